@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raw_spans import counted
+from tallies import by_keys
 
 from instrument import chrome
 from instrument.errors import ProfileError, TraceError
@@ -235,7 +236,7 @@ def facts(loaded: tuple[Trace, Tally]) -> Any:
     trace, tally = loaded
     ordered = sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
     spans = [[getattr(span, name) for name in Span.__slots__ if name != "site"] + [span.site.key] for span in ordered]
-    rows = [([site.key for site in row.path], row.thread_id, row.totals) for row in tally.rows()]
+    rows = by_keys(tally)
     others = [getattr(trace, name) for name in Trace.__slots__ if name != "spans"]
     return repr((spans, others, rows, tally.threads))
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tallies import Tally, made
+
 from instrument.recording.spans import Origin
-from instrument.recording.tally import Tally
 from instrument.report.section import View
 from instrument.report.table import LINE, columns
 from instrument.report.view import Recording
@@ -25,7 +26,7 @@ def text_of(view: View) -> str:
 
 def of_tally(tally: Tally, window_ns: int | None = None) -> Recording:
     """A recording of which there is a tally and no span."""
-    return Recording(lambda: tally, lambda: Trace(Origin(1, "shop", 0, 0), 0, 0, []), window_ns=window_ns)
+    return Recording(lambda: made(tally), lambda: Trace(Origin(1, "shop", 0, 0), 0, 0, []), window_ns=window_ns)
 
 
 def is_golden(name: str, text: str) -> bool:

@@ -339,23 +339,23 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (261, 4),
-    "agent": (4_638, 19),
+    "agent": (4_613, 19),
     "chrome": (3_071, 9),
     "cli": (2_526, 14),
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
-    "instrumentors": (11_208, 43),
-    "native": (9_751, 28),
-    "otlp": (5_028, 21),
+    "instrumentors": (11_209, 43),
+    "native": (9_752, 28),
+    "otlp": (5_025, 21),
     "profile": (2_501, 8),
-    "proposal": (1_398, 5),
-    "recorder": (2_597, 9),
-    "recording": (4_005, 20),
-    "report": (12_295, 46),
+    "proposal": (1_400, 5),
+    "recorder": (2_578, 9),
+    "recording": (4_115, 19),
+    "report": (12_120, 45),
     "runtime": (2_600, 18),
     "sessions": (7_294, 31),
-    "trace": (8_477, 31),
+    "trace": (8_492, 31),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_spans import counted
+from tallies import by_keys
 
 from instrument import chrome
 from instrument.errors import TraceError
@@ -41,7 +42,6 @@ from instrument.recording.spans import (
     Site,
     Span,
 )
-from instrument.recording.tally import Tally
 from instrument.trace import file, metadata
 from instrument.trace.trace import Trace
 
@@ -132,10 +132,6 @@ def facts_of(one: Span) -> tuple[Any, ...]:
     return (site, *(getattr(one, name) for name in Span.__slots__ if name != "site"))
 
 
-def rows_of(tally: Tally) -> list[tuple[Any, ...]]:
-    return [(tuple(site.key for site in row.path), row.thread_id, row.totals) for row in tally.rows()]
-
-
 def assert_same(loaded: Trace, original: Trace) -> None:
     by_id = sorted(map(facts_of, original.spans), key=lambda facts: facts[1])
     assert sorted(map(facts_of, loaded.spans), key=lambda facts: facts[1]) == by_id
@@ -207,7 +203,7 @@ def test_every_trace_comes_back_and_shows_whole(tmp_path: Path, spans: list[Span
     path = chrome.dump(tmp_path / name, original, tally)
     loaded, loaded_tally = chrome.load(path)
     assert_same(loaded, original)
-    assert rows_of(loaded_tally) == rows_of(tally)
+    assert by_keys(loaded_tally) == by_keys(tally)
     assert loaded_tally.threads == tally.threads
     assert chrome_rules.slices(shown_whole(path)) == len(spans) + sum(len(one.device) for one in spans)
 
@@ -330,7 +326,7 @@ def test_intervals_that_claim_one_place_come_back_as_they_stand_in_the_file(tmp_
 def test_a_file_without_a_tally_has_it_counted_from_its_spans(tmp_path: Path) -> None:
     original = trace(span(1, 0, 10), span(2, 2, 5, parent=1))
     _, tally = chrome.load(chrome.dump(tmp_path / "trace.json", original))
-    assert rows_of(tally) == rows_of(counted(original.spans))
+    assert by_keys(tally) == by_keys(counted(original.spans))
 
 
 def nest(sites: Sequence[Site]) -> Trace:
@@ -344,7 +340,7 @@ def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_r
     loaded, tally = chrome.load(path)
     again = chrome.read(path)
     assert [span.span_id for span in again.trace.spans] == [span.span_id for span in loaded.spans] == list(range(1, 41))
-    assert rows_of(again.counted()) == rows_of(tally)
+    assert by_keys(again.counted()) == by_keys(tally)
     monkeypatch.setattr(file, "LIMIT_LINKS", 820)
     chrome.read(path)
     monkeypatch.setattr(file, "LIMIT_LINKS", 779)
@@ -363,9 +359,9 @@ def test_what_recurs_is_read_however_often_and_deep_it_does(tmp_path: Path, monk
     for known in (counted(original.spans), None):
         path = chrome.dump(tmp_path / "trace.json", original, known)
         saved = chrome.read(path)
-        assert rows_of(saved.counted()) == rows_of(counted(original.spans))
+        assert by_keys(saved.counted()) == by_keys(counted(original.spans))
         again = file.load(file.dump(tmp_path / "trace.npz", saved.trace, known))
-        assert rows_of(again.counted()) == rows_of(saved.counted())
+        assert by_keys(again.counted()) == by_keys(saved.counted())
 
 
 def packed(column: str, number: int) -> tuple[str, list[str]]:
@@ -414,7 +410,7 @@ def test_a_tally_is_saved_whether_or_not_its_spans_are(tmp_path: Path) -> None:
     tally = counted([span(1, -900, 10**12, error="OSError"), span(2, 3, 900, parent=1)], {4711: "Main"})
     loaded, loaded_tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace(), tally))
     assert loaded.spans == []
-    assert rows_of(loaded_tally) == rows_of(tally)
+    assert by_keys(loaded_tally) == by_keys(tally)
 
 
 @pytest.mark.parametrize(

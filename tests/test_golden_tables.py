@@ -17,10 +17,10 @@ import pytest
 from golden_views import of_tally
 from interval_lists import assign_self_times
 from paddle_golden import golden_trace
+from tallies import Tally, Totals
 
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
-from instrument.recording.tally import Tally, Totals
 from instrument.report.copies_view import copies
 from instrument.report.distribution_view import distribution
 from instrument.report.event_rows import EventRow

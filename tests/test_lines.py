@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tallies import Tally, Totals, of_all_threads
 
 import instrument
 from instrument import scope
 from instrument.profile.keys import loads
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.lines import CALLS, FIRST, WIDTH, Lines
 from instrument.recording.paths import NOT_BELOW, CallTree, shaped
 from instrument.recording.spans import Cost, Origin, Site
-from instrument.recording.tally import Tally, Totals
+from instrument.recording.tally import LARGEST, TOTALS
 from instrument.report.cost_view import cost
 from instrument.report.events_view import events
-from instrument.report.line_sums import LineSums
 from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
@@ -37,14 +36,14 @@ SITES = [
     Site("compute", "phase"), Site("h2d", "copy", attributes=(("direction", "h2d"), ("sync", True))), Site("c"),
 ]  # fmt: skip
 
-numbers = st.sampled_from([
-    st.integers(0, 9), st.integers(0, 2**40), st.integers(2**61, 2**62 - 1), st.integers(0, 9) | st.integers(0, 2**65),
-])  # fmt: skip
+NAMES = [name for name in TOTALS.names or () if name not in ("node", "thread_id")]
+
+numbers = st.sampled_from([st.integers(0, 9), st.integers(0, 2**40), st.integers(2**54, 2**55 - 1)])
 
 
 @st.composite
 def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
-    """Totals of some paths on some threads, small ones and such as need more than 64 bits, alone or together."""
+    """Totals of some paths on some threads, small ones and as large as they may be."""
     tally = Tally()
     own = draw(numbers)
     paths: list[tuple[Site, ...]] = [()]
@@ -65,43 +64,43 @@ def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
 
 @given(tallies())
 def test_places_tell_paths_apart_by_their_keys(tally: Tally) -> None:
-    tree = Lines.of_tally(tally).tree
+    tree = tally.made().tree
     keys = [tuple(site.key for site in tree.upwards(node)) for node in range(len(tree))]
     assert list(tree.located().places) == [keys.index(key) for key in keys]
 
 
 @given(tallies(), st.lists(st.integers(-1, 4), min_size=16, max_size=16))
-def test_lines_of_a_group_add_up_exactly_however_large_their_numbers_are(tally: Tally, group_of: list[int]) -> None:
-    lines = LineSums(Lines.of_tally(tally))
-    expected: list[list[Totals]] = [[] for _ in range(5)]
-    for thread in lines.threads:
-        for node, sums in zip(lines.of(thread)[0].tolist(), lines.of(thread)[1].tolist(), strict=True):
-            if group_of[node] >= 0 and sums[CALLS]:
-                expected[group_of[node]].append(Totals(*sums[1:]))
-    found = lines.by(np.array(group_of), 5).tolist()
-    for of, its in zip(expected, found, strict=True):
-        together = Totals()
-        for one in of:
-            together.merge(one)
-        assert (len(of), together) == (its[0], Totals(*its[1:]))
+def test_lines_of_a_group_add_up_exactly(tally: Tally, group_of: list[int]) -> None:
+    found = tally.made()
+    assert sum(len(found.of(thread)) for thread in found.threads) == len(found)
+    expected = [Totals() for _ in range(5)]
+    for row in found.rows():
+        if group_of[row.totals.node] >= 0:
+            expected[group_of[row.totals.node]].merge(Totals(**{name: getattr(row.totals, name) for name in NAMES}))
+    by_group, group_of_line = found.by(np.array(group_of), 5), np.array(group_of)[found.lines["node"]]
+    for group, (of, its) in enumerate(zip(expected, by_group, strict=True)):
+        assert [getattr(of, name) for name in NAMES] == [its[name] for name in NAMES]
+        total = found.total(np.flatnonzero(group_of_line == group).tolist())
+        assert [getattr(total, name) for name in NAMES] == [its[name] for name in NAMES]
+
+
+def test_numbers_that_no_process_counts_are_cut_so_that_their_sums_have_64_bits() -> None:
+    tally = Tally()
+    for name in "abc":
+        tally.totals((Site(name),), 1).merge(Totals(calls=1, total_ns=2**62, self_ns=7))
+    found = tally.made()
+    assert found.lines["total_ns"].tolist() == [LARGEST // 3] * 3
+    assert found.total(range(3)).total_ns <= LARGEST
+    assert found.total(range(3)).self_ns == 21
 
 
 @given(tallies())
 def test_lines_of_all_threads_have_the_sums_of_the_tally(tally: Tally) -> None:
-    expected: dict[tuple[object, ...], Totals] = {}
-    for row in tally.rows():
-        expected.setdefault(tuple(site.key for site in row.path), Totals()).merge(row.totals)
-    lines = Lines.of_tally(tally, merged=True)
-    merged, found = lines.merged(), {}
-    for start in range(0, len(merged), WIDTH):
-        node, *sums = merged[start : start + WIDTH]
-        path, above = [], node
-        while above != NOT_BELOW:
-            path.append(lines.tree.sites[lines.site_of[above]].key)
-            above = lines.parents[above]
-        found[tuple(reversed(path))] = Totals(*sums, lines.histogram([node], 0))
-    assert found == {path: totals for path, totals in expected.items() if totals.calls}
-    firsts = list(merged[FIRST::WIDTH])
+    whole = tally.made()
+    merged = whole.merged()
+    expected = {path: totals for path, totals in of_all_threads(whole).items() if totals.calls}
+    assert of_all_threads(merged) == expected
+    firsts = merged.lines["first_ns"].tolist()
     assert firsts == sorted(firsts)
 
 
@@ -225,9 +224,9 @@ def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> Non
     recorder = make_recorder()
     record(recorder, chance)
     tally = recorder.tally()
-    live = Recording(lambda: tally, pytest.fail, make_lines=lambda merged: recorder.lines(merged=merged))
+    live = Recording(lambda: tally, pytest.fail, make_totals=lambda merged: recorder.totals(merged=merged))
     apart = Recording(lambda: tally, pytest.fail)
-    together = Recording(lambda: tally, pytest.fail, make_lines=lambda merged: Lines.of_tally(tally, merged=True))
+    together = Recording(lambda: tally, pytest.fail, make_totals=lambda merged: tally.merged())
     for _ in range(10):
         options = Options(
             tracer_option=chance.choice(TRACER_OPTIONS), state=chance.choice(STATES), unit="ns",
@@ -245,11 +244,11 @@ def test_views_that_are_asked_for_again_leave_nothing_more_in_the_call_tree(make
     trace = Trace(Origin(1, "", 0, 0), 0, 1, [])
 
     def look() -> int:
-        live = Recording(recorder.tally, lambda: trace, make_lines=lambda merged: recorder.lines(merged=merged),
+        live = Recording(recorder.tally, lambda: trace, make_totals=lambda merged: recorder.totals(merged=merged),
                          make_cost=lambda: Cost(1, 50, 1))  # fmt: skip
         for view in (*VIEWS.values(), cost):
             text(view(live, Options()))
-        return len(recorder.lines().tree._said)
+        return len(recorder.totals().tree._said)
 
     assert look() == look()
 

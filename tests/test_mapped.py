@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzz_recordings import copied, look_at_all, used_of
+from tallies import rows_of
 
 from instrument import clock, native
 from instrument.agent.client import Member
@@ -38,7 +39,6 @@ from instrument.profile.model import Capture
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_place import Progress
-from instrument.recording.lines import WIDTH
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.remote_parents import REMOTE
 from instrument.recording.slot_ring import INTERVAL_BYTES, LABELS, IntervalRing, Readings
@@ -80,12 +80,12 @@ SUMS = (
 def lines(tally: Tally) -> list[Any]:
     return [
         (
-            [site.name for site in row.path],
-            row.thread_id,
-            [getattr(row.totals, name) for name in SUMS],
-            sorted(row.totals.histogram.items()),
+            [site.name for site in path],
+            thread_id,
+            [getattr(totals, name) for name in SUMS],
+            sorted(totals.histogram.items()),
         )
-        for row in tally.rows()
+        for path, thread_id, totals in rows_of(tally)
     ]
 
 
@@ -501,15 +501,14 @@ def test_totals_that_change_hands_while_they_are_read_are_read_again(
         return found
 
     monkeypatch.setattr(Mapped, "_slots", then_threads_end)
-    totals = [row.totals for row in read(recorder).tally().rows()]
+    totals = [totals for _, _, totals in rows_of(read(recorder).tally())]
     assert [one.calls for one in totals] == [sum(one.histogram.values()) for one in totals]
     assert sum(one.calls for one in totals) == 120
 
 
 def metered(mapped: Mapped) -> list[str]:
     facts = ExportFacts(Ids((1, 2, 3)), {}, Capture(), 100, UNMETERED)
-    lines = RecordingReader(mapped, Progress(), facts).lines(merged=True)
-    return [lines.tree.sites[lines.site_of[place]].name for place in lines.merged()[::WIDTH]]
+    return [row.path[-1].name for row in RecordingReader(mapped, Progress(), facts).totals(merged=True).rows()]
 
 
 READS = {

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tallies import Totals, of_all_threads, rows_of
 from trees import outline, tree
 
 from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
@@ -31,11 +32,9 @@ from instrument.recorder import recorder as recorder_module
 from instrument.recorder.recorder import Ticks
 from instrument.recorder.wrapping import bare_of
 from instrument.recording.histogram import bucket
-from instrument.recording.lines import WIDTH, Lines
-from instrument.recording.paths import NOT_BELOW
+from instrument.recording.paths import OVERFLOW
 from instrument.recording.remote_parents import REMOTE, RemoteParent
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
-from instrument.recording.tally import OVERFLOW, Totals
 from instrument.trace.of_recording import columns_of
 from instrument.trace.trace import spans_of
 
@@ -828,7 +827,7 @@ def test_the_tally_is_exact_when_the_ring_has_wrapped_many_times(make_recorder: 
     for _ in range(10_000):
         function()
     (row,) = recorder.tally().rows()
-    assert row.totals.calls == sum(row.totals.histogram.values()) == 10_000
+    assert row.totals.calls == sum(recorder.tally().histogram([row.totals.node]).values()) == 10_000
     assert len(recorder.spans()) == recorder.rings()[0].capacity
     assert recorder.losses() == {"spans overwritten by newer ones": 10_000 - recorder.rings()[0].capacity}
     newest = sorted(span.span_id for span in recorder.spans())
@@ -1414,7 +1413,7 @@ def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
             )
         assert not recorder.count_device(ring, row[0], 1 << 40, 1, 1 << 41)
         assert not recorder.count_device(ring, row[0], -1, 1, 1)
-    found = next((row.totals for row in recorder.tally().rows()), Totals())
+    found = next((totals for _, _, totals in rows_of(recorder.tally())), Totals())
     assert expected.min_ns * 63 / 64 <= found.min_ns <= expected.min_ns
     found.min_ns = expected.min_ns
     assert found == expected
@@ -1515,7 +1514,7 @@ def test_percentiles_count_every_call_at_any_time(recorder: Any) -> None:
     for number in range(1, 40):
         function()
         (row,) = recorder.tally().rows()
-        assert sum(row.totals.histogram.values()) == row.totals.calls == number
+        assert sum(recorder.tally().histogram([row.totals.node]).values()) == row.totals.calls == number
 
 
 def test_a_method_passes_muted_instances_and_what_nobody_could_decide(
@@ -1541,18 +1540,6 @@ def test_a_method_passes_muted_instances_and_what_nobody_could_decide(
     assert recorder.current_id() == 0
 
 
-def by_path(lines: Lines) -> Iterator[tuple[tuple[object, ...], Totals]]:
-    """The sums and the histogram of each call path, in the order of the lines."""
-    numbers = lines.merged()
-    for start in range(0, len(numbers), WIDTH):
-        node, *sums = numbers[start : start + WIDTH]
-        path, above = [], node
-        while above != NOT_BELOW:
-            path.append(lines.tree.sites[lines.site_of[above]].key)
-            above = lines.parents[above]
-        yield tuple(reversed(path)), Totals(*sums, lines.histogram([node], None))
-
-
 @pytest.mark.slow
 def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_recorder: Any) -> None:
     """Threads that have ended and whose rings were given up too, and sites that mean the same place."""
@@ -1571,15 +1558,12 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
         thread.start()
         thread.join()
     assert recorder.ended_totals()
-    expected: dict[tuple[object, ...], Totals] = {}
-    for row in recorder.tally().rows():
-        expected.setdefault(tuple(site.key for site in row.path), Totals()).merge(row.totals)
-    for lines in (recorder.lines(merged=True), Lines.of_tally(recorder.tally(), merged=True)):
-        assert dict(by_path(lines)) == expected
-    merged = recorder.lines(merged=True)
-    assert merged.threads == {0: "(all threads)"}
-    firsts = [expected[path].first_ns for path, _ in by_path(merged)]
-    assert firsts == sorted(firsts)
+    expected = of_all_threads(recorder.tally())
+    for merged in (recorder.totals(merged=True), recorder.tally().merged()):
+        assert of_all_threads(merged) == expected
+        assert merged.threads == {0: "(all threads)"}
+        firsts = merged.lines["first_ns"].tolist()
+        assert firsts == sorted(firsts)
     calls = Counter[object]()
     for path, totals in expected.items():
         calls[path[-1]] += totals.calls

@@ -31,10 +31,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tallies import rows_of
 from trees import tree
 
+from instrument.recording.histogram import unpacked
 from instrument.recording.spans import OUTCOME, Site
-from instrument.recording.tally import Totals
 from instrument.trace.of_recording import columns_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -615,13 +616,13 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     (cell,) = ring.copied_totals().values()
     assert cell[0] == 1 << 32
     assert full - (1 << 30) - (1 << 20) < cell[2] == cell[3] < full
-    assert list(Totals.of_core(cell).histogram.values()) == [1 << 32]  # the lower half has carried into the upper one
+    assert list(unpacked(cell[-1]).values()) == [1 << 32]  # the lower half has carried into the upper one
     assert recorder.counts() == {}
     for _ in range(3):
         recorder.record(site, recorder.now_ns() - (1 << 30), None)
     (cell,) = ring.copied_totals().values()
     assert cell[:4] == ((1 << 32) + 3, 0, full, full)
-    assert list(Totals.of_core(cell).histogram.values()) == [(1 << 32) + 3]
+    assert list(unpacked(cell[-1]).values()) == [(1 << 32) + 3]
     (reason,) = recorder.counts()
     assert reason == "additions to totals that are as large as they can be"
     assert recorder.usage().__next__()[2:] == ((1 << 32) + 3, full, 0)
@@ -647,7 +648,7 @@ def test_the_histograms_of_many_paths_and_threads_add_up_beyond_what_their_parts
         for ring in recorder.rings():
             for index, *_ in ring.usage():
                 ring._preset_totals(index, times, times, times, times)
-        lines = recorder.lines()
+        lines = recorder.totals()
         assert sum(lines.histogram(range(len(recorder.paths())), None).values()) == 5 * len(sites) * times > 1 << 32
         ring._preset_totals(index, times, times, times, (1 << 40) + 5)
         assert list(lines.histogram([index], ring.thread_id).values()) == [(1 << 40) + 5]
@@ -677,7 +678,7 @@ def test_merging_the_totals_of_ended_threads_carries_too(make_recorder: Any) -> 
     (cell,) = recorder.ended_totals().values()
     assert cell[0] == given_up << 32
     assert cell[2] == cell[3] == (1 << 63) - 1
-    assert list(Totals.of_core(cell).histogram.values()) == [given_up * (3 << 31)]
+    assert list(unpacked(cell[-1]).values()) == [given_up * (3 << 31)]
     assert list(recorder.counts()) == ["additions to totals that are as large as they can be"]
 
 
@@ -1560,9 +1561,9 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
         assert (columns.self_ns <= columns.total_ns).all()
 
     def read_tally() -> None:
-        for row in recorder.tally().rows():
-            assert sum(row.totals.histogram.values()) == row.totals.calls
-            assert row.totals.self_ns <= row.totals.total_ns
+        for _, _, totals in rows_of(recorder.tally()):
+            assert sum(totals.histogram.values()) == totals.calls
+            assert totals.self_ns <= totals.total_ns
 
     seen: list[int] = []
     cursor = recorder.cursor()

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from otlp_spans import ORIGIN
 from raw_spans import counted
+from tallies import Totals, by_keys, rows_of
 
 from instrument import chrome
+from instrument.recording.paths import OVERFLOW
 from instrument.recording.spans import DeviceInterval, Site, Span
-from instrument.recording.tally import OVERFLOW, Tally, Totals
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.trace.of_recording import columns_of
@@ -30,13 +31,9 @@ def wrapped(recorder: Any, name: str, function: Any, kind: str = "op") -> Any:
 
 def by_path(recorder: Any) -> dict[tuple[str, ...], Totals]:
     found: dict[tuple[str, ...], Totals] = {}
-    for row in recorder.tally().rows():
-        found.setdefault(tuple(site.name for site in row.path), Totals()).merge(row.totals)
+    for path, _, totals in rows_of(recorder.tally()):
+        found.setdefault(tuple(site.name for site in path), Totals()).merge(totals)
     return found
-
-
-def every_total(tally: Tally) -> dict[object, Totals]:
-    return {(tuple(site.key for site in row.path), row.thread_id): row.totals for row in tally.rows()}
 
 
 def spin(until_ns: int) -> None:
@@ -220,7 +217,7 @@ def test_a_saved_trace_without_a_tally_has_of_a_recursion_the_tally_that_was_liv
     trace = Trace(ORIGIN, 0, time.monotonic_ns(), recorder.spans(), live.threads)
     loaded, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
     assert {len(row.path) for row in tally.rows()} == {1, 2, 3, 4}
-    assert every_total(tally) == every_total(counted(trace.spans)) == every_total(live)
+    assert by_keys(tally) == by_keys(counted(trace.spans)) == by_keys(live)
     assert tally.threads == live.threads
     of_live, of_saved = (
         summary(["events", "ops"], Recording.of_trace(loaded, lambda tally=tally: tally), Options())

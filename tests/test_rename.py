@@ -47,7 +47,7 @@ def test_a_renamed_request_and_what_is_open_or_begins_below_it_count_at_the_new_
     }  # fmt: skip
     (row,) = [row for row in recorder.tally().rows() if row.path == (ROUTE,)]
     assert row.totals.total_ns > 0
-    assert sum(row.totals.histogram.values()) == 1
+    assert sum(recorder.tally().histogram([row.totals.node]).values()) == 1
     (span,) = [span for span in recorder.spans() if span.site is ROUTE]
     assert span.root_id == span.span_id
     assert {span.root_id for span in recorder.spans()} == {span.span_id}

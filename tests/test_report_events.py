@@ -15,11 +15,12 @@ from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import counted, counted_paths, traces
+from tallies import Tally, Totals, made
+from tallies import rows_of as lines_of
 
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import Cost, DeviceInterval, Site, Span
-from instrument.recording.tally import Tally, Totals
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.summary import summary
@@ -366,7 +367,7 @@ def test_the_layout_of_a_whole_report() -> None:
     count(tally, (op("tokenize"), phase("split"), copy("h2d", sync=True)), 0.0001234, calls=2, thread=7)
     count(tally, (op("tokenize"),), 4, calls=2, thread=8)
     recording = Recording(
-        lambda: tally,
+        lambda: made(tally),
         lambda: of_tally(tally).trace,
         make_cost=lambda: Cost(calls=4, per_call_ns=50, window_ns=1_000_000),
         losses={"ring overwritten": 2, "queue full": 0},
@@ -795,7 +796,7 @@ def test_a_part_that_ran_on_another_thread_is_counted_there_under_its_path() -> 
 
 
 def test_a_report_of_nothing_says_so_and_still_tells_what_was_missed() -> None:
-    recording = Recording(Tally, lambda: of_tally(Tally()).trace, losses={"old": 3}, notes=["no module `chat`"])
+    recording = Recording(Tally().made, lambda: of_tally(Tally()).trace, losses={"old": 3}, notes=["no module `chat`"])
     report = summary(["events"], recording, Options())
     assert "No calls were recorded.\n" in report
     assert "Not kept: 3 (old)\n" in report
@@ -831,7 +832,7 @@ def test_the_last_line_says_what_device_times_are_or_that_there_are_none(
 def test_a_base_of_zero_prints_a_dash_in_place_of_each_ratio() -> None:
     tally = Tally()
     count(tally, (layer("a", ""),), 0)
-    recording = Recording(lambda: tally, lambda: of_tally(tally).trace, make_cost=lambda: Cost(1, 50, 0))
+    recording = Recording(lambda: made(tally), lambda: of_tally(tally).trace, make_cost=lambda: Cost(1, 50, 0))
     report = summary(["events"], recording, Options())
     (row,) = table_rows(report)
     assert (row["Ratio."], row["Total"]) == ("-", "0")
@@ -917,10 +918,12 @@ def test_no_tally_and_no_name_breaks_a_line_or_runs_into_the_next_column(
 ) -> None:
     tally.threads.update(dict(zip(tally.threads, words, strict=False)))
     trace = of_tally(tally).trace
-    recording = Recording(lambda: tally, lambda: trace, losses=dict.fromkeys(words, 1), notes=words, recorder="native")
+    recording = Recording(
+        lambda: made(tally), lambda: trace, losses=dict.fromkeys(words, 1), notes=words, recorder="native"
+    )
     text = summary(["events"], recording, Options(**options))
     assert all(line.isprintable() and columns(line) <= LINE for line in text.split("\n"))
-    for report in reports(text) if tally.calls else []:
+    for report in reports(text) if made(tally).calls else []:
         header, *lines = (screen(line) for line in table_lines(report))
         starts = [m.start() for m in re.finditer(r"(?:CPU|GPU) Time \(Ratio\)|\S+", header)]
         assert starts[1] <= 66
@@ -970,7 +973,7 @@ def test_hiding_phases_moves_self_time_and_loses_none(tally: Tally) -> None:
         option: sum(row.self_ns for row in rows_of(tally, tracer_option=option, threads="merged"))
         for option in ("Default", "OpDetail")
     }
-    assert sums["Default"] == sums["OpDetail"] == sum(row.totals.self_ns for row in tally.rows())
+    assert sums["Default"] == sums["OpDetail"] == sum(totals.self_ns for _, _, totals in lines_of(tally))
 
 
 def test_a_call_path_may_be_deeper_than_pythons_stack() -> None:

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 from golden_views import of_tally
+from tallies import Tally, Totals, made
 
 from instrument import chrome
 from instrument.instrumentors.targets import site_of
 from instrument.recorder.wrapping import wrap
-from instrument.recording.lines import Lines
 from instrument.recording.spans import Origin, Site
-from instrument.recording.tally import Tally, Totals
 from instrument.report.event_rows import Overhead, overhead
 from instrument.report.events_view import events
-from instrument.report.line_sums import LineSums
 from instrument.report.self_times_view import SelfTimes, classes, instances, ops
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
@@ -41,7 +39,7 @@ def split(*rows: tuple[tuple[Site, ...], int, int], state: str = "All") -> Overh
                 elapsed_ns=total_ns, histogram={0: 1},
             )
         )  # fmt: skip
-    lines = LineSums(Lines.of_tally(tally))
+    lines = made(tally)
     total_ns = sum(total_ns for path, total_ns, _ in rows if len(path) == 1)
     return overhead(lines, total_ns, state)
 
@@ -91,7 +89,7 @@ def test_calls_that_have_not_ended_have_what_lies_under_them() -> None:
     loop = Site("engine loop", "op", suspends=True)
     for path, total_ns in (((loop, COMPUTE), 60), ((loop, PREPARE), 40)):
         tally.totals(path, 1).merge(Totals(calls=1, total_ns=total_ns, elapsed_ns=total_ns, histogram={0: 1}))
-    assert parts(overhead(LineSums(Lines.of_tally(tally)), 100, "CPU")) == (60, 0, 40)
+    assert parts(overhead(made(tally), 100, "CPU")) == (60, 0, 40)
 
 
 def test_where_nothing_computes_waiting_is_told_and_the_rest_is_not_called_overhead() -> None:
@@ -154,7 +152,7 @@ def test_a_request_that_awaits_is_not_called_overhead(recorder: Any, tmp_path: P
     path = tmp_path / "saved.json"
     chrome.dump(path, recording.trace, recording.tally)
     trace, tally = chrome.load(path)
-    for one in (recording, Recording.of_trace(trace, lambda: tally)):
+    for one in (recording, Recording.of_trace(trace, lambda: made(tally))):
         found = events(one, Options()).overhead
         assert found is not None
         assert found.computation_ns is not None

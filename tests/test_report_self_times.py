@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interval_lists import assign_self_times
 from raw_spans import changed, counted_paths, points, traces
+from tallies import Tally, Totals, made
 
 from instrument.profile.model import SORT_KEYS
 from instrument.recording.spans import Site
-from instrument.recording.tally import Tally, Totals
 from instrument.report.self_times_view import FunctionTimes, SelfTimes, class_of, classes, instances, ops
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
@@ -291,7 +291,7 @@ def test_the_rows_of_every_function_add_up_to_all_of_it(
     for path, thread, calls, self_ns, device_ns, first_ns in raw:
         facts = {"total_ns": self_ns, "self_ns": self_ns, "device_ns": device_ns, "first_ns": first_ns}
         tally.totals(path, thread).merge(Totals(calls=calls, **facts))
-    counted = [row for row in tally.rows() if row.totals.calls]
+    counted = [row for row in made(tally).rows() if row.totals.calls]
 
     def function_of(path: CallPath) -> Site:
         return next((site for site in path if site.kind == "request"), path[0])

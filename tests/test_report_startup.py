@@ -13,11 +13,11 @@ import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
+from tallies import Tally, Totals, made
 
 from instrument import chrome, clock
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup
-from instrument.recording.tally import Tally, Totals
 from instrument.report.startup_view import StartupView, startup
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
@@ -47,7 +47,7 @@ def first(site: Site, start_ms: float, took_ms: float) -> FirstCall:
 
 
 def recording(tally: Tally, facts: Startup | None) -> Recording:
-    return Recording(lambda: tally, lambda: Trace(Origin(1, "chat", 0, 0), 0, 1, []), make_startup=lambda: facts)
+    return Recording(lambda: made(tally), lambda: Trace(Origin(1, "chat", 0, 0), 0, 1, []), make_startup=lambda: facts)
 
 
 def view_of(tally: Tally, facts: Startup | None, **options: Any) -> StartupView:
@@ -90,7 +90,7 @@ def test_what_loaded_late_counts_unless_it_lies_in_a_request() -> None:
         Span(LOAD, 7, 6, 1, 1, 0, 23 * MS, 28 * MS, 5 * MS, 0),
     ]
     trace, facts = Trace(Origin(1, "chat", 0, 0), 0, 100 * MS, spans), Startup(0, firsts=(first(HANDLE, 20, 10),))
-    found = startup(Recording(lambda: tally, lambda: trace, make_startup=lambda: facts), Options())
+    found = startup(Recording(lambda: made(tally), lambda: trace, make_startup=lambda: facts), Options())
     assert {part.name: part.total_ns // MS for part in found.late}["Loading"] == 20
 
 
@@ -129,7 +129,7 @@ def test_what_began_after_the_first_request_is_not_on_the_way_to_it() -> None:
 
     def view(held_from_ns: int) -> StartupView:
         trace = Trace(Origin(1, "chat", 0, 0), 0, 9_500 * MS, spans, held_from_ns=held_from_ns)
-        return startup(Recording(lambda: tally, lambda: trace, make_startup=lambda: facts), Options())
+        return startup(Recording(lambda: made(tally), lambda: trace, make_startup=lambda: facts), Options())
 
     whole = view(0)
     assert {part.name: part.total_ns // MS for part in whole.way} == {
@@ -218,7 +218,7 @@ def test_options_bound_the_tables_and_scale_the_times() -> None:
 def test_it_is_saved_with_the_trace(tmp_path: Path) -> None:
     tally, facts = a_service()
     trace = Trace(Origin(1, "chat", 0, 0), 1_000 * MS, 9_000 * MS, [], startup=facts)
-    loaded, again = chrome.load(chrome.dump(tmp_path / "trace.json.gz", trace, tally))
+    loaded, again = chrome.load(chrome.dump(tmp_path / "trace.json.gz", trace, made(tally)))
     ours = startup(Recording.of_trace(loaded, lambda: again), Options())
     assert document(ours) == document(view_of(tally, facts))
     assert loaded.startup is not None
@@ -286,7 +286,7 @@ def test_every_number_is_that_of_a_count_by_hand(
     for phase, name in (("load", "Loading"), ("compile", "Compiling")):
         assert parts[name] == sum(
             row.totals.total_ns
-            for row in tally.rows()
+            for row in made(tally).rows()
             if is_preparing(row.path[-1], phase)
             and not any(is_preparing(site) or site.kind == "request" for site in row.path[:-1])
             and row.totals.first_ns < request_ms * MS
@@ -303,7 +303,7 @@ def test_every_number_is_that_of_a_count_by_hand(
     assert view.request is not None
     assert (view.request.after_ns, view.request.first_ns) == (request_ms * MS - MS, 5 * MS)
     for one in view.preparations:
-        own = [row for row in tally.rows() if row.path[-1].name == one.name]
+        own = [row for row in made(tally).rows() if row.path[-1].name == one.name]
         outermost = [row for row in own if all(site.name != one.name for site in row.path[:-1])]
         assert one.calls == sum(row.totals.calls for row in own)
         assert one.total_ns == sum(row.totals.total_ns for row in outermost)
@@ -314,7 +314,7 @@ def test_every_number_is_that_of_a_count_by_hand(
         assert 0 <= one.in_requests_ns <= one.total_ns
         assert one.max_ns == max(row.totals.max_ns for row in own)
     for warm in view.warm_ups:
-        own = [row.totals for row in tally.rows() if row.path[-1].name == warm.name.partition(" ")[0]]
+        own = [row.totals for row in made(tally).rows() if row.path[-1].name == warm.name.partition(" ")[0]]
         assert warm.calls == sum(totals.calls for totals in own) >= 2
         assert warm.extra_ns == warm.first_ns - warm.median_ns > 0
     assert json.dumps(document(view))

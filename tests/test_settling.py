@@ -21,12 +21,12 @@ from trees import queue_times
 
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture, Where
-from instrument.recording.lines import Lines
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.remote_parents import LINK
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import KEY, Site, Span
+from instrument.recording.tally import Tally
 from instrument.trace import tail_sampling, unsettled
 from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
@@ -208,7 +208,7 @@ class Told:
         self.spans = sorted(spans, key=lambda one: one.end_ns)
         self.sites = list({span.site: None for span in spans})
         self.node_of = {site: node for node, site in enumerate(self.sites)}
-        sampler = TailSampler(capture, Lines)
+        sampler = TailSampler(capture, Tally)
         self.rows = UnsettledRows(self.ids, self.sites.__getitem__, sampler, spans_per_request)
         self.sent: list[Span] = []
         self.derived: list[Span] = []

@@ -8,14 +8,16 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import counted, counted_paths
+from tallies import Tally, Totals, by_keys
 
-from instrument.recording.histogram import PACKED, bucket, bucket_middle, percentiles, percentiles_of
+from instrument.recording import tally as product
+from instrument.recording.distributions import Distribution
+from instrument.recording.histogram import bucket, bucket_middle, percentiles, percentiles_of
 from instrument.recording.spans import Site, Span
-from instrument.recording.tally import Tally, Totals
+from instrument.recording.tally import SUMS
 
 SITES = [Site("a"), Site("b", instance="0"), Site("b", instance="1"), Site("copy", "copy")]
 
@@ -59,10 +61,6 @@ def alone(span: Span, *, is_inner: bool) -> Totals:
     )
 
 
-def plain(tally: Tally) -> dict[object, Totals]:
-    return {(tuple(site.key for site in row.path), row.thread_id): row.totals for row in tally.rows()}
-
-
 @given(durations)
 def test_a_bucket_stands_for_its_values_within_one_percent(value: int) -> None:
     assert abs(bucket_middle(bucket(value)) - value) <= value / 128
@@ -75,34 +73,32 @@ def test_buckets_of_the_longest_times_still_have_an_index() -> None:
 
 @given(st.lists(durations, min_size=1), st.floats(0.001, 1.0))
 def test_percentiles_are_within_one_percent_of_the_exact_ones(values: list[int], fraction: float) -> None:
-    totals = Totals()
+    times = Distribution()
     for value in values:
-        totals.merge(Totals(calls=1, min_ns=value, max_ns=value, histogram={bucket(value): 1}))
+        times.add(value)
     exact = sorted(values)[max(1, math.ceil(fraction * len(values))) - 1]
-    found = totals.percentile(fraction)
+    (found,) = percentiles(times.buckets, (fraction,), times.count, times.least_ns, times.most_ns)
     assert found is not None
     assert abs(found - exact) <= exact * 0.01
     assert min(values) <= found <= max(values)
 
 
 def test_a_percentile_of_nothing_is_none() -> None:
-    assert Totals().percentile(0.5) is None
+    assert percentiles({}, (0.5,), 0, 0, 0) == [None]
 
 
 @given(span_lists(), st.randoms(use_true_random=False))
 def test_merging_is_exact_and_its_order_does_not_matter(spans: list[Span], chance: random.Random) -> None:
-    whole = plain(counted(spans))
+    whole = by_keys(counted(spans))
     parts = []
     paths, inner = counted_paths(spans)
     for span in spans:
         part = Tally()
         part.totals(paths[span.span_id], span.thread_id).merge(alone(span, is_inner=span.span_id in inner))
-        parts.append(part)
+        parts.append(part.made())
     chance.shuffle(parts)
-    merged = Tally()
-    for part in parts:
-        merged.merge(part)
-    assert plain(merged) == whole
+    merged = product.Tally.together(parts)
+    assert by_keys(merged) == whole
     assert merged.calls == len(spans)
 
 
@@ -134,62 +130,49 @@ def test_a_corrected_tally_takes_the_cost_of_the_probes_out_of_the_self_time_aro
     tally.totals((parent, child), 1).merge(Totals(calls=10, total_ns=300, self_ns=300))
     tally.totals((parent, child), 2).merge(Totals(calls=10, total_ns=300, self_ns=300))
     tally.totals((parent, child, other), 1).merge(Totals(calls=100, total_ns=200, self_ns=200))
-    tally.charge(lambda site: 20.0 if site is child else 5.0)
-    assert {path[-1][0]: totals.probe_ns for (path, thread), totals in plain(tally).items() if thread == 1} == {
+    charged = tally.made()
+    charged.charge(lambda site: 20.0 if site is child else 5.0)
+    assert {path[-1][0]: totals.probe_ns for (path, thread), totals in by_keys(charged).items() if thread == 1} == {
         "parent": 5,
         "child": 200,
         "other": 500,
     }
-    corrected = {(path[-1][0], thread): totals.self_ns for (path, thread), totals in plain(tally.corrected()).items()}
+    corrected = {
+        (path[-1][0], thread): totals.self_ns for (path, thread), totals in by_keys(charged.corrected()).items()
+    }
     assert corrected == {
         ("parent", 1): 500,  # a child on another thread was never in it
         ("child", 1): 0,  # never below nothing
         ("child", 2): 300,
         ("other", 1): 200,
     }
-    assert tally.totals((parent,), 1).self_ns == 700
+    assert by_keys(charged)[(parent.key,), 1].self_ns == 700
 
 
 @given(span_lists(), span_lists())
 def test_correction_does_not_depend_on_when_tallies_are_merged(left: list[Span], right: list[Span]) -> None:
-    def charged(spans: list[Span]) -> Tally:
+    def charged(spans: list[Span]) -> product.Tally:
         tally = counted(spans)
         tally.charge(lambda site: len(site.name) * 7.0)
         return tally
 
-    merged = charged(left)
-    merged.merge(charged(right))
-    both = charged(right)
-    both.merge(charged(left))
-    assert plain(merged.corrected()) == plain(both.corrected())
+    merged = product.Tally.together([charged(left), charged(right)])
+    both = product.Tally.together([charged(right), charged(left)])
+    assert by_keys(merged.corrected()) == by_keys(both.corrected())
 
 
-@given(
-    st.lists(st.dictionaries(st.integers(0, 3_839), st.integers(1, 1 << 40)), min_size=1, max_size=5), st.integers(0, 5)
-)
-def test_packed_histograms_add_up_to_those_of_unpacked_totals(histograms: list[dict[int, int]], packed: int) -> None:
-    """In any order of both kinds, however often they are read in between."""
+@given(span_lists(), span_lists())
+def test_the_difference_of_two_states_is_the_tally_of_what_came_in_between(early: list[Span], late: list[Span]) -> None:
+    before = product.Tally.together([counted(early)])
+    after = product.Tally.together([before, counted(late)])
+    grown, expected = after.since(before), counted(late).merged()
+    sums = [*SUMS, "histogram"]
 
-    def totals(histogram: dict[int, int], is_packed: bool) -> Totals:
-        sums = (1, 0, 5, 5, 0, 0, 5, 5, 5, 0, 1)
-        content = b"".join(PACKED.pack(*item) for item in histogram.items())
-        return Totals.of_core((*sums, content)) if is_packed else Totals(*sums, dict(histogram))
+    def told(tally: product.Tally) -> dict[object, list[object]]:
+        return {key: [getattr(its, name) for name in sums] for (key, _), its in by_keys(tally).items() if its.calls}
 
-    parts = [totals(histogram, index < packed) for index, histogram in enumerate(histograms)]
-    expected, found, read = Counter[int](), Totals(), Totals()
-    for part, histogram in zip(parts, histograms, strict=True):
-        expected.update(histogram)
-        found.merge(part)
-        read.merge(part.copy())
-        assert read.histogram == {**expected}
-    assert found.histogram == {**expected}
-    assert [part.histogram for part in parts] == histograms
-    assert found == read
-
-
-def test_totals_have_no_attributes_that_there_are_not() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'callz'"):
-        _ = Totals().callz  # type: ignore[attr-defined]
+    assert told(grown) == told(expected)
+    assert by_keys(after.since(product.Tally())) == by_keys(after.merged())
 
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=300))
@@ -212,16 +195,14 @@ def test_sites_of_one_name_and_line_that_differ_in_their_phase_have_lines_of_the
         pass
     expected = [("same", "compute", 1), ("same", "post", 1), ("own", "compute", 2)]
     tally = recorder.tally()
-    merged = Tally()
-    merged.merge(tally)
-    for found in (tally, merged, counted(recorder.spans())):
+    for found in (tally, product.Tally.together([tally]), counted(recorder.spans())):
         rows = sorted(found.rows(), key=lambda row: row.totals.first_ns)
         assert [(row.path[0].name, dict(row.path[0].attributes)["phase"], row.totals.calls) for row in rows] == expected
-    assert not recorder.lines().tree.located().shared
+    assert not recorder.totals().tree.located().shared
 
 
 def test_processes_that_differ_in_a_fact_of_their_own_alone_count_as_one_place() -> None:
     tally = Tally()
     for rank in (0, 1):
         tally.totals((Site("all_reduce", "comm", attributes=(("rank", rank),)),), 1).merge(Totals(calls=1))
-    assert [row.totals.calls for row in tally.rows()] == [2]
+    assert [row.totals.calls for row in tally.made().rows()] == [2]

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from instrument.agent.client import Member
 from instrument.agent.crash_capture import bearing
 from instrument.agent.processes import GOODBYE
 from instrument.errors import TraceError
+from instrument.recording.histogram import percentiles
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
-from instrument.recording.spans import is_interruption
-from instrument.recording.tally import Key, Row, Totals
+from instrument.recording.spans import is_interruption, is_request
+from instrument.recording.tally import Tally
+from instrument.report.function_times import topmost, topmost_by_name
 from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
@@ -159,31 +163,12 @@ def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural * (number != 1)}"
 
 
-class CallGroup(NamedTuple):
-    """The calls that count together: those of a site, and as `request` those that lie in no other request."""
-
-    key: tuple[object, ...]
-    name: str
-    request: bool
-    interruption: bool
-
-    @classmethod
-    def of(cls, row: Row) -> CallGroup:
-        """Return it for a line of a tally."""
-        *above, site = row.path
-        is_request = site.kind == "request" and not any(around.kind == "request" for around in above)
-        return cls(site.key, site.name, is_request, is_interruption(site))
-
-
-Counted = Mapping[CallGroup, Totals]
-
-
 class Looker:
     """Looks at the processes of a run, again and again."""
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._before: dict[tuple[int, int], tuple[int, Counted]] = {}
+        self._before: dict[tuple[int, int], tuple[int, Tally]] = {}
 
     def is_of(self, run: str) -> bool:
         """Return True if it looks at that run."""
@@ -191,7 +176,7 @@ class Looker:
 
     def look(self, members: Sequence[Member], folded: int = 0) -> Screen:
         """Return one look. `folded` are processes that ended before those of `members` that did."""
-        windows_ns, grown = list[int](), list[Counted]()
+        windows_ns, grown = list[int](), list[Tally]()
         processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
         losses: Counter[str] = Counter()
         for member in members:
@@ -207,20 +192,20 @@ class Looker:
             if seen is None:
                 continue
             key = member.pid, seen.generation
-            since_ns, before = self._before.get(key, (seen.begun_ns, {}))
-            self._before[key] = seen.at_ns, seen.counted
+            since_ns, before = self._before.get(key, (seen.begun_ns, Tally()))
+            self._before[key] = seen.at_ns, seen.tally
             windows_ns.append(seen.at_ns - since_ns)
-            grown.append({place: now.since(before.get(place)) for place, now in seen.counted.items()})
+            grown.append(seen.tally.since(before))
             losses.update(seen.losses)
             in_flight += _in_flight(member.pid, seen.open_spans, seen.at_ns)
-        window_ns = max(windows_ns, default=0)
+        window_ns, together = max(windows_ns, default=0), Tally.together(grown)
         return Screen(
             run=self._run,
             window_ns=window_ns,
             processes=tuple(processes),
             in_flight=tuple(sorted(in_flight, key=lambda one: -one.age_ns)),
-            endpoints=_endpoints(grown, windows_ns),
-            places=_places(grown),
+            endpoints=_endpoints(together, grown, windows_ns),
+            places=_places(together),
             losses=dict(losses),
             problems=tuple(problems),
             ended=folded + sum(not member.lives for member in members),
@@ -239,9 +224,10 @@ class _Seen:
             self.origin = header.origin
             self.losses, self.open_spans = mapped.losses(), mapped.open_spans()
             self.at_ns = time.monotonic_ns()
-            self.counted: Counted = mapped.tally().by(CallGroup.of)
-            self.calls = sum(totals.calls for totals in self.counted.values())
-            self.requests = sum(totals.calls for its, totals in self.counted.items() if its.key[1] == "request")
+            self.tally = mapped.tally().merged()
+            self.calls = self.tally.calls
+            kinds = np.array([site.kind == "request" for site in self.tally.tree.sites] or [False])
+            self.requests = int(self.tally.lines["calls"][kinds[self.tally.site_of[self.tally.lines["node"]]]].sum())
         finally:
             mapped.close()
 
@@ -288,41 +274,30 @@ def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[In
     return found
 
 
-def _endpoints(grown: Sequence[Counted], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
+def _endpoints(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
     """Return the requests that ended, by name; rates are those of each process in its own time."""
     rates = defaultdict[str, float](float)
-    for counted, window_ns in zip(grown, windows_ns, strict=True):
-        for its, totals in counted.items():
-            if its.request:
-                rates[its.name] += share(totals.calls, window_ns / 1e9) or 0.0
-    found = [
-        Endpoint(
-            name, totals.calls, totals.errors, totals.cancelled, rates[name], totals.percentile(0.5),
-            totals.percentile(0.99),
-        )
-        for name, totals in _together(grown, lambda its: its.name if its.request else None).items()
-    ]  # fmt: skip
+    for one, window_ns in zip(grown, windows_ns, strict=True):
+        for name, totals in topmost_by_name(one, is_request).items():
+            rates[name] += share(totals.calls, window_ns / 1e9) or 0.0
+    nodes, is_topmost = defaultdict[str, list[int]](list), topmost(tally, is_request)
+    for node in np.flatnonzero(is_topmost).tolist():
+        nodes[tally.paths[node][-1].name].append(node)
+    found = []
+    for name, its in topmost_by_name(tally, is_request).items():
+        p50_ns, p99_ns = percentiles(tally.histogram(nodes[name]), (0.5, 0.99), its.calls, its.min_ns, its.max_ns)
+        found.append(Endpoint(name, its.calls, its.errors, its.cancelled, rates[name], p50_ns, p99_ns))
     return tuple(sorted(found, key=lambda one: (-one.requests, one.name)))
 
 
-def _places(grown: Sequence[Counted]) -> tuple[Place, ...]:
+def _places(tally: Tally) -> tuple[Place, ...]:
     """Return the sites that were called, heaviest first, without interruptions, which are parts of other calls."""
-    sums = _together(grown, lambda its: None if its.interruption else (its.name, its.key))
-    whole_ns = sum(totals.self_ns for totals in sums.values())
+    keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
+    sums = [(name, tally.total(places)) for (name, _), places in tally.lines_by(keys).items()]
+    whole_ns = sum(its.self_ns for _, its in sums)
     found = [
-        Place(name, totals.calls, totals.self_ns, totals.device_ns, share(totals.self_ns, whole_ns))
-        for (name, _), totals in sums.items()
-        if totals.calls
+        Place(name, its.calls, its.self_ns, its.device_ns, share(its.self_ns, whole_ns))
+        for name, its in sums
+        if its.calls
     ]
     return tuple(sorted(found, key=lambda one: -one.self_ns))
-
-
-def _together(grown: Sequence[Counted], key_of: Callable[[CallGroup], Key | None]) -> dict[Key, Totals]:
-    """Add up the calls of all processes by a key, without those that have none."""
-    found: dict[Key, Totals] = {}
-    for counted in grown:
-        for its, totals in counted.items():
-            key = key_of(its)
-            if key is not None:
-                found.setdefault(key, Totals()).merge(totals)
-    return found

@@ -28,8 +28,9 @@ from instrument.errors import ProfileError, StateError
 from instrument.instrumentors.functions import profiled
 from instrument.instrumentors.targets import site_on
 from instrument.recorder.scopes import OFF
+from instrument.recording.paths import NOT_BELOW, CallPath
 from instrument.recording.spans import Site, is_operator
-from instrument.recording.tally import Tally
+from instrument.recording.tally import Tally, Totals, total_of
 from instrument.report.summary import made
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
@@ -165,12 +166,12 @@ class ProfileStats:
     @property
     def calls(self) -> int:
         """The number of calls of the functions, without those from one of them."""
-        return sum(row.totals.calls for row in self._tally().rows() if len(row.path) == 1)
+        return _outermost(self._tally()).calls
 
     @property
     def call_ns(self) -> int:
         """The time in these calls, in ns."""
-        return sum(row.totals.total_ns for row in self._tally().rows() if len(row.path) == 1)
+        return _outermost(self._tally()).total_ns
 
     def summary(
         self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
@@ -192,7 +193,8 @@ class ProfileStats:
         lines.append(f"  Time in {self.calls} calls to Function.__call__: {self.call_ns / 1e9:e}s")
         if beside.calls:
             tally = beside
-            calls_ns, calls = _outermost(beside)
+            outermost = _outermost(beside)
+            calls_ns, calls = outermost.total_ns, outermost.calls
             work_ns = sum(row.totals.self_ns for row in beside.rows() if is_operator(row.path[-1]))
             lines.append(f"  Time in thunks: {work_ns / 1e9:e}s ({100 * work_ns / (calls_ns or 1):.3f}%)")
             if calls < self.calls:
@@ -376,10 +378,9 @@ def report() -> str:
     return "\n".join(texts)
 
 
-def _outermost(tally: Tally) -> tuple[int, int]:
-    """Return time and number of the calls that are in no other call of the functions."""
-    rows = [row.totals for row in tally.rows() if len(row.path) == 1]
-    return sum(totals.total_ns for totals in rows), sum(totals.calls for totals in rows)
+def _outermost(tally: Tally) -> Totals:
+    """Return the totals of the calls that are in no other call of the functions."""
+    return total_of(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
 
 
 def _sections(tally: Tally, rows: int | None = None, instances: int | None = None) -> list[str]:
@@ -399,10 +400,9 @@ def _no_trace() -> Trace:
 def _below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
     """Return the part of a tally in calls of these sites, below the outermost of them, or `root` in its place."""
     keys = {site.key for site in sites}
-    part = Tally(tally.threads)
-    for row in tally.rows():
-        first = next((depth for depth, site in enumerate(row.path) if site.key in keys), None)
-        if first is not None:
-            path = row.path[first:]
-            part.totals(path if root is None else (root, *path[1:]), row.thread_id).merge(row.totals)
-    return part
+
+    def below(path: CallPath) -> CallPath | None:
+        first = next((depth for depth, site in enumerate(path) if site.key in keys), None)
+        return None if first is None else path[first:] if root is None else (root, *path[first + 1 :])
+
+    return tally.placed(below)

@@ -190,7 +190,8 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
     recorder = _fresh_recorder(with_ticks)
     timed = _Probes(recorder).timed()
     # The part inside of a span is the length of a span of nothing; a step has none of its own.
-    inside_ns = {row.path[-1].name: row.totals.percentile(0.5) or 0 for row in recorder.tally().rows()}
+    tree = recorder.paths()
+    inside_ns = {tree.site(node).name: recorder.median_ns(node) for node in range(len(tree))}
     costs = {}
     for shape, (recorded_ns, bare_ns, usual_ns) in timed.items():
         added_ns = max(recorded_ns - bare_ns, 0.0)

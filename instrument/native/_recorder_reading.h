@@ -58,8 +58,8 @@ end:
     return all;
 }
 
-/* Numbers of a line, in the order of `lines.Sum`; its first is its node. */
-#define LINE_WIDTH 12
+/* Numbers of a line, the first fields of `tally.Totals`. */
+#define LINE_WIDTH 13
 
 typedef struct {
     int64_t numbers[LINE_WIDTH];
@@ -72,12 +72,6 @@ compare_lines(const void *left, const void *right)
     const line_t *a = *(const line_t *const *)left, *b = *(const line_t *const *)right;
     int64_t a_ns = a->numbers[LINE_WIDTH - 1], b_ns = b->numbers[LINE_WIDTH - 1];
     return a_ns != b_ns ? (a_ns < b_ns ? -1 : 1) : (a->first_node < b->first_node ? -1 : a->first_node > b->first_node);
-}
-
-static int64_t
-at_most(uint64_t number)
-{
-    return number > INT64_MAX ? INT64_MAX : (int64_t)number;
 }
 
 /* The totals of the nodes that places are given for, on these rings together, in the order of first calls. */
@@ -118,7 +112,7 @@ lines_of(Ring *const *rings, Py_ssize_t count, PyObject *places)
         int64_t *to = lines[place_of[n]].numbers;
         const int64_t from[LINE_WIDTH] = {
             place_of[n], at_most(sum.calls), at_most(sum.errors), sum.total_ns, sum.self_ns, sum.waiting_ns, sum.device_ns,
-            elapsed_of(&sum), sum.min_ns, sum.max_ns, at_most(sum.moved_bytes), sum.first_ns,
+            elapsed_of(&sum), sum.min_ns, sum.max_ns, at_most(sum.moved_bytes), at_most(sum.cancelled), sum.first_ns,
         };
         if (to[1] == 0) {
             memcpy(to, from, sizeof from);

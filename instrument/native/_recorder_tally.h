@@ -269,13 +269,20 @@ packed(const histogram_t *histogram)
     return bytes;
 }
 
-/* The fields of `Totals` up to `first_ns`, in their order, `cancelled`, and the histogram, packed. It is handed over. */
+static int64_t
+at_most(uint64_t number)
+{
+    return number > INT64_MAX ? INT64_MAX : (int64_t)number;
+}
+
+/* The fields of `Totals` from the calls up to `first_ns`, and the histogram, packed. It is handed over. */
 static PyObject *
 totals_as_tuple(const totals_t *t, PyObject *packed)
 {
     return packed == NULL ? NULL
-                          : Py_BuildValue("(KKLLLLLLLKLKN)", t->calls, t->errors, t->total_ns, t->self_ns, t->waiting_ns, t->device_ns,
-                                          elapsed_of(t), t->min_ns, t->max_ns, t->moved_bytes, t->first_ns, t->cancelled, packed);
+                          : Py_BuildValue("(LLLLLLLLLLLLN)", at_most(t->calls), at_most(t->errors), t->total_ns, t->self_ns,
+                                          t->waiting_ns, t->device_ns, elapsed_of(t), t->min_ns, t->max_ns,
+                                          at_most(t->moved_bytes), at_most(t->cancelled), t->first_ns, packed);
 }
 
 /* {node index: totals} */

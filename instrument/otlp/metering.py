@@ -19,12 +19,12 @@ from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
 from instrument.recording.distributions import Snapshot
 from instrument.recording.export_place import ExportPlace
-from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
+from instrument.recording.tally import Tally
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
 from instrument.trace.of_recording import origin_of
@@ -64,8 +64,8 @@ class _MeteredRows:
     def open_rows(self) -> Sequence[tuple[int, Row]]:
         return [] if self.has_ended else self._reader.open_rows()
 
-    def lines(self, *, merged: bool = False) -> Lines:
-        return self._reader.lines(merged=merged, wanted=self._are_metered)
+    def totals(self, *, merged: bool = False) -> Tally:
+        return self._reader.totals(merged=merged, wanted=self._are_metered)
 
     def _are_metered(self, tree: CallTree) -> Sequence[bool]:
         """Return True for each site whose tally is counted. A tally may have thousands of paths."""

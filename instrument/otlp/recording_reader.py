@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from instrument.otlp.export_facts import ExportFacts
 from instrument.recording.export_place import Progress
-from instrument.recording.lines import Lines
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacked_rows, with_more
-from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site
+from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
+from instrument.recording.tally import Tally
 from instrument.trace.tail_sampling import TailSampler
 from instrument.trace.unsettled import Details, UnsettledRows
 
@@ -45,7 +45,7 @@ class RecordingReader:
         self.has_more = False
         self.ahead = 0
         """Rows that were read since the last round of settling."""
-        sampler = TailSampler(facts.capture, lambda: self.lines(merged=True))
+        sampler = TailSampler(facts.capture, lambda: self.totals(merged=True))
         self.rows = UnsettledRows(facts.ids, self._site_of_node, sampler, facts.spans_per_request)
         self._details_at = 0
         self._marks: set[int] = set()
@@ -75,9 +75,10 @@ class RecordingReader:
     def _site_of_node(self, node: int) -> Site:
         return self._mapped.known_tree.site(node)
 
-    def lines(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Lines:
+    def totals(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the totals up to now of the sites that are wanted of a tree: of requests by default."""
-        return Lines.of_tally(self._mapped.tally(wanted or _are_requests), merged=merged)
+        tally = self._mapped.tally(wanted or _are_requests)
+        return tally.merged() if merged else tally
 
     def between(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
         """Return the rows of requests, generators and batches from some places up to where it is."""
@@ -182,8 +183,4 @@ def _are_request_roots(rows: Records) -> NDArray[np.bool_]:
 
 
 def _are_requests(tree: CallTree) -> Sequence[bool]:
-    return tree.by_site(_is_request)
-
-
-def _is_request(site: Site) -> bool:
-    return site.kind == "request"
+    return tree.by_site(is_request)

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.argument_watch import SeenPath
 from instrument.instrumentors.requests.packages import PACKAGES, imported_packages
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.recording.spans import Site
-from instrument.recording.tally import Tally
 from instrument.runtime.environment import INIT_FOLDER
+
+if TYPE_CHECKING:
+    from instrument.recording.tally import Tally
 
 BEGAN, LEFT = ".began", ".json"
 

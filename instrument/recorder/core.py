@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from instrument import native
 from instrument.recorder import span_attributes, wrapping
-from instrument.recording.histogram import unpacked
-from instrument.recording.lines import Lines, Numbers
-from instrument.recording.paths import CallTree, shaped, tally_of
+from instrument.recording.histogram import LONGEST_NS, percentiles, unpacked
+from instrument.recording.paths import CallTree, shaped
 from instrument.recording.rows import NODE, SPAN_ID, Block, Cursor, Held, Row, Taken, span_of
 from instrument.recording.spans import AttributeValue, Site, Span
-from instrument.recording.tally import Tally, Totals
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.cheap_start import LazyModule, replace
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
@@ -75,6 +73,12 @@ else:
         def annotate(self, attributes: Any = None, /, **more: Any) -> None:
             """Do nothing."""
 
+
+if TYPE_CHECKING:
+    from instrument.recording import tally
+    from instrument.recording.tally import Tally
+else:
+    tally = LazyModule("instrument.recording.tally")  # with numpy, after the start
 
 KNOWN_SITES = 65_536
 """The most sites that are known singly. A service that decorates a function at each request makes one each time."""
@@ -283,29 +287,27 @@ class Readback(SiteCore):
         """Return True where any called site asks for device time."""
         return any(self.paths().by_site(_asks_for_device_time))
 
-    def lines(self, *, merged: bool = False) -> Lines:
-        """Return all totals up to now as columns, by call path and thread, or of all threads `merged` into thread 0.
+    def totals(self, *, merged: bool = False) -> Tally:
+        """Return all totals up to now, of all threads `merged` into thread 0, without a copy of their histograms.
 
         It takes some 0.2 us for each call path, and for each thread that it ran on.
         """
         tree = self.paths()
-        threads: dict[int, str] = {}
-        books: dict[int, list[Numbers]] = {}
-        for thread_id, name, packed in self.lines_by_place(tree.located().places, merged):
-            if packed:
-                threads.setdefault(thread_id, name)
-                books.setdefault(thread_id, []).append(memoryview(packed).cast("q"))
-        return Lines(tree, threads, books, self._histogram)
+        return tally.of_packed(tree, self.lines_by_place(tree.located().places, merged), self._histogram)
 
     def _histogram(self, nodes: Iterable[int], thread_id: int | None) -> dict[int, int]:
         """Return the histogram of places on a thread of theirs, or on all."""
-        return unpacked([self.histogram_of(self._paths.nodes(nodes), thread_id)])
+        return unpacked(self.histogram_of(self._paths.nodes(nodes), thread_id))
+
+    def median_ns(self, node: int) -> int:
+        """Return the median time of the calls of a node."""
+        histogram = self._histogram([node], None)
+        return percentiles(histogram, (0.5,), sum(histogram.values()), 0, LONGEST_NS)[0] or 0
 
     def tally(self) -> Tally:
         """Return a copy of all totals up to now, by call path and thread, at 3 us for each pair of both."""
-        books = [(ring.thread_id, ring.name, _as_totals(ring.copied_totals())) for ring in self.rings()]
-        books.append((0, "(ended threads)", _as_totals(self.ended_totals())))
-        return tally_of(self.paths(), books)
+        books = [(ring.thread_id, ring.name, ring.copied_totals()) for ring in self.rings()]
+        return tally.of_books(self.paths(), [*books, (0, "(ended threads)", self.ended_totals())])
 
     def firsts(self) -> dict[Site, tuple[int, int]]:
         """Return the begin of each site's first ended call, and its length on the host, in ns."""
@@ -413,8 +415,3 @@ class Readback(SiteCore):
 
 def _asks_for_device_time(site: Site) -> bool:
     return site.device
-
-
-def _as_totals(book: dict[int, Any]) -> list[tuple[int, Totals]]:
-    """Return a book's totals by the number of their node."""
-    return [(index, Totals.of_core(cell)) for index, cell in book.items()]

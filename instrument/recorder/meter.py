@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from instrument.recorder.outcomes import STATUS
 from instrument.recording.distributions import (
@@ -54,10 +54,12 @@ from instrument.recording.generations import (
     token_times,
 )
 from instrument.recording.histogram import bucket, bucket_start
-from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH, Lines
 from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, Site, Span
 from instrument.runtime.cheap_start import dataclass, late_pattern, replace
+
+if TYPE_CHECKING:
+    from instrument.recording.tally import Tally
 
 SCHEME = "url.scheme"
 
@@ -77,7 +79,7 @@ class MeteredRows(Protocol):
     def site_of(self, row: Row) -> Site:
         """Return the site of a row."""
 
-    def lines(self, *, merged: bool = False) -> Lines:
+    def totals(self, *, merged: bool = False) -> Tally:
         """Return all totals up to now."""
 
 
@@ -243,14 +245,9 @@ class Meter:
 
     def ended(self) -> Ended:
         """Return the tally's counts of all ended requests, perhaps with some whose rows come later."""
-        lines = self._recorder.lines(merged=True)
-        endpoints = lines.tree.by_site(endpoint_of)
-        places: dict[Labels, list[int]] = {}
-        for place in lines.merged()[::WIDTH]:
-            endpoint = endpoints[lines.site_of[place]]
-            if endpoint:
-                places.setdefault(endpoint, []).append(place)
-        return {endpoint: Counter(lines.histogram(known, None)) for endpoint, known in places.items()}
+        totals = self._recorder.totals(merged=True)
+        by_endpoint = totals.lines_by(totals.tree.by_site(endpoint_of))
+        return {endpoint: Counter(totals.histogram(totals.nodes(lines))) for endpoint, lines in by_endpoint.items()}
 
     def settle(self, ended: Ended) -> None:
         """Count requests that the tally had before the reader's last look, and that the reader has not met."""
@@ -308,24 +305,18 @@ class Meter:
         self._asked_for.update(marks)
         if not marks:
             return
-        lines = self._recorder.lines(merged=True)
-        merged = lines.merged()
-        asked_for, tree = self._asked_for, lines.tree
+        totals = self._recorder.totals(merged=True)
+        asked_for, tree = self._asked_for, totals.tree
         of_sites = zip(tree.by_site(_call_labels), tree.by_site(mark_of), strict=True)
-        wanted = [labels if mark in asked_for else () for labels, mark in of_sites]
-        rows: dict[Labels, list[int]] = {}
-        for at in range(0, len(merged), WIDTH):
-            labels = wanted[lines.site_of[merged[at]]]
-            if labels:
-                rows.setdefault(labels, []).append(at)
         beyond: list[int] = []
-        for labels, of in rows.items():
+        of_labels = totals.lines_by([labels if mark in asked_for else () for labels, mark in of_sites])
+        for labels, lines in of_labels.items():
             if labels not in self._calls and len(self._calls) >= SERIES_LIMIT:
-                beyond += of
+                beyond += lines
             else:
-                self._calls.setdefault(labels, Distribution()).grow(_calls_of(lines, merged, of))
+                self._calls.setdefault(labels, Distribution()).grow(_calls_of(totals, lines))
         if beyond:
-            self._calls.setdefault(OVERFLOW, Distribution()).grow(_calls_of(lines, merged, beyond))
+            self._calls.setdefault(OVERFLOW, Distribution()).grow(_calls_of(totals, beyond))
 
     # ---------------------------------------------------------------- who goes on
 
@@ -402,19 +393,13 @@ class Meter:
         return Metric(name, unit, COUNTER, about, series)
 
 
-def _calls_of(lines: Lines, merged: Sequence[int], of: Sequence[int]) -> Distribution:
+def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
     """Return the distribution of calls of some lines of the tally."""
-    buckets = lines.histogram([merged[at] for at in of], None)
+    buckets, its = totals.histogram(totals.nodes(lines)), totals.total(lines)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
     least_ns = sum(bucket_start(index) * count for index, count in buckets.items())
-    return Distribution(
-        sum(buckets.values()),
-        max(sum(merged[at + ELAPSED] for at in of), least_ns),
-        min((merged[at + MIN] for at in of if merged[at + CALLS]), default=0),
-        max(merged[at + MAX] for at in of),
-        buckets,
-    )
+    return Distribution(sum(buckets.values()), max(its.elapsed_ns, least_ns), its.min_ns, its.max_ns, buckets)
 
 
 def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:

@@ -26,12 +26,11 @@ from instrument.recorder import core, span_attributes, wrapping
 from instrument.recorder.core import Readback
 from instrument.recorder.outcomes import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, PARTS, RUNNING
-from instrument.recording.paths import CallTree
+from instrument.recording.paths import OVERFLOW, CallTree
 from instrument.recording.remote_parents import REMOTE, link_of
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
-from instrument.recording.tally import OVERFLOW
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import current_name
 from instrument.runtime.unpatched import RLock

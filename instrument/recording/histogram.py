@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 PACKED = struct.Struct("=IQ")
 """A bucket of a packed histogram, and the calls in it."""
@@ -26,8 +26,10 @@ def bucket(value_ns: int) -> int:
     return value_ns if exponent <= 0 else (exponent << 6) + (value_ns >> exponent)
 
 
-LAST_BUCKET = bucket((1 << 63) - 1)
-"""The bucket of the longest time that there is."""
+LONGEST_NS = (1 << 63) - 1
+"""The longest time that there is."""
+
+LAST_BUCKET = bucket(LONGEST_NS)
 
 
 def bucket_start(index: int) -> int:
@@ -43,19 +45,9 @@ def bucket_middle(index: int) -> int:
     return bucket_start(index) + (0 if index < 128 else 1 << ((index >> 6) - 1) >> 1)
 
 
-def merge(into: dict[int, int], more: Mapping[int, int]) -> None:
-    """Add a histogram to another one."""
-    for index, count in more.items():
-        into[index] = into.get(index, 0) + count
-
-
-def unpacked(parts: Iterable[Mapping[int, int] | bytes]) -> dict[int, int]:
-    """The sum of histograms, some of which are packed; of one, the lowest bucket first."""
-    found: dict[int, int] = {}
-    for part in parts:
-        for bucket, times in PACKED.iter_unpack(part) if isinstance(part, bytes) else part.items():
-            found[bucket] = found.get(bucket, 0) + times  # one that is read from outside may have a bucket twice
-    return found
+def unpacked(packed: bytes) -> dict[int, int]:
+    """Return a packed histogram, the lowest bucket first."""
+    return dict(PACKED.iter_unpack(packed))
 
 
 def percentiles(

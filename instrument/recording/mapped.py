@@ -37,10 +37,10 @@ from instrument.recording.mapped_facts import (
     records,
     site_of,
 )
-from instrument.recording.paths import CallTree, tally_of
+from instrument.recording.paths import CallTree
 from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, intervals_by_span, value_of
 from instrument.recording.spans import GAUGES, HOST, DeviceInterval, Sample, Site
-from instrument.recording.tally import Tally, Totals
+from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, buckets_of
 
 LARGEST_BYTES = 1 << 40
 """No recording is longer."""
@@ -87,7 +87,6 @@ _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.T
 _INTERVAL, _SAMPLE = _type(layout.INTERVAL), _type(layout.SAMPLE)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
 _FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
-_HISTOGRAM = np.dtype([("bucket", "<u4"), ("times", "<u8")])  # as `tally.PACKED`
 
 
 @cache
@@ -523,21 +522,26 @@ class Mapped:
             )
             if moving % 2 == 0 and int(self._read_head()["moving"]) == moving:
                 break
-        books: dict[int, dict[int, Totals]] = {ring.number: {} for ring in rings}
-        own = np.isin(totals["ring_number"], np.array(list(books), np.uint64)) & (totals["calls"] > 0)
+        threads = {ring.number: ring for ring in sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))}
+        own = np.isin(totals["ring_number"], np.array(list(threads), np.uint64)) & (totals["calls"] > 0)
         own &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
         if wanted is not None:
             of_node = np.array(wanted(tree), np.bool_)[np.array(tree.site_of, np.int64)]
             own[own] = of_node[totals["node"][own]]
         totals = totals[own]
-        packed = self._histograms(totals, chunks, highs)
-        for number, one in enumerate(totals):
-            books[int(one["ring_number"])][int(one["node"])] = _totals(one, packed[number])
-        ordered = sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))
-        return tally_of(tree, [(ring.thread_id, ring.name, [*books[ring.number].items()]) for ring in ordered])
+        lines = np.zeros(len(totals), TOTALS)
+        for name in set(Totals._fields).intersection(totals.dtype.names or ()):
+            lines[name] = np.minimum(totals[name], LARGEST) if name in SUMS else totals[name]
+        lines["elapsed_ns"] = totals["total_ns"] + totals["beyond_ns"]
+        lines["thread_id"] = [threads[number].thread_id for number in totals["ring_number"].tolist()]
+        names = dict[int, str]()
+        for ring in threads.values():
+            if (lines["thread_id"] == ring.thread_id).any():
+                names.setdefault(ring.thread_id, ring.name)
+        return Tally.of_nodes(tree, lines, self._histograms(totals, chunks, highs), names)
 
-    def _histograms(self, totals: Records, chunks: Records, highs: Records) -> list[bytes]:
-        """The histogram of each, packed; a bucket may be there more than once."""
+    def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
+        """Return the histogram of each as buckets; one may be there more than once."""
         row, place = np.nonzero(totals["chunks"])
         slots = self._slot_of(totals["chunks"][row, place], "chunks")
         sound = (slots >= 0) & (slots < len(chunks))
@@ -547,22 +551,12 @@ class Mapped:
         has_more = np.flatnonzero((chunks["high"][slots] != 0) & (above >= 0) & (above < len(highs)))
         times[has_more] += highs["high"][above[has_more]] << np.uint64(16)
         at, bucket = np.nonzero(times)
-        found = np.zeros(len(at), _HISTOGRAM)
-        found["bucket"], found["times"] = place[at] * 64 + bucket, times[at, bucket]
+        counted = buckets_of(row[at], place[at] * 64 + bucket, times[at, bucket])
         # Those that wait to be counted, one by one.
         waits = np.arange(totals["waiting"].shape[1]) < totals["waiting_count"][:, None]
         of, which = np.nonzero(waits)
-        more = np.zeros(len(of), _HISTOGRAM)
-        more["bucket"], more["times"] = totals["waiting"][of, which], 1
-        every, owners = np.concatenate([found, more]), np.concatenate([row[at], of])
-        is_bucket = every["bucket"] <= LAST_BUCKET
-        every, owners = every[is_bucket], owners[is_bucket]
-        order = np.argsort(owners, kind="stable")
-        ends = np.searchsorted(owners[order], np.arange(len(totals)), side="right")
-        every = every[order]
-        return (
-            [every[begin:end].tobytes() for begin, end in zip([0, *ends[:-1]], ends, strict=True)] if len(ends) else []
-        )
+        every = np.concatenate([counted, buckets_of(of, totals["waiting"][of, which], np.ones(len(of), np.int64))])
+        return np.asarray(every[every["bucket"] <= LAST_BUCKET])
 
     def losses(self) -> dict[str, int]:
         """Return the losses, by reason."""
@@ -585,15 +579,6 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
         sound &= rows[name] >> np.uint64(63) == 0
     sound &= (rows["end_ns"] >= rows["start_ns"]) & (rows["end_ns"] < FARTHEST_NS)
     return np.asarray(sound & (rows["children_ns"] > -FARTHEST_NS) & (rows["children_ns"] < FARTHEST_NS))
-
-
-def _totals(one: Any, packed: bytes) -> Totals:
-    total_ns, beyond_ns = int(one["total_ns"]), int(one["beyond_ns"])
-    return Totals.of_core((
-        int(one["calls"]), int(one["errors"]), total_ns, int(one["self_ns"]), int(one["waiting_ns"]),
-        int(one["device_ns"]), total_ns + beyond_ns, int(one["min_ns"]), int(one["max_ns"]), int(one["moved_bytes"]),
-        int(one["first_ns"]), int(one["cancelled"]), packed,
-    ))  # fmt: skip
 
 
 class MappedIntervals:

@@ -13,12 +13,16 @@ from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 from instrument.recording.spans import Site
-from instrument.recording.tally import Tally, Totals
 
 Said = TypeVar("Said")
 
+CallPath = tuple[Site, ...]
+
 NOT_BELOW = -1
 """The parent of a topmost node."""
+
+OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
+"""Counts the calls whose call path came after the tally was full."""
 
 
 class Facts(NamedTuple):
@@ -171,35 +175,6 @@ def shaped(
     of_site = list(map(shapes.get, sites, itertools.repeat(otherwise)))
     known = {name: number for number, name in enumerate(dict.fromkeys(of_site))}
     return array("i", [known[of_site[site]] for site in site_of]), tuple(known)
-
-
-def tally_of(tree: CallTree, books: Iterable[tuple[int, str, Sequence[tuple[int, Totals]]]]) -> Tally:
-    """The tally of books: of each thread its id, its name, and the totals of its nodes, which are taken over."""
-    tally = Tally()
-    site_of, parents, places, _ = tree.located()
-    paths: dict[int, tuple[Site, ...]] = {NOT_BELOW: ()}
-    lines: dict[int, dict[int, Totals]] = {}
-    for thread_id, name, book in books:
-        if not book:
-            continue
-        tally.threads.setdefault(thread_id, name)
-        of_thread = lines.setdefault(thread_id, {})
-        for _, index, totals in sorted((totals.first_ns, index, totals) for index, totals in book):
-            place = places[index]
-            known = of_thread.get(place)
-            if known is not None:
-                known.merge(totals)
-                continue
-            of_thread[place] = totals
-            missing, above = [], place
-            while above not in paths:
-                missing.append(above)
-                above = parents[above]
-            path = paths[above]
-            for node in reversed(missing):
-                path = paths[node] = (*path, tree.sites[site_of[node]])
-            tally.append(path, thread_id, totals)
-    return tally
 
 
 class Located(NamedTuple):

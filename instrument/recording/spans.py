@@ -380,6 +380,11 @@ def is_late_failure(site: Site) -> bool:
     return site.module == LATE_FAILURE.module and site.name == LATE_FAILURE.name
 
 
+def is_request(site: Site) -> bool:
+    """Return True for a site of requests."""
+    return site.kind == "request"
+
+
 def is_interruption(site: Site) -> bool:
     """Return True where spans of the site are blocked loops or collections.
 

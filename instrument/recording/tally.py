@@ -1,14 +1,15 @@
 """The tally: the call tree with running totals, in constant memory, exact for every call that was made.
 
-A node is a path of sites; each thread keeps its own totals for it. Merging tallies of threads and processes adds
-integers and takes minima and maxima, so it is exact and its order does not matter.
+A node is a path of sites; each thread keeps its own totals for it. All of them are one array of numpy, a line for each
+node and thread. Live, saved and counted tallies are the same. Merging adds integers and takes minima and maxima, so it
+is exact and its order does not matter.
 
-Recursion makes no new paths: a site that is on the path already, directly or through others, counts at the node where
-it stands. A call of a node inside another one of the same node and thread is an *inner* call. It counts as a call, with
-its error, its own time, and its length in extremes and percentiles; its total and its device time do not count, for the
-time of the outer call holds them. So the self times of a tree still sum to its total, `total / calls` is the time for
-each call with none counted twice, and the children of a node may have more in all than it has, where one of them ran
-inside another. The spans of a timeline keep their true parents.
+Recursion makes no new paths: a site that is on the path already, directly or through others, counts at its node. A call
+of a node inside another one of the same node and thread is an *inner* call. It counts as a call, with its error, its
+own time, and its length in extremes and percentiles; its total and its device time do not count, for the time of the
+outer call includes them. So the self times of a tree still sum to its total, `total / calls` is the time for each call
+with none counted twice, and the children of a node may have more in all than it has, where one of them ran inside
+another. The spans of a timeline keep their true parents.
 
 A node's calls have a line of their own while there is room for `NODE_LIMIT` of them; then each site has one line more,
 below that of the overflow, for all its calls whose path came too late.
@@ -16,37 +17,43 @@ below that of the overflow, for all its calls whose path came too late.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from instrument.recording.histogram import merge, percentiles, unpacked
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.histogram import LAST_BUCKET, PACKED
+from instrument.recording.paths import NOT_BELOW, CallPath, CallTree
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import dataclass, field
 
-Key = TypeVar("Key", bound=Hashable)
-
-OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
-"""Counts the calls whose call path came after the tally was full."""
+Records = NDArray[Any]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 LARGEST_COPY_BYTES = 1 << 50
 """No machine copies more at once; a damaged file that says so does not spoil the sum."""
 
+LARGEST = 1 << 60
+"""The most that all lines add up to. Numbers beyond it are damage, and are cut so that every sum has 64 bits."""
 
-@dataclass(slots=True)
-class Totals:
-    """Running totals of one node: exact sums, extremes, and a histogram of the elapsed time of its calls.
+ALL_THREADS = "(all threads)"
+
+
+class Totals(NamedTuple):
+    """A line of a tally, or the sum of several, as Python's numbers.
 
     All times in ns. Of `self_ns` the calls waited, suspended by what they awaited, `waiting_ns`, and ran in the rest.
-    `elapsed` is the union of host and device interval of each call; without device work it equals the host total.
-    `first_ns` is the monotonic time at which the first call began (0: no call). `cancelled` counts requests that were
-    broken off and have no error. `probe_ns` is the cost of the calls' probes outside of the calls (0: not known): it is
-    in the self time of what is around them.
-
-    The native recorder gives histograms as bytes, which few readers ask for: `packed` has them, and whatever else the
-    histogram is the sum of, until it is first read.
+    `elapsed_ns` is the union of host and device interval of each call; without device work it equals the host total.
+    `cancelled` counts requests that were broken off and have no error. `first_ns` is the monotonic time at which the
+    first call began (0: no call). `probe_ns` is the cost of the calls' probes outside of the calls (0: not known): it
+    is in the self time of what is around them.
     """
 
+    node: int = NOT_BELOW
     calls: int = 0
     errors: int = 0
     total_ns: int = 0
@@ -57,173 +64,447 @@ class Totals:
     min_ns: int = 0
     max_ns: int = 0
     moved_bytes: int = 0
-    first_ns: int = 0
-    histogram: dict[int, int] = field(default_factory=dict)
-    probe_ns: int = 0
     cancelled: int = 0
-    packed: list[dict[int, int] | bytes] | None = field(default=None, init=False, repr=False, compare=False)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """The histogram where it is packed: the slot is empty then."""
-            if name != "histogram" or self.packed is None:
-                raise AttributeError(f"'Totals' object has no attribute '{name}'", name=name, obj=self)
-            found = unpacked(self.packed)
-            self.histogram, self.packed = found, None
-            return found
-
-    @classmethod
-    def of_core(cls, sums: tuple[Any, ...]) -> Totals:
-        """Return totals of a recorder's tuple: the fields up to `first_ns`, `cancelled`, and the packed histogram."""
-        *numbers, cancelled, packed = sums
-        totals = cls(*numbers)
-        totals.cancelled = cancelled
-        del totals.histogram
-        totals.packed = [packed]
-        return totals
-
-    def merge(self, other: Totals) -> None:
-        """Add another node's totals to these."""
-        if not other.calls:
-            return
-        if self.calls:
-            self.min_ns = min(self.min_ns, other.min_ns)
-            self.max_ns = max(self.max_ns, other.max_ns)
-            self.first_ns = min(self.first_ns, other.first_ns)
-        else:
-            self.min_ns, self.max_ns, self.first_ns = other.min_ns, other.max_ns, other.first_ns
-        for name in SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        if other.packed is not None:
-            if self.packed is None:
-                self.packed = [self.histogram] if self.histogram else []
-                del self.histogram
-            self.packed += other.packed
-            return
-        merge(self.histogram, other.histogram)
-
-    def since(self, before: Totals | None) -> Totals:
-        """Return what was counted after an earlier state of the same; extremes remain those of all calls."""
-        grown = self.copy()
-        if before is not None:
-            for name in SUMS:
-                setattr(grown, name, getattr(self, name) - getattr(before, name))
-            grown.histogram = dict(Counter(self.histogram) - Counter(before.histogram))
-        return grown
-
-    def copy(self) -> Totals:
-        """Return totals of the caller's own."""
-        own = Totals()
-        own.merge(self)
-        return own
-
-    def percentile(self, fraction: float) -> int | None:
-        """The percentile of the calls' elapsed times in ns, as `percentiles` says; None without calls."""
-        return percentiles(self.histogram, (fraction,), self.calls, self.min_ns, self.max_ns)[0]
+    first_ns: int = 0
+    probe_ns: int = 0
+    thread_id: int = 0
 
 
-SUMS = (
-    "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "elapsed_ns", "moved_bytes", "probe_ns",
-    "cancelled",
-)  # fmt: skip
-"""Fields of `Totals` that add up."""
+CORE_WIDTH = Totals._fields.index("first_ns") + 1
+"""Numbers of a recorder's line, the first of the fields."""
+
+TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
+WIDTH = len(Totals._fields)
+
+LEAST, MOST = ("min_ns", "first_ns"), ("max_ns",)
+SUMS = tuple(name for name in Totals._fields if name not in ("node", "thread_id", *LEAST, *MOST))
+"""Fields that add up."""
+
+BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64)])
+"""A bucket of a line's histogram, and the calls in it."""
+
+_PACKED = np.dtype([("bucket", "<u4"), ("times", "<u8")])
+_ADDED = [Totals._fields.index(name) for name in SUMS]
 
 
-@dataclass(slots=True)
-class Row:
-    """One line of a tally: a call path on one thread."""
+class Row(NamedTuple):
+    """A view of one line: a call path on one thread."""
 
-    path: tuple[Site, ...]
-    thread_id: int
+    path: CallPath
     totals: Totals
+
+    @property
+    def thread_id(self) -> int:
+        return self.totals.thread_id
 
 
 class Tally:
     """Totals by call path and thread.
 
     `threads` maps thread ids to names in the order in which the threads first recorded; thread 0 collects threads
-    that have ended and were merged to keep the tally small.
+    that have ended and were merged to keep the tally small. The `lines` of a thread lie together, in that order.
+    `site_of` and `parents` are by node; parents come before their children.
+
+    A running recorder adds up the histograms of nodes when it is asked (`make_histogram`); other tallies have them.
     """
 
-    def __init__(self, threads: Mapping[int, str] | None = None) -> None:
-        self.threads: dict[int, str] = dict(threads or {})
-        self._rows: list[Row] = []
-        # Those of the rows that have been looked for by path: the first so many.
-        self._cells: dict[tuple[tuple[int, ...], int], Row] = {}
-        # Sites that mean the same place have one number.
-        self._places: dict[tuple[object, ...], int] = {}
-        self._place_of: dict[Site, int] = {}
+    def __init__(
+        self,
+        tree: CallTree | None = None,
+        lines: Records | None = None,
+        buckets: Records | None = None,
+        threads: Mapping[int, str] | None = None,
+        make_histogram: Callable[[Iterable[int], int | None], dict[int, int]] | None = None,
+    ) -> None:
+        self.tree = CallTree() if tree is None else tree
+        located = self.tree.located()
+        self.site_of, self.parents = (np.asarray(one, dtype=np.int32) for one in (located.site_of, located.parents))
+        self.lines = _bounded(np.zeros(0, TOTALS) if lines is None else lines)
+        self.buckets = np.zeros(0, BUCKETS) if buckets is None else buckets
+        self.threads = dict(threads or {})
+        self._make_histogram = make_histogram
+        self._device_below: dict[int | None, Mapping[int, int]] = {}
+
+    @classmethod
+    def of_nodes(cls, tree: CallTree, lines: Records, buckets: Records, threads: Mapping[int, str]) -> Tally:
+        """Return the tally of lines by node; those of one place and thread become one, in the order of first calls."""
+        order = np.argsort(lines["first_ns"], kind="stable")
+        lines, buckets = lines[order], buckets.copy()
+        buckets["line"] = np.argsort(order)[buckets["line"]]
+        lines["node"] = np.asarray(tree.located().places, dtype=np.int64)[lines["node"]]
+        return cls(tree, *_together(lines, buckets, threads), threads)
+
+    @classmethod
+    def of_paths(
+        cls, paths: Sequence[CallPath | None], lines: Records, buckets: Records, threads: Mapping[int, str]
+    ) -> Tally:
+        """Return the tally of lines whose `node` is the place of their path; without a path they are left out.
+
+        Lines of one path and thread become one.
+        """
+        lines, numbers = lines.copy(), np.full(len(paths), NOT_BELOW, dtype=np.int64)
+        used = dict.fromkeys(lines["node"].tolist())
+        tree, nodes = _tree_of([paths[place] or () for place in used])
+        numbers[list(used)] = nodes
+        lines["node"] = numbers[lines["node"]]
+        names = dict(threads)
+        for thread_id in dict.fromkeys(lines["thread_id"][lines["node"] != NOT_BELOW].tolist()):
+            names.setdefault(thread_id, f"thread {thread_id}")
+        return cls(tree, *_together(lines, buckets, names), names)
+
+    @classmethod
+    def together(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
+        """Return the totals of several, for instance of processes; the first name of a thread remains."""
+        paths, lines, buckets, names = (
+            list[CallPath](),
+            [np.zeros(0, TOTALS)],
+            [np.zeros(0, BUCKETS)],
+            dict(threads or {}),
+        )
+        count = 0
+        for tally in tallies:
+            for thread_id, name in tally.threads.items():
+                names.setdefault(thread_id, name)
+            moved, counted = tally.lines.copy(), tally.buckets.copy()
+            moved["node"] += len(paths)
+            counted["line"] += count
+            paths += tally.paths
+            count += len(moved)
+            lines.append(moved)
+            buckets.append(counted)
+        return cls.of_paths(paths, np.concatenate(lines), np.concatenate(buckets), names)
+
+    def placed(
+        self,
+        path_of: Callable[[CallPath], CallPath | None] | None = None,
+        thread_of: Callable[[int], int | None] | None = None,
+        threads: Mapping[int, str] | None = None,
+        moved_ns: int = 0,
+    ) -> Tally:
+        """Return the same calls by other paths, on other threads, at another time; where either is None, left out."""
+        lines = self.lines.copy()
+        paths: list[CallPath | None] = [*self.paths]
+        if path_of is not None:
+            for node in dict.fromkeys(lines["node"].tolist()):
+                paths[node] = path_of(self.paths[node])
+        if thread_of is not None:
+            paths.append(None)
+            ids, of_line = np.unique(lines["thread_id"], return_inverse=True)
+            renumbered = [thread_of(thread_id) for thread_id in ids.tolist()]
+            lines["node"][np.array([other is None for other in renumbered], np.bool_)[of_line]] = len(paths) - 1
+            lines["thread_id"] = np.array([other or 0 for other in renumbered], np.int64)[of_line]
+        lines["first_ns"] += moved_ns
+        return self.of_paths(paths, lines, self.buckets, self.threads if threads is None else threads)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.lines)
 
-    def totals(self, path: tuple[Site, ...], thread_id: int) -> Totals:
-        """The totals of a path on a thread, made empty on first sight."""
-        for row in self._rows[len(self._cells) :]:
-            self._cells[self._key(row.path, row.thread_id)] = row
-        key = self._key(path, thread_id)
-        known = self._cells.get(key)
-        if known is not None:
-            return known.totals
-        totals = Totals()
-        self._cells[key] = self.append(path, thread_id, totals)
-        return totals
+    # ---------------------------------------------------------------- single lines
 
-    def _key(self, path: tuple[Site, ...], thread_id: int) -> tuple[tuple[int, ...], int]:
-        for site in path:
-            if site not in self._place_of:
-                self._place_of[site] = self._places.setdefault(site.key, len(self._places))
-        return tuple(map(self._place_of.__getitem__, path)), thread_id
-
-    def append(self, path: tuple[Site, ...], thread_id: int, totals: Totals) -> Row:
-        """Add a line of which the caller knows that there is none yet."""
-        row = Row(path, thread_id, totals)
-        self._rows.append(row)
-        self.threads.setdefault(thread_id, f"thread {thread_id}")
-        return row
+    @cached_property
+    def paths(self) -> list[CallPath]:
+        """The path of each node."""
+        paths, sites = list[CallPath](), self.tree.sites
+        for site, parent in zip(self.site_of.tolist(), self.parents.tolist(), strict=True):
+            paths.append((*(paths[parent] if parent != NOT_BELOW else ()), sites[site]))
+        return paths
 
     def rows(self) -> Iterator[Row]:
-        """Every line, parents before their children within a thread when the tally was built that way."""
-        return iter(self._rows)
+        """Yield a view of every line, for few of them, or where their paths are asked for."""
+        paths = self.paths
+        return (Row(paths[line[0]], Totals._make(line)) for line in self.lines.tolist())
 
-    def merge(self, other: Tally) -> None:
-        """Add another tally, for instance of another process."""
-        for thread_id, name in other.threads.items():
-            self.threads.setdefault(thread_id, name)
-        for row in other.rows():
-            self.totals(row.path, row.thread_id).merge(row.totals)
+    def sites(self) -> list[Site]:
+        """Return the sites of the lines' paths, each once."""
+        return list(dict.fromkeys(site for node in self.lines["node"].tolist() for site in self.paths[node]))
 
-    def by(self, key_of: Callable[[Row], Key]) -> dict[Key, Totals]:
-        """Add up the lines below the root by the key that a function returns; the caller may change no totals."""
-        found: dict[Key, Totals] = {}
-        for row in self._rows:
-            if row.path:
-                key = key_of(row)
-                if key in found:
-                    found[key] = found[key].copy()
-                    found[key].merge(row.totals)
-                else:
-                    found[key] = row.totals
-        return found
+    # ---------------------------------------------------------------- sums
 
-    def charge(self, outside_ns: Callable[[Site], float]) -> None:
-        """Set `probe_ns` of every line, from what a call of a site's probe costs outside of its span."""
-        for row in self.rows():
-            row.totals.probe_ns = round(row.totals.calls * outside_ns(row.path[-1])) if row.path else 0
+    def of(self, thread: int | None) -> Records:
+        """Return the lines of a thread, or of all (None)."""
+        if thread is None:
+            return self.lines
+        begin, end = self._ranges.get(thread, (0, 0))
+        return self.lines[begin:end]
 
-    def corrected(self) -> Tally:
-        """A copy in which self times no longer hold what the probes of the children cost, but are never negative."""
-        tally = Tally()
-        tally.merge(self)
-        for (path, thread_id), row in tally._cells.items():
-            around = tally._cells.get((path[:-1], thread_id))
-            if path and around is not None:
-                around.totals.self_ns = max(around.totals.self_ns - row.totals.probe_ns, 0)
-                around.totals.waiting_ns = min(around.totals.waiting_ns, around.totals.self_ns)
-        return tally
+    @cached_property
+    def _ranges(self) -> dict[int, tuple[int, int]]:
+        ids = self.lines["thread_id"]
+        edges = [*np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)).tolist(), len(ids)]
+        return {int(ids[begin]): (begin, end) for begin, end in pairwise(edges)}
+
+    def has(self, field: str) -> bool:
+        """Return True if a number of any line is not 0."""
+        return bool(self.lines[field].any())
+
+    def by(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
+        """Add up the lines of a thread, or of all (None), by the group of their node; below 0 it is none."""
+        lines = self.of(thread)
+        return summed(lines, np.asarray(groups)[lines["node"]], count)
+
+    def by_site(self) -> Records:
+        """Add up all lines by the number of their site."""
+        return self.by(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
+
+    def lines_by(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
+        """Return the places of lines by the key of their site's number, without those whose key is empty."""
+        places = dict[Any, list[int]]()
+        for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
+            if keys[site]:
+                places.setdefault(keys[site], []).append(line)
+        return places
+
+    def nodes(self, places: Sequence[int]) -> list[int]:
+        """Return the nodes of some lines, each once."""
+        return list(dict.fromkeys(self.lines["node"][list(places)].tolist()))
+
+    def total(self, places: Sequence[int]) -> Totals:
+        """Add up some lines."""
+        return total_of(self.lines[list(places)])
+
+    def histogram(self, nodes: Iterable[int], thread: int | None = None) -> dict[int, int]:
+        """Add up the histograms of nodes, on a thread or on all."""
+        if self._make_histogram is not None:
+            return self._make_histogram(nodes, thread)
+        order, edges = self._by_node
+        histogram = dict[int, int]()
+        for node in nodes:
+            buckets = self.buckets[order[edges[node] : edges[node + 1]]]
+            if thread is not None:
+                buckets = buckets[self.lines["thread_id"][buckets["line"]] == thread]
+            for bucket, times in zip(buckets["bucket"].tolist(), buckets["times"].tolist(), strict=True):
+                histogram[bucket] = histogram.get(bucket, 0) + times
+        return histogram
+
+    @cached_property
+    def _by_node(self) -> tuple[Int64s, list[int]]:
+        """The order of the buckets by their node, and where those of each node begin."""
+        nodes = self.lines["node"][self.buckets["line"]]
+        order = np.argsort(nodes, kind="stable")
+        return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
+
+    def device_below(self, thread: int | None) -> Mapping[int, int]:
+        """By how much the device time of what ran below a called node exceeds its own, on a thread or on all.
+
+        Of the nodes where it does. The events of a node include what was asked for below it, on the same stream: it
+        does not count once more.
+        """
+        if thread not in self._device_below:
+            self._device_below[thread] = self._find_device_below(thread) if self.has("device_ns") else {}
+        return self._device_below[thread]
+
+    def _find_device_below(self, thread: int | None) -> Mapping[int, int]:
+        sums = self.by(np.arange(len(self.parents)), len(self.parents), thread)
+        device, is_called, parents = sums["device_ns"].tolist(), (sums["calls"] != 0).tolist(), self.parents.tolist()
+        below, more = [0] * len(device), dict[int, int]()
+        for node in range(len(device) - 1, -1, -1):  # a parent comes before its children
+            own_ns, below_ns = device[node], below[node]
+            if below_ns > own_ns and is_called[node]:
+                more[node] = below_ns - own_ns
+            if parents[node] >= 0:
+                below[parents[node]] += max(own_ns, below_ns)
+        return more
 
     @property
     def calls(self) -> int:
         """All calls counted."""
-        return sum(row.totals.calls for row in self.rows())
+        return int(self.lines["calls"].sum())
+
+    # ---------------------------------------------------------------- other tallies of it
+
+    def merged(self) -> Tally:
+        """Return the totals of all threads together, in the order of first calls, without paths without one."""
+        sums = summed(self.lines, self.lines["node"], len(self.parents))
+        sums["node"] = np.arange(len(sums))
+        called = np.flatnonzero(sums["calls"])
+        called = called[np.argsort(sums["first_ns"][called], kind="stable")]
+        place = np.full(len(sums), NOT_BELOW, dtype=np.int64)
+        place[called] = np.arange(len(called))
+        buckets = self.buckets.copy()
+        buckets["line"] = place[self.lines["node"][buckets["line"]]]
+        threads = {0: ALL_THREADS} if len(called) else {}
+        return Tally(self.tree, sums[called], buckets[buckets["line"] >= 0], threads, self._make_histogram)
+
+    def since(self, before: Tally) -> Tally:
+        """Return the calls of all threads after an earlier state of the recording. Extremes remain those of all."""
+        now, old = self.merged(), before.merged()
+        place = np.full(len(now.parents), NOT_BELOW, dtype=np.int64)
+        place[old.lines["node"]] = np.arange(len(old))
+        lines = np.flatnonzero(place[now.lines["node"]] != NOT_BELOW)
+        earlier = place[now.lines["node"][lines]]
+        for name in SUMS:
+            now.lines[name][lines] -= old.lines[name][earlier]
+        taken = old.buckets.copy()
+        node_of = np.full(len(now.parents), NOT_BELOW, dtype=np.int64)
+        node_of[now.lines["node"]] = np.arange(len(now))
+        taken["line"], taken["times"] = node_of[old.lines["node"][taken["line"]]], -taken["times"]
+        now.buckets = _summed_buckets(np.concatenate([now.buckets, taken]))
+        return now
+
+    def charge(self, outside_ns: Callable[[Site], float]) -> None:
+        """Set `probe_ns` of every line, from what a call of a site's probe costs outside of its span."""
+        each_ns = np.array([*map(outside_ns, self.tree.sites), 0.0])
+        self.lines["probe_ns"] = np.rint(self.lines["calls"] * each_ns[self.site_of[self.lines["node"]]])
+
+    def corrected(self) -> Tally:
+        """Return a copy whose self times, never negative, are without the cost of the children's probes."""
+        lines, above = self.lines.copy(), self.parents[self.lines["node"]].astype(np.int64)
+        key, wanted = _keys(lines["node"], lines["thread_id"], above)
+        order = np.argsort(key, kind="stable")
+        at = np.searchsorted(key, wanted, sorter=order).clip(max=max(len(key) - 1, 0))
+        has_line = (above != NOT_BELOW) & (key[order[at]] == wanted) if len(key) else np.zeros(0, np.bool_)
+        around = order[at[has_line]]
+        np.subtract.at(lines["self_ns"], around, lines["probe_ns"][has_line])
+        lines["self_ns"][around] = np.maximum(lines["self_ns"][around], 0)
+        lines["waiting_ns"][around] = np.minimum(lines["waiting_ns"][around], lines["self_ns"][around])
+        return Tally(self.tree, lines, self.buckets, self.threads, self._make_histogram)
+
+
+def numbers_of(lines: Records) -> Int64s:
+    """Return a view of lines as a table of numbers."""
+    return lines.view(np.int64).reshape(-1, WIDTH)
+
+
+def of_packed(
+    tree: CallTree,
+    packed: Sequence[tuple[int, str, bytes]],
+    make_histogram: Callable[[Iterable[int], int | None], dict[int, int]],
+) -> Tally:
+    """Return the tally of a recorder's packed lines: of each thread its id, its name, and the lines."""
+    threads = dict[int, str]()
+    for thread_id, name, numbers in packed:
+        if numbers:
+            threads.setdefault(thread_id, name)
+    place = {thread_id: place for place, thread_id in enumerate(threads)}
+    books = sorted((book for book in packed if book[2]), key=lambda book: place[book[0]])
+    table = np.frombuffer(b"".join(numbers for *_, numbers in books), np.int64).reshape(-1, CORE_WIDTH)
+    lines = np.zeros(len(table), TOTALS)
+    numbers_of(lines)[:, :CORE_WIDTH] = table
+    sizes = [len(numbers) // (8 * CORE_WIDTH) for *_, numbers in books]
+    lines["thread_id"] = np.repeat([thread_id for thread_id, *_ in books], sizes) if books else 0
+    return Tally(tree, lines, threads=threads, make_histogram=make_histogram)
+
+
+def of_books(tree: CallTree, books: Sequence[tuple[int, str, Mapping[int, tuple[Any, ...]]]]) -> Tally:
+    """Return the tally of a recorder's books: of each thread its id, its name, and the totals of its nodes."""
+    cells = [(node, cell, thread_id) for thread_id, _, book in books for node, cell in book.items()]
+    lines = np.array([(node, *cell[:-1], 0, thread_id) for node, cell, thread_id in cells], TOTALS)
+    threads = dict[int, str]()
+    for thread_id, name, book in books:
+        if book:
+            threads.setdefault(thread_id, name)
+    packed = np.frombuffer(b"".join(cell[-1] for _, cell, _ in cells), _PACKED)
+    sizes = [len(cell[-1]) // PACKED.size for _, cell, _ in cells]
+    buckets = buckets_of(np.repeat(np.arange(len(sizes)), sizes), packed["bucket"], packed["times"])
+    return Tally.of_nodes(tree, lines, buckets, threads)
+
+
+def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) -> Records:
+    """Return buckets as records."""
+    buckets = np.zeros(len(line), BUCKETS)
+    buckets["line"], buckets["bucket"], buckets["times"] = line, bucket, np.minimum(times, LARGEST)
+    return buckets
+
+
+def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
+    """Add up lines by group; below 0 it is none. Those without calls add nothing."""
+    sums = np.zeros(count, TOTALS)
+    counted = np.flatnonzero((groups >= 0) & (lines["calls"] != 0))
+    if not len(counted):
+        return sums
+    its_groups = groups[counted]
+    small = its_groups.astype(np.uint16) if count <= 1 << 16 else its_groups  # sorted in a sixth of the time
+    order = np.argsort(small, kind="stable")
+    its_groups, counted = its_groups[order], counted[order]
+    firsts = np.flatnonzero(np.diff(its_groups, prepend=NOT_BELOW))
+    totals = _reduced(lines[counted], firsts)
+    sums[its_groups[firsts]] = totals
+    return sums
+
+
+def total_of(lines: Records) -> Totals:
+    """Add up some lines."""
+    (total,) = summed(lines, np.zeros(len(lines), np.int64), 1).tolist()
+    return Totals._make(total)
+
+
+def _reduced(lines: Records, firsts: Int64s) -> Records:
+    """Add up lines from each of `firsts` to the next."""
+    sums = np.zeros(len(firsts), TOTALS)
+    numbers_of(sums)[:, _ADDED] = np.add.reduceat(numbers_of(lines)[:, _ADDED], firsts)
+    for names, choose in ((LEAST, np.minimum), (MOST, np.maximum)):
+        for name in names:
+            sums[name] = choose.reduceat(lines[name], firsts)
+    return sums
+
+
+def _bounded(lines: Records) -> Records:
+    """Return lines whose sums need no more than 64 bits."""
+    lines = np.ascontiguousarray(lines)
+    table = numbers_of(lines)[:, : CORE_WIDTH - 1]
+    if max(int(table.max(initial=0)), -int(table.min(initial=0))) * len(lines) < LARGEST:
+        return lines
+    table = numbers_of(lines)[:, _ADDED]
+    if np.abs(table, dtype=np.float64).sum(axis=0).max() >= LARGEST:
+        most = LARGEST // len(lines)
+        lines = lines.copy()
+        numbers_of(lines)[:, _ADDED] = table.clip(-most, most)
+    return lines
+
+
+def _together(lines: Records, buckets: Records, threads: Mapping[int, str]) -> tuple[Records, Records]:
+    """Make lines of one node and thread one, in the order of `threads`, and leave out those without a node."""
+    places = {thread_id: place for place, thread_id in enumerate(threads)}
+    ids, of_line = np.unique(lines["thread_id"], return_inverse=True)
+    rank = np.array([places.get(thread_id, len(places)) for thread_id in ids.tolist()], np.int64)[of_line]
+    key, _ = _keys(lines["node"], rank, lines["node"])
+    _, firsts, group = np.unique(key, return_index=True, return_inverse=True)
+    order = np.lexsort((firsts, rank[firsts]))
+    order = order[lines["node"][firsts[order]] != NOT_BELOW]
+    place = np.full(len(firsts), NOT_BELOW, dtype=np.int64)
+    place[order] = np.arange(len(order))
+    group = place[group]
+    sums = summed(lines, group, len(order))
+    for name in ("node", "thread_id"):
+        sums[name] = lines[name][firsts[order]]
+    buckets = buckets.copy()
+    buckets["line"] = group[buckets["line"]]
+    return sums, _summed_buckets(buckets)
+
+
+def _keys(nodes: Int64s, threads: Int64s, others: Int64s) -> tuple[Int64s, Int64s]:
+    """Return a number for each pair of node and thread, and for each pair of another node and the same thread."""
+    _, numbers = np.unique(threads, return_inverse=True)
+    width = int(max(nodes.max(initial=0), others.max(initial=0))) + 2
+    return numbers * width + nodes + 1, numbers * width + others + 1
+
+
+def _summed_buckets(buckets: Records) -> Records:
+    """Add up the buckets of each line, without those of none and those that are empty."""
+    key, group = np.unique(buckets["line"] * (LAST_BUCKET + 1) + buckets["bucket"], return_inverse=True)
+    times = np.zeros(len(key), np.int64)
+    np.add.at(times, group, buckets["times"])
+    line, bucket = np.divmod(key, LAST_BUCKET + 1)
+    is_counted = (line >= 0) & (times > 0)
+    return buckets_of(line[is_counted], bucket[is_counted], times[is_counted])
+
+
+def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
+    """Return the tree of call paths, and the place of each, `NOT_BELOW` for the empty one."""
+    node_of: dict[CallPath, int] = {(): NOT_BELOW}
+    number_of: dict[Site, int] = {}
+    numbers, parents, nodes = array("i"), array("i"), list[int]()
+    for path in paths:
+        upper = path
+        while upper not in node_of:
+            upper = upper[:-1]
+        for depth in range(len(upper), len(path)):
+            numbers.append(number_of.setdefault(path[depth], len(number_of)))
+            parents.append(node_of[path[:depth]])
+            node_of[path[: depth + 1]] = len(node_of) - 1
+        nodes.append(node_of[path])
+    tree = CallTree()
+    tree.sites += number_of
+    tree.extend(0, numbers.tobytes(), parents.tobytes())
+    places = tree.located().places
+    return tree, [node if node == NOT_BELOW else places[node] for node in nodes]

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from instrument.recording.lines import CALLS, TOTAL
 from instrument.recording.spans import Cost, Site
-from instrument.report.line_sums import LineSums
 from instrument.report.section import NO_EVENTS, Coverage, Section, View, uncached
 from instrument.report.table import (
     MISSING,
@@ -216,12 +214,12 @@ def _parts(spent: Cost, upkeep: Upkeep | None, window_ns: int) -> tuple[CostPart
 
 
 def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
-    lines, upkeep = recording.once(LineSums.merged), recording.upkeep
-    tree = lines.tree
+    tally, upkeep = recording.totals(merged=True), recording.upkeep
+    tree = tally.tree
     keys = tree.keys()
     labels = tree.by_site(_label)
-    sums = lines.by(np.asarray(keys)[lines.site_of], len(keys))
-    calls, host_ns = sums[:, CALLS].tolist(), sums[:, TOTAL].tolist()
+    sums = tally.by(np.asarray(keys)[tally.site_of], len(keys))
+    calls, host_ns = sums["calls"].tolist(), sums["total_ns"].tolist()
     each_ns = [spent.per_call_ns] * len(keys) if upkeep is None else upkeep.added_ns(tree.sites[: len(keys)])
     costs = {key: round(called * each_ns[key]) for key, called in enumerate(calls) if called}
     whole_ns = sum(costs.values())

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from instrument.recording.histogram import percentiles
-from instrument.recording.lines import CALLS, WAITING, Sum
 from instrument.recording.spans import Site, is_interruption, is_operator
-from instrument.report.line_sums import LineSums, Rows, together
+from instrument.recording.tally import Records, Tally, Totals, total_of
+from instrument.report.function_times import total_of_topmost
 from instrument.report.table import Ratio, share
 from instrument.report.tree import ROOT, TIMES, NameTree, ShownEntries
 from instrument.report.view import Options
@@ -56,18 +56,18 @@ class Overhead:
     framework_ratio = Ratio("framework_ns", of="total_ns")
 
 
-def overhead(lines: LineSums, total_ns: int, state: str) -> Overhead:
+def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     """The split of this Total time of a state: in three for a service, which has requests or coroutines."""
-    _, kinds, _, declared = lines.tree.facts()
+    _, kinds, _, declared = tally.tree.facts()
     # Most processes have no such site, and then none need be asked.
     may_compute = bool(declared) or "layer" in kinds or "phase" in kinds
-    has_operators = "op" in kinds and any(lines.tree.by_site(is_operator))
+    has_operators = "op" in kinds and any(tally.tree.by_site(is_operator))
     computes = _operates if has_operators else _computes
-    is_known = has_operators or (may_compute and any(lines.tree.by_site(computes)))
-    is_service = "request" in kinds or lines.has(WAITING) or any(site.suspends for site in lines.tree.sites)
+    is_known = has_operators or (may_compute and any(tally.tree.by_site(computes)))
+    is_service = "request" in kinds or tally.has("waiting_ns") or any(site.suspends for site in tally.tree.sites)
     if state == "GPU" or not is_service:
-        return Overhead(total_ns, lines.total(computes)[TIMES[state]] if is_known else None)
-    whole_ns, computation_ns, waiting_ns = _parts(lines, state, computes)
+        return Overhead(total_ns, getattr(total_of_topmost(tally, computes), TIMES[state]) if is_known else None)
+    whole_ns, computation_ns, waiting_ns = _parts(tally, state, computes)
     if whole_ns != total_ns:  # where a row of several paths has calls in some of them alone
         computation_ns, waiting_ns = (
             part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in (computation_ns, waiting_ns)
@@ -75,12 +75,12 @@ def overhead(lines: LineSums, total_ns: int, state: str) -> Overhead:
     return Overhead(total_ns, computation_ns if is_known else None, waiting_ns)
 
 
-def _parts(lines: LineSums, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
+def _parts(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
     """The time of the topmost calls, and what of it was computation and waiting."""
-    count = len(lines.parents)
-    sums = lines.by(np.arange(count), count)
-    calls, times, waited = sums[:, CALLS].tolist(), sums[:, TIMES[state]].tolist(), sums[:, WAITING].tolist()
-    sites, site_of, parents = lines.tree.sites, lines.site_of.tolist(), lines.parents.tolist()
+    count = len(tally.parents)
+    sums = tally.by(np.arange(count), count)
+    calls, times, waited = (sums[name].tolist() for name in ("calls", TIMES[state], "waiting_ns"))
+    sites, site_of, parents = tally.tree.sites, tally.site_of.tolist(), tally.parents.tolist()
     # Of what is right below each node: its time, computation and waiting; last for what is topmost.
     below = [[0, 0, 0] for _ in range(count + 1)]
     for node in reversed(range(count)):  # a parent comes before its children
@@ -192,9 +192,9 @@ class CopySum:
     ratio: float | None
 
 
-def blocks_of(lines: LineSums, options: Options) -> tuple[EventsBlock, ...]:
+def blocks_of(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
     """The merged block, if asked for, then a block per thread, the newest thread first."""
-    apart: list[int | None] = [thread for thread in reversed(lines.threads) if lines.recorded(thread)]
+    apart: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
     shown: list[int | None] = []
     if options.threads == "merged" or (options.threads == "both" and len(apart) > 1):
         shown = [None] if apart else []
@@ -202,17 +202,17 @@ def blocks_of(lines: LineSums, options: Options) -> tuple[EventsBlock, ...]:
         shown += apart
     if not shown:
         return ()
-    tree = NameTree(lines, options.tracer_option)
+    tree = NameTree(tally, options.tracer_option)
     full = tree if options.tracer_option == "OpDetail" else None
-    numbers = {thread: number for number, thread in enumerate(lines.threads)}
+    numbers = {thread: number for number, thread in enumerate(tally.threads)}
     blocks = []
     for thread in shown:
         total_ns = tree.total_ns(thread, options.state)
         if total_ns is None:
-            full = full or NameTree(lines, "OpDetail")
+            full = full or NameTree(tally, "OpDetail")
             total_ns = full.total_below_ns(thread, options.state)
             full.forget(thread)
-        number, name = (None, "") if thread is None else (numbers[thread], lines.threads[thread])
+        number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
         blocks.append(EventsBlock(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
         tree.forget(thread)
     return tuple(blocks)
@@ -236,11 +236,11 @@ def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) ->
 
 
 def _event_row(
-    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Rows, base_ns: int, state: str
+    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Records, base_ns: int, state: str
 ) -> EventRow:
     """The row of an entry, or one for those of a level that the limit leaves out, so that the level still adds up."""
-    totals = Sum(*sums[item].tolist()) if isinstance(item, int) else together(sums[item])
-    called, total_ns = totals.calls > 0, totals[TIMES[state]]
+    totals = Totals._make(sums[item].tolist()) if isinstance(item, int) else total_of(sums[item])
+    called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
     # No call's time of a state exceeds what has elapsed, so with equal sums each is the same.
     known = called and total_ns == totals.elapsed_ns
     known = known and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
@@ -272,19 +272,19 @@ def _event_row(
     )
 
 
-def copy_sums(lines: LineSums, total_ns: int, state: str) -> tuple[CopySum, ...]:
+def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
-    copies: list[tuple[object, Sum]] = []
-    if "copy" in lines.tree.facts().kinds:
-        ways, by_site = lines.tree.by_site(_way), lines.by_site()
-        told = zip(ways, map(Sum._make, by_site.tolist()), strict=False)
+    copies: list[tuple[object, Totals]] = []
+    if "copy" in tally.tree.facts().kinds:
+        ways, by_site = tally.tree.by_site(_way), tally.by_site()
+        told = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
         copies = [(way[0], its) for way, its in told if way is not None]
     sums = []
     for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
         chosen = [its for way, its in copies if sync is None or way is sync]
         calls = sum(its.calls for its in chosen)
         if calls or sync is None:
-            copied_ns = sum(its[TIMES[state]] for its in chosen)
+            copied_ns = sum(getattr(its, TIMES[state]) for its in chosen)
             sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
     return tuple(sums)
 

@@ -26,10 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from instrument.recording.lines import DEVICE, Lines
 from instrument.report.event_rows import CopySum, EventRow, EventsBlock, Overhead, blocks_of, copy_sums
 from instrument.report.event_rows import overhead as split_of
-from instrument.report.line_sums import LineSums
 from instrument.report.section import Section, View
 from instrument.report.table import (
     GAP,
@@ -153,19 +151,19 @@ def events(recording: Recording, options: Options) -> Events:
     probes_ns = None
     if options.corrected:
         tally = recording.tally.corrected()
-        lines, probes_ns = LineSums(Lines.of_tally(tally)), sum(row.totals.probe_ns for row in tally.rows())
+        probes_ns = int(tally.lines["probe_ns"].sum())
     else:
-        lines = recording.once(LineSums.merged if options.threads == "merged" else LineSums.apart)
-    blocks = blocks_of(lines, options)
+        tally = recording.totals(merged=options.threads == "merged")
+    blocks = blocks_of(tally, options)
     of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
     total_ns = blocks[0].total_ns if of_all else 0
     return Events(
         window_ns=recording.window_ns,
         blocks=blocks,
-        overhead=split_of(lines, total_ns, options.state) if of_all else None,
-        copies=copy_sums(lines, total_ns, options.state) if of_all else (),
+        overhead=split_of(tally, total_ns, options.state) if of_all else None,
+        copies=copy_sums(tally, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
-        has_device_time=lines.has(DEVICE),
+        has_device_time=tally.has("device_ns"),
         _options=options,
     )
 

@@ -6,19 +6,43 @@ another function counts as the latter's, too, but where that is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.lines import CALLS, DEVICE, SELF, TOTAL, WAITING
-from instrument.report.line_sums import Bools, Int32s, Int64s, Rows, around
-from instrument.trace.forest import NONE, nearest, tops
+from instrument.recording.spans import Site
+from instrument.recording.tally import Records, Tally, Totals
+from instrument.trace.columns import Bools, Int32s, Int64s
+from instrument.trace.forest import NONE, nearest, nearest_above, tops
 from instrument.trace.groups import by_first_sight, numbered
 
 ORDERS = ("total", "calls", "ave")
 """Orders of the rows of functions, descending: self time, calls, or self time of a call."""
+
+
+def topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
+    """Return True for the nodes for whose site a function does, without those below another of these."""
+    marked = np.array([*tally.tree.by_site(say), False], dtype=np.bool_)[tally.site_of]
+    return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
+
+
+def topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
+    """Return the totals of the topmost lines by name."""
+    numbers: dict[str, int] = {}
+    of_site = [numbers.setdefault(site.name, len(numbers)) for site in tally.tree.sites]
+    groups = np.where(topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
+    sums = map(Totals._make, tally.by(groups, len(numbers)).tolist())
+    return {name: its for name, its in zip(numbers, sums, strict=True) if its.calls}
+
+
+def total_of_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
+    """Return the sum of the topmost lines."""
+    groups = np.where(topmost(tally, say), 0, NONE)
+    found = Totals._make(tally.by(groups, 1)[0].tolist())
+    below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)
+    return found._replace(device_ns=found.device_ns + below_ns)
 
 
 class Group(NamedTuple):
@@ -58,7 +82,7 @@ class FunctionSums(NamedTuple):
 class FunctionTable:
     """The functions by their numbers, all of them together as 0 and each in the order of first calls."""
 
-    def __init__(self, functions: Rows, groups: Rows, of_group: Int64s, at: Int64s) -> None:
+    def __init__(self, functions: Int64s, groups: Int64s, of_group: Int64s, at: Int64s) -> None:
         self._functions, self._groups = functions, groups
         order = np.argsort(of_group, kind="stable")
         self._at, self._ends = at[order], np.cumsum(np.bincount(of_group, minlength=len(groups)))
@@ -102,7 +126,7 @@ class SiteFacts(NamedTuple):
 
 
 def functions(
-    nodes: Int64s, lines: Rows, parents: Int32s, site_of: Int32s, sites: SiteFacts, order: str
+    nodes: Int64s, lines: Records, parents: Int32s, site_of: Int32s, sites: SiteFacts, order: str
 ) -> FunctionTable:
     """The functions that merged lines of the nodes are of."""
     function_of, root_of = _functions_of(parents, sites.is_request[site_of])
@@ -121,10 +145,10 @@ def functions(
     own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
     work = np.concatenate([sites.is_work[its_site]] * 2) & ~own
     lines, at = np.concatenate([lines, lines]), np.concatenate([np.arange(len(nodes))] * 2)
-    counted = lines[:, [CALLS, TOTAL, SELF, SELF, SELF]]
+    counted = np.stack([lines[name] for name in ("calls", "total_ns", "self_ns", "self_ns", "self_ns")], axis=1)
     counted[~own, :3] = 0
     counted[~work, 3] = 0
-    ones = np.ones((len(lines), 1), dtype=lines.dtype)
+    ones = np.ones((len(lines), 1), dtype=np.int64)
     count = len(firsts) + 1
     sums = _summed(np.concatenate([ones, counted], axis=1), number, count)
     groups, of_groups, of_line, at = _groups(lines, number, np.concatenate([rows, rows]), at)
@@ -135,22 +159,21 @@ def functions(
     return FunctionTable(np.concatenate([node, sums, edges], axis=1), groups[in_order], of_line, at)
 
 
-def _groups(lines: Rows, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Rows, Int64s, Int64s, Int64s]:
+def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     """Return the rows of functions, apart for running and waiting, and the number of the function of each row.
 
     Return also the place of the row for each line, and the number of the line.
     """
-    waited = lines[:, WAITING]
-    runs, waits = np.flatnonzero((waited == 0) | (lines[:, SELF] > waited)), np.flatnonzero(waited != 0)
-    own_ns = np.concatenate([lines[runs, SELF] - waited[runs], waited[waits]])
+    waited, self_ns = lines["waiting_ns"], lines["self_ns"]
+    runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)
+    own_ns = np.concatenate([self_ns[runs] - waited[runs], waited[waits]])
     is_waiting = np.arange(len(own_ns)) >= len(runs)
     which = np.concatenate([runs, waits])
     of_group, some = numbered(number[which], rows[which], is_waiting.astype(np.int64))
-    on_device = (lines[which, DEVICE] > 0) & ~is_waiting
-    ones = np.ones(len(which), dtype=lines.dtype)
-    parts = np.stack([ones, own_ns, lines[which, CALLS], on_device, is_waiting], axis=1).astype(lines.dtype)
-    first = at[which][some][:, None].astype(lines.dtype)
-    numbers = np.arange(len(some))[:, None].astype(lines.dtype)
+    on_device = (lines["device_ns"][which] > 0) & ~is_waiting
+    ones = np.ones(len(which), dtype=np.int64)
+    parts = np.stack([ones, own_ns, lines["calls"][which], on_device, is_waiting], axis=1)
+    first, numbers = at[which][some][:, None], np.arange(len(some))[:, None]
     rows_of_groups = np.concatenate([first, _summed(parts, of_group, len(some)), numbers], axis=1)
     return rows_of_groups, number[which][some], of_group, at[which]
 
@@ -158,14 +181,14 @@ def _groups(lines: Rows, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Rows
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
     """Return the function's node of each node, and the topmost node above it."""
     root_of = tops(parents)
-    topmost = is_request & (around(parents, is_request) == NONE)
+    topmost = is_request & (nearest_above(parents, is_request) == NONE)
     request = nearest(parents, topmost)
     return np.where(request == NONE, root_of, request).astype(np.int32), root_of
 
 
-def _summed(columns: Rows, groups: Int64s, count: int) -> Rows:
-    """Columns added up by group."""
-    found: Rows = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
+def _summed(columns: Int64s, groups: Int64s, count: int) -> Int64s:
+    """Add up columns by group."""
+    found = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
     if len(groups):
         order = np.argsort(groups, kind="stable")
         firsts = np.flatnonzero(np.diff(groups[order], prepend=NONE))
@@ -173,7 +196,7 @@ def _summed(columns: Rows, groups: Int64s, count: int) -> Rows:
     return found
 
 
-def _order(groups: Rows, function: Int64s, order: str) -> NDArray[Any]:
+def _order(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
     """The groups of one function after the other, the heaviest first; of equal ones that which began last."""
     first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.spans import is_late_failure
+from instrument.recording.spans import is_late_failure, is_request
 from instrument.report.device_view import (
     EndpointShare,
     by_endpoint,
@@ -40,7 +40,7 @@ from instrument.report.endpoint_times import (
     outcome_told,
     phase_times,
 )
-from instrument.report.line_sums import LineSums
+from instrument.report.function_times import topmost_by_name
 from instrument.report.section import Coverage, Section, View, none_held
 from instrument.report.table import (
     LINE,
@@ -308,8 +308,8 @@ def _counted(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]
         set(distinct(name_of[owner == rows]).tolist()) for owner in (recording.once(request_of_spans), joined.owner)
     )
     parts = {names[number] for number in topmost - own}
-    found = recording.once(LineSums.merged).topmost_by_name(lambda site: site.kind == "request")
-    return {name: its for name, its in found.items() if name not in parts}
+    found = topmost_by_name(recording.totals(merged=True), is_request)
+    return {name: (its.calls, its.errors) for name, its in found.items() if name not in parts}
 
 
 def request_ledger(recording: Recording) -> Ledger:

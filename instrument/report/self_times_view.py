@@ -28,10 +28,9 @@ from operator import ne
 import numpy as np
 
 from instrument.recording.histogram import percentiles
-from instrument.recording.lines import Lines
 from instrument.recording.spans import Site, is_interruption, is_operator
+from instrument.recording.tally import Records, Tally, total_of
 from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
-from instrument.report.line_sums import Int64s, LineSums, Rows, together
 from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
@@ -269,11 +268,8 @@ def class_of(site: Site) -> str:
 
 
 def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
-    if options.corrected:
-        lines = LineSums(Lines.of_tally(recording.tally.corrected(), merged=True))
-    else:
-        lines = recording.once(LineSums.merged)
-    tree, (nodes, merged) = lines.tree, _own(lines)
+    tally = recording.tally.corrected().merged() if options.corrected else recording.totals(merged=True)
+    tree, lines = tally.tree, _own(tally)
     keys = np.asarray(tree.keys(), dtype=np.int64)
     kinds = np.array(tree.facts().kinds[: len(keys)], dtype=np.str_)
     rows = keys if of == "ops" else np.full(len(keys), NONE, dtype=np.int64)
@@ -282,13 +278,13 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     column = SortKey.of(options).column
     order = column if column in ORDERS else ORDERS[0]
     sites = SiteFacts(kinds == "request", np.isin(kinds, WORKING), keys, rows)
-    found = functions(nodes, merged, lines.parents, lines.site_of, sites, order)
+    found = functions(lines["node"], lines, tally.parents, tally.site_of, sites, order)
     times, counts = found.column("time_ns"), found.column("lines")
     # A function that calls nothing has no more to tell than its calls, unless it is the only one.
     shown = [number for number in range(1, len(found)) if counts[number] > 1 or len(found) == 2]
     most = len(shown) if options.bound is None else options.bound
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
-    table = _Table(of, lines, nodes, merged, sites, found, options)
+    table = _Table(of, tally, lines, sites, found, options)
     left = len(found) - 1 - len(shown)
     left_ns = times[0] - sum(times[number] for number in shown)
     together = [0] if len(found) > 2 else []
@@ -296,12 +292,11 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     return SelfTimes(of, reports, left, left_ns, options.corrected, options)
 
 
-def _own(lines: LineSums) -> tuple[Int64s, Rows]:
-    """The nodes and the lines whose time is their own: that of an interruption is a part of what it interrupted."""
-    nodes, rows = lines.of(None)
-    of_others = lines.tree.by_site(is_interruption)
-    others = np.array([*of_others, False], dtype=np.bool_)[lines.site_of[nodes]]
-    return (nodes[~others], rows[~others]) if others.any() else (nodes, rows)
+def _own(tally: Tally) -> Records:
+    """Return the lines whose time is their own: that of an interruption is a part of what it interrupted."""
+    of_others = tally.tree.by_site(is_interruption)
+    others = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
+    return np.asarray(tally.lines[~others])
 
 
 WAITING = "waiting"
@@ -318,21 +313,20 @@ class _Table:
     def __init__(
         self,
         of: str,
-        lines: LineSums,
-        nodes: Int64s,
-        rows: Rows,
+        tally: Tally,
+        lines: Records,
         sites: SiteFacts,
         found: FunctionTable,
         options: Options,
     ) -> None:
         self._of, self._found, self._options = of, found, options
-        self._sums, self._histogram = rows, lines.histogram
-        self._every: list[Site] = lines.tree.sites
-        self._nodes, self._parents = nodes.tolist(), lines.parents.tolist()
-        self._site_of: list[int] = lines.site_of.tolist()
+        self._lines, self._histogram = lines, tally.histogram
+        self._every: list[Site] = tally.tree.sites
+        self._nodes, self._parents = lines["node"].tolist(), tally.parents.tolist()
+        self._site_of: list[int] = tally.site_of.tolist()
         # Of each key among these lines, and above them, what it is called, and how many are called the same.
-        keys = np.unique(sites.keys[lines.site_of[and_above(lines.parents, nodes)]]).tolist()
-        called = lines.tree.by_site(_called)
+        keys = np.unique(sites.keys[tally.site_of[and_above(tally.parents, lines["node"])]]).tolist()
+        called = tally.tree.by_site(_called)
         self._same = Counter(map(called.__getitem__, keys))
         self._names: dict[int, str] = {}
         self._is_request = sites.is_request.tolist()
@@ -390,7 +384,7 @@ class _Table:
     def _call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
         """The median, the 99th percentile and the longest of the calls of a row. Not made before they are asked for."""
         at = self._found.lines(group)
-        sums = together(self._sums[at])
+        sums = total_of(self._lines[at])
         if not sums.calls:
             return None, None, None
         histogram = self._histogram([self._nodes[line] for line in at.tolist()], None)

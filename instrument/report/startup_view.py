@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from instrument.profile.model import PREPARING
-from instrument.recording.histogram import bucket
+from instrument.recording.histogram import bucket, percentiles
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Tally
 from instrument.report.section import Section, View
@@ -333,19 +333,18 @@ def _by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall
 
 def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> list[_Known]:
     """Every place that has been called again, those whose first call took most longer first."""
-    totals = tally.by(lambda row: row.path[-1].key)
+    places = tally.lines_by([site.key for site in tally.tree.sites])
     found = []
     for key, first in firsts.items():
-        of_all = totals.get(key)
-        if of_all is None or of_all.calls < 2 or _phase(first.site) is not None:
+        of_all = tally.total(places.get(key, ()))
+        if of_all.calls < 2 or _phase(first.site) is not None:
             continue
-        others = of_all.copy()
-        others.calls -= 1
+        histogram = tally.histogram(tally.nodes(places[key]))
         # Where the first had device time beyond its host time, another bucket has it: one call of many too much then.
         index = bucket(first.total_ns)
-        if others.histogram.get(index, 0):
-            others.histogram[index] -= 1
-        median_ns = others.percentile(0.5) or 0
+        if index in histogram:
+            histogram[index] -= 1
+        median_ns = percentiles(histogram, (0.5,), of_all.calls - 1, of_all.min_ns, of_all.max_ns)[0] or 0
         name, kind = name_of_site(first.site), first.site.kind
         extra_ns = max(first.total_ns - median_ns, 0)
         use = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns, extra_ns)
@@ -363,7 +362,7 @@ def _phase(site: Site) -> str | None:
 
 def _unwatched(rows: Iterable[Row]) -> set[str]:
     """The parts of the way that nothing watches without `startup: auto`: where rules name a phase, that is watched."""
-    phases = {_phase(site) for row in rows for site in row.path[-1:]}
+    phases = {_phase(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
 
@@ -372,7 +371,7 @@ def _preparations(rows: Iterable[Row]) -> list[Preparation]:
     found: dict[tuple[str, tuple[object, ...]], list[int]] = {}
     sites: dict[tuple[str, tuple[object, ...]], Site] = {}
     for row in rows:
-        phase = _phase(row.path[-1]) if row.path else None
+        phase = _phase(row.path[-1])
         if phase is None:
             continue
         *above, site = row.path
@@ -433,7 +432,7 @@ def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Pr
     before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
     on_both_sides = False
     for row in rows:
-        phase = _phase(row.path[-1]) if row.path else None
+        phase = _phase(row.path[-1])
         if phase is None or any(one.kind == "request" or _phase(one) for one in row.path[:-1]):
             continue
         begins_before = row.totals.first_ns < request_ns

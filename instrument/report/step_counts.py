@@ -9,8 +9,8 @@ import math
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from instrument.recording.histogram import bucket
-from instrument.recording.tally import Totals
+from instrument.recording.distributions import Distribution
+from instrument.recording.histogram import percentiles
 
 FIRST_KEPT = 1000
 """The most first steps that may be left out of a running loop's benchmark afterwards; they take 0.1 MB."""
@@ -72,8 +72,8 @@ class Benchmark:
     skip: int = SKIPPED_STEPS
     skipped: int = 0
     cut: int = 0
-    batch: Totals = field(default_factory=Totals)
-    reader: Totals = field(default_factory=Totals)
+    batch: Distribution = field(default_factory=Distribution)
+    reader: Distribution = field(default_factory=Distribution)
     keeps: bool = False
     _firsts: list[tuple[int, int, float | None]] = field(default_factory=list)
     _later: Benchmark | None = None
@@ -90,8 +90,8 @@ class Benchmark:
             self.skipped += 1
             return
         batch_ns = max(batch_ns, 1)
-        _count(self.batch, batch_ns)
-        _count(self.reader, reader_ns)
+        self.batch.add(batch_ns)
+        self.reader.add(reader_ns)
         if num_samples is not None and num_samples < MOST_SAMPLES:
             samples = float(num_samples)
             rate = samples * SECOND_NS / batch_ns
@@ -117,38 +117,28 @@ class Benchmark:
 
     def loop(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
         """Return the costs up to now; the steps took `lasted_ns` on the clock, by default one after the other."""
-        batch, steps = self.batch, self.batch.calls
-        lasted_ns = lasted_ns or batch.total_ns
+        batch, steps = self.batch, self.batch.count
+        lasted_ns = lasted_ns or batch.sum_ns
         samples, rate = None, None
         if steps and self._with_samples == steps:
             samples = self._samples
             rate = Spread(samples * SECOND_NS / lasted_ns, self._least_rate, self._most_rate)
         elif steps:
-            rate = Spread(steps * SECOND_NS / lasted_ns, SECOND_NS / batch.max_ns, SECOND_NS / batch.min_ns)
+            rate = Spread(steps * SECOND_NS / lasted_ns, SECOND_NS / batch.most_ns, SECOND_NS / batch.least_ns)
         return LoopTimes(
             name=name,
             steps=steps,
             skipped=self.skipped,
             cut=self.cut,
             samples=samples,
-            reader=_spread(self.reader) if self.reader.total_ns else None,
+            reader=_spread(self.reader) if self.reader.sum_ns else None,
             batch=_spread(batch),
             rate=rate,
         )
 
 
-def _count(totals: Totals, time_ns: int) -> None:
-    """Count one time. `Totals.merge` would do so too, at five times the cost on the thread of the loop."""
-    totals.min_ns = min(totals.min_ns, time_ns) if totals.calls else time_ns
-    totals.max_ns = max(totals.max_ns, time_ns)
-    totals.calls += 1
-    totals.total_ns += time_ns
-    place = bucket(time_ns)
-    totals.histogram[place] = totals.histogram.get(place, 0) + 1
-
-
-def _spread(totals: Totals) -> Spread | None:
-    if not totals.calls:
+def _spread(times: Distribution) -> Spread | None:
+    if not times.count:
         return None
-    mean_ns = totals.total_ns / totals.calls
-    return Spread(mean_ns, totals.min_ns, totals.max_ns, totals.percentile(0.5), totals.percentile(0.99))
+    p50_ns, p99_ns = percentiles(times.buckets, (0.5, 0.99), times.count, times.least_ns, times.most_ns)
+    return Spread(times.sum_ns / times.count, times.least_ns, times.most_ns, p50_ns, p99_ns)

@@ -10,41 +10,42 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from instrument.recording.lines import CALLS, DEVICE, ELAPSED, FIRST, MAX, MIN, SELF, TOTAL, WAITING
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import Site, is_interruption
-from instrument.report.line_sums import Bools, Int32s, Int64s, LineSums, Rows, added, together
+from instrument.recording.tally import Records, Tally, summed, total_of
 from instrument.report.table import where_of
 from instrument.report.view import Options
-from instrument.trace.forest import NONE, least_below, nearest
+from instrument.trace.columns import Bools, Int32s, Int64s
+from instrument.trace.forest import NONE, least_below, nearest, nearest_above
 from instrument.trace.groups import Members, numbered
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
 """Kinds of which `AllOpDetail` shows each instance."""
 
-TIMES = {"All": ELAPSED, "CPU": TOTAL, "GPU": DEVICE}
+TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
 """The time that Total is in a state."""
 
-WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
-    "calls": (CALLS, -1, False),
-    "max": (MAX, -1, False),
-    "min": (MIN, -1, False),
-    "cpu_total": (TOTAL, -1, False),
-    "cpu_max": (MAX, -1, False),
-    "cpu_min": (MIN, -1, True),
-    "cpu_ave": (TOTAL, CALLS, False),
-    "gpu_total": (DEVICE, -1, False),
-    "gpu_max": (MAX, -1, False),
-    "gpu_min": (MIN, -1, True),
-    "gpu_ave": (DEVICE, CALLS, False),
+WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
+    "calls": ("calls", False, False),
+    "max": ("max_ns", False, False),
+    "min": ("min_ns", False, False),
+    "cpu_total": ("total_ns", False, False),
+    "cpu_max": ("max_ns", False, False),
+    "cpu_min": ("min_ns", False, True),
+    "cpu_ave": ("total_ns", True, False),
+    "gpu_total": ("device_ns", False, False),
+    "gpu_max": ("max_ns", False, False),
+    "gpu_min": ("min_ns", False, True),
+    "gpu_ave": ("device_ns", True, False),
 }
-"""A sort key's field, what it is divided by (-1: nothing), and whether the least is first. Other keys are the Total,
-by the calls for `ave`."""
+"""A sort key's field, True where it is divided by the calls, and True where the least is first. Other keys are the
+Total, by the calls for `ave`."""
 
 ROOT = 0
 
@@ -85,8 +86,7 @@ def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
     firsts = np.cumsum(1 + has_two) - 1 - has_two
     last_of = np.full(len(parents) + 1, NONE, dtype=np.int64)
     last_of[its] = firsts + has_two
-    seen = nearest(parents, visible)
-    above = np.where(parents == NONE, NONE, seen[parents])
+    seen, above = nearest(parents, visible), nearest_above(parents, visible)
     size = len(its) + int(has_two.sum())
     up, level, node = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), np.repeat(its, 1 + has_two)
     up[firsts], level[firsts] = last_of[above[its]], first_level[its]
@@ -130,16 +130,16 @@ def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
 class NameTree:
     """The tree of names of all lines, as a tracer option asks for it."""
 
-    def __init__(self, lines: LineSums, tracer_option: str) -> None:
-        self._lines = lines
-        levels = np.asarray(lines.tree.column(LEVELS[tracer_option]), dtype=np.int32).reshape(-1, PER_SITE)
-        self._names = tree_of_names(lines.parents, levels[lines.site_of], lines.of(None)[0])
+    def __init__(self, tally: Tally, tracer_option: str) -> None:
+        self._tally = tally
+        levels = np.asarray(tally.tree.column(LEVELS[tracer_option]), dtype=np.int32).reshape(-1, PER_SITE)
+        self._names = tree_of_names(tally.parents, levels[tally.site_of], tally.lines["node"])
         self.parents = self._names.parents
         self._children = Members(self.parents, len(self))
         self._nodes = Members(np.where(self._names.visible, self._names.entry_of, NONE), len(self))
         self._instances = np.flatnonzero((self._names.levels & ROLES == INSTANCE) & (self._names.levels != NONE))
         self._numbers: dict[int, dict[int, int]] = {}
-        self._sums: dict[int | None, Rows] = {}
+        self._sums: dict[int | None, Records] = {}
         self._below: dict[int | None, set[int]] = {}
 
     def __len__(self) -> int:
@@ -149,39 +149,38 @@ class NameTree:
         """Return the entries right under one, in the order of the lines."""
         return self._children[entry]
 
-    def sums(self, thread: int | None) -> Rows:
+    def sums(self, thread: int | None) -> Records:
         """The sums of a thread's lines, or of all (None), by entry; device time with that of what ran below."""
         if thread not in self._sums:
             sums = self._with_hidden(self._added(thread), thread)
             below: set[int] = set()
-            for node, more_ns in self._lines.device_below(thread).items():
+            for node, more_ns in self._tally.device_below(thread).items():
                 entry = int(self._names.entry_of[node]) if self._names.visible[node] else NONE
                 while entry != NONE:
-                    sums[entry, DEVICE] += more_ns
+                    sums["device_ns"][entry] += more_ns
                     below.add(entry)
                     entry = int(self.parents[entry]) if self._role(entry) == INSTANCE else NONE
             self._sums[thread], self._below[thread] = sums, below
         return self._sums[thread]
 
-    def _added(self, thread: int | None) -> Rows:
+    def _added(self, thread: int | None) -> Records:
         """By entry; an instance counts in the row of its type, too."""
-        sums = self._lines.by(np.where(self._names.visible, self._names.entry_of, NONE), len(self), thread)
+        sums = self._tally.by(np.where(self._names.visible, self._names.entry_of, NONE), len(self), thread)
         if not len(self._instances):
             return sums
         entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
-        return added(np.concatenate([sums, sums[self._instances]]), entries, len(self))
+        return summed(np.concatenate([sums, sums[self._instances]]), entries, len(self))
 
-    def _with_hidden(self, sums: Rows, thread: int | None) -> Rows:
+    def _with_hidden(self, sums: Records, thread: int | None) -> Records:
         """With what hidden phases leave to the row around them: their self time, and their place if it has no calls."""
-        nodes, rows = self._lines.of(thread)
-        is_hidden = ~self._names.visible[nodes] & (rows[:, CALLS] != 0)
-        if is_hidden.any():
-            rows, entries = rows[is_hidden], self._names.entry_of[nodes[is_hidden]].tolist()
-            of_rows = zip(entries, rows[:, [SELF, WAITING]], rows[:, FIRST].tolist(), strict=True)
-            for entry, self_and_waiting_ns, first_ns in of_rows:
-                sums[entry, [SELF, WAITING]] += self_and_waiting_ns
-                if not sums[entry, CALLS]:
-                    sums[entry, FIRST] = min(sums[entry, FIRST] or first_ns, first_ns)
+        lines = self._tally.of(thread)
+        lines = lines[~self._names.visible[lines["node"]] & (lines["calls"] != 0)]
+        entries = self._names.entry_of[lines["node"]]
+        for name in ("self_ns", "waiting_ns"):
+            np.add.at(sums[name], entries, lines[name])
+        for entry, first_ns in zip(entries.tolist(), lines["first_ns"].tolist(), strict=True):
+            if not sums["calls"][entry]:
+                sums["first_ns"][entry] = min(sums["first_ns"][entry] or first_ns, first_ns)
         return sums
 
     def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
@@ -192,23 +191,21 @@ class NameTree:
         """Give up the sums of a thread."""
         self._sums.pop(thread, None)
         self._below.pop(thread, None)
-        if thread is not None:
-            self._lines.forget(thread)
 
     def values(
-        self, sums: Rows, field: int, per: int = -1, *, negative: bool = False, least: bool = False
-    ) -> tuple[Rows, Bools]:
-        """A number of each entry, or its quotient with another, and which entries have one: with a call at or under it.
+        self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
+    ) -> tuple[NDArray[Any], Bools]:
+        """Return a number of each entry, or that of a call, and the entries with one: with a call at or under it.
 
         Of one without calls it is the most or the `least` of those below it.
         """
-        has_own = (sums[:, CALLS] != 0) | (sums[:, FIRST] != 0)
-        values = -sums[:, field] if negative else sums[:, field].copy()
-        if per >= 0:
-            values = np.where(has_own, values, 0) / np.where(sums[:, per] != 0, sums[:, per], 1)
-            values[sums[:, per] == 0] = 0
+        calls = sums["calls"]
+        has_own = (calls != 0) | (sums["first_ns"] != 0)
+        values = -sums[field] if negative else sums[field].copy()
+        if per_call:
+            values = np.where(calls != 0, values, 0) / np.maximum(calls, 1)
         known, choose = has_own.copy(), min if least else max
-        for entry in np.flatnonzero(sums[:, CALLS] == 0)[::-1].tolist():  # what is below an entry comes after it
+        for entry in np.flatnonzero(calls == 0)[::-1].tolist():  # what is below an entry comes after it
             below = self.children(entry)
             below = below[known[below]]
             if len(below):
@@ -219,7 +216,7 @@ class NameTree:
 
     def site(self, entry: int) -> Site:
         """Return the site of the first path of an entry."""
-        return self._lines.tree.sites[int(self._lines.site_of[self._names.first_nodes[entry]])]
+        return self._tally.tree.sites[int(self._tally.site_of[self._names.first_nodes[entry]])]
 
     def name(self, entry: int) -> str:
         """Return the name of an entry; an instance has its number."""
@@ -244,15 +241,16 @@ class NameTree:
         if len(self._instances):
             below = [child for entry in entries for child in self._instances_of(entry)]
             entries = [*entries, *below]
-        return self._lines.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
+        return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, thread: int | None, state: str) -> int | None:
         """The sum of the topmost rows; None where one has no call, so that what is hidden below may stand for it."""
         sums, topmost = self.sums(thread), self._adding(self.children(ROOT))
-        uncalled = topmost[sums[topmost, CALLS] == 0].tolist()
+        uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         if any(len(self.children(entry)) or self._hides(entry) for entry in uncalled):
             return None
-        return together(sums[topmost])[TIMES[state]]
+        total_ns: int = getattr(total_of(sums[topmost]), TIMES[state])
+        return total_ns
 
     def total_below_ns(self, thread: int | None, state: str) -> int:
         """The sum of the topmost rows that have calls; in the tree with phases it is the same in every option."""
@@ -260,8 +258,8 @@ class NameTree:
         pending = [ROOT]
         while pending:
             below = self._adding(self.children(pending.pop()))
-            total_ns += int(sums[below, TIMES[state]].sum())
-            pending += below[sums[below, CALLS] == 0].tolist()
+            total_ns += int(sums[TIMES[state]][below].sum())
+            pending += below[sums["calls"][below] == 0].tolist()
         return total_ns
 
     def _adding(self, entries: Int64s) -> Int64s:
@@ -269,9 +267,9 @@ class NameTree:
         return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
     @cached_property
-    def _first_calls(self) -> Rows:
-        """The begin of the first call at or under each entry."""
-        return self.values(self.sums(None), FIRST, least=True)[0]
+    def _first_calls(self) -> Int64s:
+        """Return the begin of the first call at or under each entry."""
+        return self.values(self.sums(None), "first_ns", least=True)[0]
 
     def _role(self, entry: int) -> int:
         return int(self._names.levels[entry]) & ROLES
@@ -302,10 +300,10 @@ class ShownEntries:
     def __init__(self, tree: NameTree, thread: int | None, options: Options) -> None:
         self._tree, self._options = tree, options
         self._sums = tree.sums(thread)
-        per = CALLS if options.sorted_by == "ave" else -1
-        field, per, negative = WEIGHTS.get(options.sorted_by, (TIMES[options.state], per, False))
-        self._weight, self._known = tree.values(self._sums, field, per, negative=negative)
-        self._first_ns, _ = tree.values(self._sums, FIRST, least=True)
+        total = TIMES[options.state], options.sorted_by == "ave", False
+        field, per_call, negative = WEIGHTS.get(options.sorted_by, total)
+        self._weight, self._known = tree.values(self._sums, field, per_call=per_call, negative=negative)
+        self._first_ns, _ = tree.values(self._sums, "first_ns", least=True)
         self._kept = self._find_kept()
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
@@ -347,7 +345,7 @@ class ShownEntries:
         if not self._options.least_ns:
             return None
         # A background task may be longer than what began it: then both stay.
-        enough: Bools = self._sums[:, TIMES[self._options.state]] >= self._options.least_ns
+        enough: Bools = self._sums[TIMES[self._options.state]] >= self._options.least_ns
         for entry in range(len(enough) - 1, ROOT, -1):
             if enough[entry]:
                 enough[self._tree.parents[entry]] = True

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
-from instrument.recording.lines import Lines
 from instrument.recording.spans import Cost, Site, Span, Startup
 from instrument.recording.tally import Tally
 
@@ -150,8 +149,8 @@ class HeldSpans:
 class Recording:
     """The tally of all calls, the trace of the spans that are held, and facts of both.
 
-    `make_tally`, `make_lines`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` are called when
-    somebody first reads what they make. `make_lines` makes the lines of the tally, merged if asked, at less cost.
+    `make_tally`, `make_totals`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` are called
+    when somebody first reads what they make. `make_totals` makes the tally, merged if asked, at less cost.
     `make_held` counts the spans that are held without making them, None where it cannot. `window_ns` is the length of
     the time that the tally covers, `recorder` is `native` or `other`. `collector_ids` returns the trace id and the span
     id under which a request of the trace, by its first key, went to the collector. `benchmark` has counted the steps of
@@ -169,7 +168,7 @@ class Recording:
     make_upkeep: Callable[[], Upkeep | None] = lambda: None
     benchmark: Benchmark | None = None
     make_startup: Callable[[], Startup | None] = lambda: None
-    make_lines: Callable[[bool], Lines] | None = None
+    make_totals: Callable[[bool], Tally] | None = None
     make_held: Callable[[], HeldSpans | None] = lambda: None
     make_cost: Callable[[], Cost | None] = lambda: None
     died: str = ""
@@ -183,12 +182,12 @@ class Recording:
         """Exact totals of all calls."""
         return self.make_tally()
 
-    def lines(self, *, merged: bool = False) -> Lines:
-        """The tally's lines, or those of all threads `merged`."""
+    def totals(self, *, merged: bool = False) -> Tally:
+        """Return the tally's totals by thread, or of all threads `merged`."""
         if merged not in self._made:
-            make = self.make_lines
-            self._made[merged] = Lines.of_tally(self.tally, merged=merged) if make is None else make(merged)
-        found: Lines = self._made[merged]
+            make = self.make_totals
+            self._made[merged] = make(merged) if make is not None else self.tally.merged() if merged else self.tally
+        found: Tally = self._made[merged]
         return found
 
     @cached_property

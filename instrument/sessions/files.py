@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, TextIO
 
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.recording.tally import Tally
 from instrument.runtime import atomic
 from instrument.runtime.cheap_start import dataclass, late_pattern
 from instrument.runtime.unpatched import poll
 from instrument.trace.text import clean
 
 if TYPE_CHECKING:
+    from instrument.recording.tally import Tally
     from instrument.trace.trace import Trace
 
 _NUMBERED = late_pattern(r"(\{(?:run|pid|window)\})")

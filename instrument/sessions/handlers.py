@@ -22,7 +22,6 @@ from instrument.errors import ExportError, ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.spans import BATCH_KEYS, Sample, Span
-from instrument.recording.tally import Tally
 from instrument.report.section import View
 from instrument.report.summary import made, refuse_unknown, summary
 from instrument.report.view import Options, Recording
@@ -38,6 +37,7 @@ from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
 from instrument.sessions.torch_profiler import Seen
 
 if TYPE_CHECKING:
+    from instrument.recording.tally import Tally
     from instrument.trace.columns import Columns
     from instrument.trace.trace import Trace
 

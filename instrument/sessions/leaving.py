@@ -247,6 +247,6 @@ class Leaving:
 
         Such a one is a parent of workers, whose report would say that there was nothing to record.
         """
-        rows = list(self._recorded.tally().rows())
+        called = RECORDER.site_calls()
         others = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
-        return bool(rows and others) and all(row.path[-1] == COLLECTION for row in rows)
+        return bool(called and others) and all(site == COLLECTION for site in called)

@@ -39,7 +39,6 @@ from instrument.recording.spans import (
     Span,
     Startup,
 )
-from instrument.recording.tally import Tally
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
 from instrument.sessions import files
 from instrument.sessions.account import Account
@@ -52,6 +51,7 @@ from instrument.sessions.window import WindowReader
 if TYPE_CHECKING:
     from instrument import otlp
     from instrument.otlp import export_facts, metrics
+    from instrument.recording.tally import Tally
     from instrument.report import section, view
     from instrument.report import summary as report
     from instrument.report.section import View
@@ -343,7 +343,7 @@ class Recorded:
         return view.Recording(
             self.tally,
             self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside).trace),
-            make_lines=lambda merged: RECORDER.lines(merged=merged),
+            make_totals=lambda merged: RECORDER.totals(merged=merged),
             make_held=self._held,
             make_cost=lambda: self.account.cost(window_ns),
             losses=self.account.losses(),

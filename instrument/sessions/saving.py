@@ -15,7 +15,6 @@ from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import Export, Summary
 from instrument.recording.spans import Origin
-from instrument.recording.tally import Tally
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import adopting
@@ -23,6 +22,7 @@ from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
+    from instrument.recording.tally import Tally
     from instrument.trace.trace import Trace
 
 RECORDING = ".npz"

@@ -106,7 +106,7 @@ class ApartFile:
         """All that it names: those of its spans, of its totals and of its start-up."""
         found = [*self.trace.sites]
         if self.saved.tally is not None:
-            found += dict.fromkeys(site for row in self.saved.tally.rows() for site in row.path)
+            found += self.saved.tally.sites()
         startup = self.saved.trace.startup
         if startup is not None:
             found += [call.site for call in (*startup.firsts, *filter(None, [startup.request]))]
@@ -116,7 +116,7 @@ class ApartFile:
         """The sites of its spans and of its totals, which were called."""
         found = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
         if self.saved.tally is not None:
-            found |= {row.path[-1] for row in self.saved.tally.rows() if row.path and row.totals.calls}
+            found |= {row.path[-1] for row in self.saved.tally.rows() if row.totals.calls}
         return found
 
     @property
@@ -289,18 +289,22 @@ def _tallies(saved: Saved, of_thread: Mapping[int, int]) -> list[Tally] | None:
     """The totals of each process, by whose thread they are of; None where the file has none."""
     if saved.tally is None:
         return None
-    found = [Tally({}) for _ in saved.trace.processes]
-    for thread, name in saved.tally.threads.items():
-        process = saved.trace.processes[of_thread.get(thread, 0)]
-        own = process.threads.get(thread, thread)
-        found[of_thread.get(thread, 0)].threads[own] = process.facts.threads.get(own, name)
-    for row in saved.tally.rows():
-        number = of_thread.get(row.thread_id, 0)
-        own = saved.trace.processes[number].threads.get(row.thread_id, row.thread_id)
-        totals = row.totals.copy()
-        totals.first_ns -= saved.trace.processes[number].moved_ns
-        found[number].totals(row.path, own).merge(totals)
-    return found
+    tally = saved.tally
+    return [_tally_of(tally, process, number, of_thread) for number, process in enumerate(saved.trace.processes)]
+
+
+def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapping[int, int]) -> Tally:
+    """Return the totals of one process, with the threads as it knows them."""
+
+    def own(thread: int) -> int | None:
+        return process.threads.get(thread, thread) if of_thread.get(thread, 0) == number else None
+
+    names = {
+        its: process.facts.threads.get(its, name)
+        for thread, name in tally.threads.items()
+        if (its := own(thread)) is not None
+    }
+    return tally.placed(thread_of=own, threads=names, moved_ns=-process.moved_ns)
 
 
 def _facts(facts: Trace, number: int) -> Trace:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from instrument.recording.histogram import LAST_BUCKET, bucket_start
 from instrument.recording.spans import OUTCOME, Interval, Site
-from instrument.recording.tally import LARGEST_COPY_BYTES, Tally, Totals
+from instrument.recording.tally import LARGEST, LARGEST_COPY_BYTES, TOTALS, Records, Tally, buckets_of
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
 from instrument.trace.forest import NONE, and_above, by_level, least_below, levels, nearest
 from instrument.trace.groups import Groups, numbered, places_of
@@ -309,23 +309,21 @@ def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_
 
     Raises `ValueError` where the call paths have more than `limit_links` sites in all, as no program's have.
     """
-    tally, names = Tally(), dict(threads or {})
     if not len(trace):
-        return tally
+        return Tally()
     paths = _Paths(limit_links)
     node_of = _folded_nodes(trace, paths)
     cell_of, rows = numbered(node_of, numbered(trace.thread_id)[0])
     nodes = node_of[rows]
     if limit_links is not None and int(np.array(paths.depth)[nodes].sum()) > limit_links:
         raise ValueError(_TOO_DEEP)
-    totals = _totals(trace, cell_of, len(rows), _inner(trace, node_of, paths.recurring))
-    path_of = paths.all(trace.sites)
-    node_numbers, thread_ids = nodes.tolist(), trace.thread_id[rows].tolist()
-    for cell in _in_order(trace, cell_of, len(rows)):
-        thread_id = thread_ids[cell]
-        tally.threads.setdefault(thread_id, names.get(thread_id, f"thread {thread_id}"))
-        tally.append(path_of[node_numbers[cell]], thread_id, totals[cell])
-    return tally
+    lines, buckets = _totals(trace, cell_of, len(rows), _inner(trace, node_of, paths.recurring))
+    lines["node"], lines["thread_id"] = nodes, trace.thread_id[rows]
+    order = np.array(_in_order(trace, cell_of, len(rows)), dtype=np.int64)
+    buckets["line"] = np.argsort(order)[buckets["line"]]
+    lines, names = lines[order], dict(threads or {})
+    known = {one: names.get(one, f"thread {one}") for one in dict.fromkeys(lines["thread_id"].tolist())}
+    return Tally.of_paths(paths.all(trace.sites), lines, buckets, known)
 
 
 def _folded_nodes(trace: Columns, paths: _Paths) -> Int64s:
@@ -381,8 +379,8 @@ def _around_of_node(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
         rows, up = rows[~same], trace.parent[up[~same]]
 
 
-def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> list[Totals]:
-    """The totals of each cell."""
+def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Records, Records]:
+    """Return the totals of each cell, and their histograms."""
     device_ns, elapsed_ns = _device_and_elapsed(trace)
     elapsed_ns[inner] = trace.total_ns[inner]
     moved = np.zeros(len(trace), dtype=np.int64)
@@ -394,29 +392,25 @@ def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> list[Tot
     cancelled = trace.of_kind("request") & (trace.error == NONE)
     cancelled[np.setdiff1d(np.flatnonzero(cancelled), trace.attributes.having(OUTCOME))] = False
     groups, outer = Groups(cells, count), ~inner
-    columns: list[NDArray[np.int64]] = [
-        groups.sizes(),
-        groups.sums(trace.error != NONE),
-        groups.sums(trace.total_ns * outer),
-        groups.sums(trace.self_ns),
-        groups.sums(waiting_times(trace)),
-        groups.sums(device_ns * outer),
-        groups.sums(elapsed_ns * outer),
-        groups.least(elapsed_ns, 0),
-        groups.most(elapsed_ns, 0),
-        groups.sums(moved),
-        groups.least(trace.start_ns, 0),
-    ]
+    lines = np.zeros(count, TOTALS)
+    sums = {
+        "errors": trace.error != NONE,
+        "total_ns": trace.total_ns * outer,
+        "self_ns": trace.self_ns,
+        "waiting_ns": waiting_times(trace),
+        "device_ns": device_ns * outer,
+        "elapsed_ns": elapsed_ns * outer,
+        "moved_bytes": moved,
+        "cancelled": cancelled,
+    }
+    for name, column in sums.items():
+        lines[name] = groups.sums(column).clip(-LARGEST, LARGEST)
+    lines["calls"] = groups.sizes()
+    lines["min_ns"], lines["max_ns"] = groups.least(elapsed_ns, 0), groups.most(elapsed_ns, 0)
+    lines["first_ns"] = groups.least(trace.start_ns, 0)
     buckets = np.searchsorted(_STARTS, elapsed_ns, side="right") - 1
     keys, sizes = np.unique(cells * (LAST_BUCKET + 1) + buckets, return_counts=True)
-    histograms: list[dict[int, int]] = [{} for _ in range(count)]
-    its, of_buckets = np.divmod(keys, LAST_BUCKET + 1)
-    for cell, index, calls in zip(its.tolist(), of_buckets.tolist(), sizes.tolist(), strict=True):
-        histograms[cell][index] = calls
-    found = list(map(Totals, *(column.tolist() for column in columns), histograms))
-    for totals, count_of_cell in zip(found, groups.sums(cancelled).tolist(), strict=True):
-        totals.cancelled = count_of_cell
-    return found
+    return lines, buckets_of(*np.divmod(keys, LAST_BUCKET + 1), sizes)
 
 
 def _device_and_elapsed(trace: Columns) -> tuple[Int64s, Int64s]:

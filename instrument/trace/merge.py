@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import TraceError
-from instrument.recording.spans import Site
-from instrument.recording.tally import OVERFLOW, Tally
+from instrument.recording.paths import OVERFLOW, CallPath
+from instrument.recording.tally import Tally
 from instrument.trace.apart import ApartFile, Numbers, linked_ids, processes_of
 from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
@@ -366,11 +366,12 @@ def _with_used_sites(trace: Columns, wanted: Bools) -> Columns:
 def _of_ended_threads(tally: Tally) -> Tally:
     """The same totals without the threads, in as many call paths as one process may have."""
     thread, name = ENDED_THREADS
-    found, known = Tally({thread: name}), set[tuple[Site, ...]]()
-    for row in tally.rows():
-        path = row.path
+    known = set[CallPath]()
+
+    def kept(path: CallPath) -> CallPath:
         if path not in known and len(known) >= PATHS_KEPT:
-            path = (OVERFLOW, path[-1]) if path and len(known) < 2 * PATHS_KEPT else (OVERFLOW,)
+            path = (OVERFLOW, path[-1]) if len(known) < 2 * PATHS_KEPT else (OVERFLOW,)
         known.add(path)
-        found.totals(path, thread).merge(row.totals)
-    return found
+        return path
+
+    return tally.placed(kept, lambda _: thread, {thread: name})

@@ -55,25 +55,25 @@ def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
 
 def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
     """Return the totals of all calls: those that were saved; where there are none, or they overlap, by the spans."""
-    merged = Tally(threads)
+    counted, names = list[Tally](), dict(threads)
     for its in _processes(parts):
         for part in its:
             if part.saved.tally is not None and 0 in part.saved.tally.threads:
-                merged.threads.setdefault(0, part.saved.tally.threads[0])
+                names.setdefault(0, part.saved.tally.threads[0])
         counting = _counting(its)
         if not counting or any(part.saved.tally is None for part in counting):
             mine = np.zeros(len(columns), dtype=np.bool_)
             for part in its:
                 mine[part.row[part.is_kept]] = True
-            merged.merge(tally_of(columns.only(mine), threads, limit_links=LIMIT_LINKS))
+            counted.append(tally_of(columns.only(mine), threads, limit_links=LIMIT_LINKS))
             continue
-        for part in counting:
-            for row in part.saved.counted().rows():
-                totals = row.totals.copy()
-                totals.first_ns += part.moved_ns
-                path = tuple(map(numbers.site, row.path))
-                merged.totals(path, numbers.thread(row.thread_id, part)).merge(totals)
-    return merged
+        counted += (
+            part.saved.counted().placed(
+                lambda path: tuple(map(numbers.site, path)), partial(numbers.thread, part=part), {}, part.moved_ns
+            )
+            for part in counting
+        )
+    return Tally.together(counted, names)
 
 
 def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> Trace:

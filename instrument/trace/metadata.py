@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from instrument.profile.model import KINDS
 from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.histogram import LAST_BUCKET
+from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
     FIRSTS,
     GAUGES,
@@ -35,7 +36,7 @@ from instrument.recording.spans import (
     Startup,
     told_fields,
 )
-from instrument.recording.tally import Tally, Totals
+from instrument.recording.tally import TOTALS, Tally, Totals, buckets_of
 from instrument.trace.layout import WIDTHS, Column, as_tuples
 from instrument.trace.text import INT64, LIMIT_SPANS, checked, clean, encode, index, is_number, safe, whole
 from instrument.trace.trace import MergedProcess, Trace
@@ -47,7 +48,10 @@ FORMAT = 6
 LIMIT_LINKS = 20_000_000
 """Most links of all call paths together, which bounds the memory that a hostile file can ask for."""
 
-_SUMS = tuple(known.name for known in fields(Totals) if known.init and known.name != "histogram")
+_SUMS = (
+    "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "elapsed_ns", "min_ns", "max_ns",
+    "moved_bytes", "first_ns", "probe_ns", "cancelled",
+)  # fmt: skip
 
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 
@@ -171,19 +175,31 @@ def _first(call: FirstCall, base_ns: int, sites: Sites) -> list[int]:
 
 def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
     """A tally: its nodes as [parent or -1, site], and its rows, whose `first_ns` counts from the base."""
-    places = {site: sites.place(site) for row in tally.rows() for site in row.path}
-    nodes: dict[tuple[int, int], int] = {}
-    rows = []
-    for row in tally.rows():
-        node = -1
-        for site in row.path:
-            node = nodes.setdefault((node, places[site]), len(nodes))
-        sums = {name: getattr(row.totals, name) for name in _SUMS}
-        sums["first_ns"] -= base_ns
-        histogram = [number for bucket in sorted(row.totals.histogram.items()) for number in bucket]
-        rows.append(encode([node, row.thread_id, *sums.values(), histogram]))
+    places = {site: sites.place(site) for site in tally.sites()}
+    parents, site_of, its = tally.parents.tolist(), tally.site_of.tolist(), tally.tree.sites
+    numbers: dict[int, int] = {-1: -1}
+    nodes: list[tuple[int, int]] = []
+
+    def number(node: int) -> int:
+        missing = []
+        while node not in numbers:
+            missing.append(node)
+            node = parents[node]
+        for one in reversed(missing):
+            numbers[one] = len(nodes)
+            nodes.append((numbers[parents[one]], places[its[site_of[one]]]))
+        return numbers[missing[0] if missing else node]
+
+    ends = np.cumsum(np.bincount(tally.buckets["line"], minlength=len(tally))).tolist()
+    pairs = tally.buckets[["bucket", "times"]].tolist()
+    lines, begin, rows = tally.lines.copy(), 0, []
+    lines["first_ns"] -= base_ns
+    for (node, thread_id, *sums), end in zip(lines[["node", "thread_id", *_SUMS]].tolist(), ends, strict=True):
+        histogram = [number for bucket in pairs[begin:end] for number in bucket]
+        rows.append(encode([number(node), thread_id, *sums, histogram]))
+        begin = end
     threads = encode(safe(list(tally.threads.items())))
-    return f'{{"threads":{threads},"nodes":{encode(list(nodes))},"rows":[\n' + ",\n".join(rows) + "]}"
+    return f'{{"threads":{threads},"nodes":{encode(nodes)},"rows":[\n' + ",\n".join(rows) + "]}"
 
 
 # Read back
@@ -270,23 +286,31 @@ class Metadata:
         saved = self._facts["tally"]
         if saved is None:
             return None
-        tally = Tally(_names(saved["threads"]))
-        paths: list[tuple[Site, ...]] = []
+        paths: list[CallPath] = [()]
         links = 0
         for parent, site in saved["nodes"]:
-            paths.append((*(() if parent == -1 else paths[index(parent)]), self.sites[index(site)]))
+            paths.append((*paths[_place(parent)], self.sites[index(site)]))
             links += len(paths[-1])
             if links > LIMIT_LINKS:
                 raise ValueError("its call paths are longer than any program's; it is damaged")
+        lines, of_line, buckets, times = list[Totals](), list[int](), list[int](), list[int]()
         for node, thread_id, *numbers, histogram in saved["rows"]:
-            path = () if node == -1 else paths[index(node)]
             sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
-            sums["first_ns"] += self.base_ns
+            sums["first_ns"] = checked(sums["first_ns"] + self.base_ns, int)
             if sums["calls"] < 0:
                 raise ValueError(f"a call path in it was called {sums['calls']} times; it is damaged")
-            pairs = zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)
-            tally.totals(path, checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))
-        return tally
+            pairs = [*zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)]
+            of_line += [len(lines)] * len(pairs)
+            buckets += (bucket for bucket, _ in pairs)
+            times += (calls for _, calls in pairs)
+            lines.append(Totals(node=_place(node), thread_id=checked(thread_id, int), **sums))
+        found = buckets_of(*(np.array(one, np.int64) for one in (of_line, buckets, times)))
+        return Tally.of_paths(paths, np.array(lines, TOTALS), found, _names(saved["threads"]))
+
+
+def _place(node: Any) -> int:
+    """Return the place of a node among paths, of which the first is that of no node (-1)."""
+    return 0 if node == -1 else index(node) + 1
 
 
 def _column(kind: Any, text: Any) -> Column:

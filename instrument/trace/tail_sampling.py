@@ -13,16 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.profile.model import Capture, Rate, Usual, Where
-from instrument.recording.histogram import percentiles
-from instrument.recording.lines import WIDTH, Lines
+from instrument.recording.histogram import LONGEST_NS, percentiles
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.rows import SCRAMBLE, is_sampled
 from instrument.recording.spans import AttributeValue, Site
+from instrument.recording.tally import Tally
 
 LEAST_CALLS = 100
 """Requests of an endpoint from which on its usual time is known: earlier ones wait for it."""
-
-LONGEST_NS = (1 << 63) - 1
 
 USUAL_FOR_NS = 10**9
 """Nanoseconds for which a usual time is not computed again."""
@@ -57,7 +55,7 @@ class TailSampler:
     `totals` returns the process's totals up to now. The usual times of endpoints come from them.
     """
 
-    def __init__(self, capture: Capture, totals: Callable[[], Lines]) -> None:
+    def __init__(self, capture: Capture, totals: Callable[[], Tally]) -> None:
         self._totals = totals
         self._capture = capture
         self._allowance = _Allowance(capture.limit)
@@ -134,7 +132,7 @@ class _UsualTimes:
     An endpoint is a site of requests. The tally counts them since the session began.
     """
 
-    def __init__(self, totals: Callable[[], Lines], usual: Usual | None) -> None:
+    def __init__(self, totals: Callable[[], Tally], usual: Usual | None) -> None:
         self._totals = totals
         self._usual = usual
         self._limits: dict[object, int] = {}
@@ -155,15 +153,9 @@ class _UsualTimes:
         if newest_ns - self._at_ns < USUAL_FOR_NS and not any(map(self.is_early, ended)):
             return
         self._at_ns = newest_ns
-        lines = self._totals()
-        endpoints = lines.tree.by_site(_endpoint)
-        places: dict[object, list[int]] = {}
-        for place in lines.merged()[::WIDTH]:
-            endpoint = endpoints[lines.site_of[place]]
-            if endpoint is not None:
-                places.setdefault(endpoint, []).append(place)
-        for endpoint, known in places.items():
-            histogram = lines.histogram(known, None)
+        totals = self._totals()
+        for endpoint, known in totals.lines_by(totals.tree.by_site(_endpoint)).items():
+            histogram = totals.histogram(totals.nodes(known))
             calls = sum(histogram.values())
             (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
             if calls >= LEAST_CALLS and time_ns is not None:

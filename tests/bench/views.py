@@ -51,7 +51,6 @@ from instrument import chrome
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.allocations import Allocation
-from instrument.recording.lines import WIDTH
 from instrument.recording.spans import HOST, DeviceInterval, Flops, Kernel, Origin, Site, Span
 from instrument.report.summary import prepare
 from instrument.trace import file
@@ -268,8 +267,7 @@ def live(paths: int, threads: int, shape: str) -> None:
     first = spent_ms("events", "merged")
     found = [min(spent_ms(view, "merged") for _ in range(7)) for view in LIVE_VIEWS]
     apart = min(spent_ms("events", "both") for _ in range(3))
-    lines = RECORDER.lines()
-    count, merged = sum(map(len, lines.book(None))) // WIDTH, len(RECORDER.lines(merged=True).merged()) // WIDTH
+    count, merged = len(RECORDER.totals()), len(RECORDER.totals(merged=True))
     instrument.stop()
     missed = "  over the target" if max(found) > TARGET_LIVE_MS else ""
     times = "".join(f"{ms:>11.1f}" for ms in (*found, first, apart))
