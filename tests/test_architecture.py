@@ -351,10 +351,10 @@ LINES_AND_FILES = {
     "profile": (2_501, 8),
     "proposal": (1_400, 5),
     "recorder": (2_578, 9),
-    "recording": (4_115, 19),
+    "recording": (4_117, 19),
     "report": (12_120, 45),
     "runtime": (2_600, 18),
-    "sessions": (7_294, 31),
+    "sessions": (7_304, 31),
     "trace": (8_492, 31),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

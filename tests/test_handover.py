@@ -305,3 +305,16 @@ def test_what_a_window_has_is_sent_by_the_agent_or_counted(collector: Collector,
     with pytest.raises(ExportError, match="asked the agent of the run to send 2 spans of a window"):
         session.exporting.unsent(spans)
     assert session.losses()["spans of windows that the agent of the run may not have kept"] == 2
+
+
+def test_what_an_exporter_had_read_and_not_sent_is_counted_where_the_agent_gives_up_the_export(
+    collector: Collector, agent: socket.socket
+) -> None:
+    session = begin(collector)
+    place = taken()
+    serve(7)
+    write(place, seen=4, kept=3, exported=1, sending=1)
+    place.close()
+    session.exporting.hear_agent({"unexported": True})
+    instrument.stop()
+    assert session.losses() == export_place.told({"unread": 3, "unanswered": 1, "abandoned": 2})

@@ -37,6 +37,8 @@ SENT = ("exported", "rejected", "failed", "dropped")
 UNTIMED = "spans exported before their device times were known"
 """What is said of those that are `untimed`."""
 
+UNREAD = "spans that nobody had read as their export ended"
+
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
 """The fate of each of these states where the exporter is killed."""
@@ -207,7 +209,7 @@ def told(fates: Mapping[str, int]) -> Mapping[str, int]:
         "spans that had been read and not sent as their exporter was ended": "abandoned",
         UNTIMED: "untimed",
         "spans that an agent had perhaps not sent as it was killed": "perhaps",
-        "spans that nobody had read as their export ended": "unread",
+        UNREAD: "unread",
         "points of metrics that the collector did not take": METRICS_LOST,
         "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
         "requests that batches served without their time in the queue among the metrics": UNQUEUED,

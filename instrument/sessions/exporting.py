@@ -376,6 +376,8 @@ class Exporting:
             seen_at = now if is_awaited else seen_at
             is_read = seen >= recorded and progress.settled_ns >= asked_ns
             settled = is_read and not pending and self._are_metrics_settled(asked_ns)
+            if self.handover.is_given_up():  # what it has read and not sent is lost, and counted so
+                end = pending = 0
             if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
                 found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
                 return found, max(recorded - seen, 0) + pending

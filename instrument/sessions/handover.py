@@ -62,6 +62,15 @@ class Handover:
         if self._exporter is not None and self._memory() >= 0:
             self.is_here, self.has_agent = False, True
 
+    def is_given_up(self) -> bool:
+        """Return True where the agent has refused, or given up, the export, and no other one does it."""
+        return self.is_refused and not self.is_taken()
+
+    def leave_behind(self, count: int, *, is_reported: bool) -> None:
+        """Note the spans that were not delivered as the session ended. `is_reported`: the agent can report losses."""
+        reason = UNDELIVERED if is_reported else UNREPORTED
+        self.left = {export_place.UNREAD if self.is_given_up() else reason: count} if count else {}
+
     def _opened(self) -> ExportPlace:
         memory = self._memory()
         if memory < 0:
@@ -136,7 +145,8 @@ class Handover:
         if self.is_here:
             fates = {} if self._own is None else self._own.fates
         else:
-            fates = self.progress().fates if self.has_agent else {}
+            progress = self.progress() if self.has_agent else Progress()
+            fates = progress.untold() if self.is_given_up() else progress.fates
         return {**export_place.told(fates), **self.left}
 
 

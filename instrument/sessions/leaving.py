@@ -22,7 +22,6 @@ from instrument.runtime.threads import Thread
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.exporting import Exporting
-from instrument.sessions.handover import UNDELIVERED, UNREPORTED
 from instrument.sessions.membership import Membership, RunFacts, target_of
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
@@ -171,12 +170,11 @@ class Leaving:
             if is_here:  # which may not have begun yet
                 exporter.start()
                 exporting.read_to_end(time.monotonic() + deadline.earlier(LAST_SEND_S).left_s())
-            elif self._is_first() or recorded.profile.export.summary is not None:
+            elif self._is_first() or recorded.profile.export.summary is not None or exporting.handover.is_given_up():
                 limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
                 if not exporting.handover.left:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)[1]
-                    reason = UNDELIVERED if _can_agent_report() else UNREPORTED
-                    exporting.handover.left = {reason: count} if count else {}
+                    exporting.handover.leave_behind(count, is_reported=_can_agent_report())
             self._wait_for_collector(deadline)
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
