@@ -13,7 +13,8 @@ import pytest
 from trees import outline, tree
 
 import instrument
-from instrument.instrumentors.layers import VAIN_WALKS, Layers
+from instrument.instrumentors.layers import Layers
+from instrument.instrumentors.regions import VAIN_WALKS
 from instrument.instrumentors.work import ModuleWork
 from instrument.profile.keys import loads
 from instrument.profile.model import LayerRule

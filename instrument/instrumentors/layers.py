@@ -3,26 +3,28 @@
 The class's `forward` is replaced, never an instance's: a closure on an instance would follow `copy.deepcopy` with the
 original's weights and break `pickle`. Which instances record is decided once for each, at its first call, and kept
 beside the module and not in it. A compiler sees the original's code, or our wrapper's first line: graphs do not break.
-
-Paths come from torch's own module registration hook, which costs nothing when a model runs. Modules that no hook
-saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by a walk of the heap. A model
-may make a new layer in every call, which sits nowhere: for such a class walks take at most a hundredth of the time.
 """
 
 from __future__ import annotations
 
-import gc
 import inspect
-import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.lineages import subclasses, watch_subclasses
-from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected, SharedSites, known_as, selects
+from instrument.instrumentors.regions import (
+    DYNAMO,
+    Paths,
+    Regions,
+    Selected,
+    SharedSites,
+    known_as,
+    selects,
+    torch_children,
+)
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import tensors_near, tensors_of
@@ -30,114 +32,6 @@ from instrument.profile.model import LayerRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
-
-VAIN_WALKS = 3
-WALK_SHARE = 100
-"""The walks that may fail to find a layer of a class, and the pause after each further one, in times of its own
-length."""
-
-_REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
-"""Classes that put the module that they wrap under the name `module`."""
-
-
-class Paths:
-    """The place of each module: its parent and its name there, held weakly. `children` are a module's, by name."""
-
-    def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
-        self._module_type = module_type
-        self._children = children
-        self._places: dict[int, tuple[weakref.ref[Any], str]] = {}
-        self._parents: dict[int, weakref.ref[Any]] = {}
-        self._vain_walks: Counter[type[Any]] = Counter()
-        self._next_walk_ns = 0
-
-    def place(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`; the first place counts, as long as that parent lives."""
-        if id(parent) not in self._parents:
-            key = id(parent)
-            self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
-        child_key = id(child)
-        known = self._places.get(child_key)
-        if known is None:
-            weakref.finalize(child, self._places.pop, child_key, None)
-        if known is None or known[0]() is None:
-            self._places[child_key] = (weakref.ref(parent), name)
-
-    def of(self, module: Any) -> str | None:
-        """Return the dotted path from the module's root; "" for a root, None where that is not known yet."""
-        if self._is_lost(module):
-            cls = type(module)
-            if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
-                self.walk_heap()
-                self._vain_walks[cls] += self._is_lost(module)
-            elif id(module) not in self._parents:
-                return None
-        return self._from_root(id(module))
-
-    def _from_root(self, key: int) -> str:
-        names: list[str] = []
-        while (place := self._places.get(key)) is not None and len(names) < 100:
-            parent = place[0]()
-            if parent is None:
-                break
-            wraps = place[1] in WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
-            names.extend([] if wraps else [place[1]])
-            key = id(parent)
-        return ".".join(reversed(names))
-
-    def parent_of(self, module: Any) -> Any:
-        """Return the module in which another sits, None where that is not known."""
-        place = self._places.get(id(module))
-        return None if place is None else place[0]()
-
-    def known(self) -> set[str]:
-        """Return the paths of all layers that have been placed."""
-        return {self._from_root(key) for key in list(self._places)} - {""}
-
-    def _is_lost(self, module: Any) -> bool:
-        """Return True where no place is known for a module, or a parent on the way up has gone without it.
-
-        Also a module with children may sit somewhere: code that writes into `_modules` (quantisation) calls no hook.
-        """
-        for depth in range(100):
-            place = self._places.get(id(module))
-            if place is None:
-                return depth == 0
-            module = place[0]()
-            if module is None:
-                return True
-        return False
-
-    def look_again(self) -> None:
-        """Place the modules that came without registration, at most a hundredth of the time."""
-        if time.monotonic_ns() >= self._next_walk_ns:
-            self.walk_heap()
-
-    def roots(self) -> Iterator[Any]:
-        """Yield the modules alive that have children and sit in no other."""
-        for key, reference in list(self._parents.items()):
-            module = reference()
-            if module is not None and key not in self._places:
-                yield module
-
-    def walk_heap(self) -> Iterator[tuple[str, Any]]:
-        """Place every module that is alive, and yield each name and child. Tens of milliseconds on a large heap."""
-        start_ns = time.monotonic_ns()
-        # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
-        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
-        edges = []
-        for parent in modules:
-            for name, child in self._children(parent):
-                if child is not None:
-                    self.place(parent, name, child)
-                    edges.append((name, child))
-        end_ns = time.monotonic_ns()
-        self._next_walk_ns = end_ns + WALK_SHARE * (end_ns - start_ns)
-        return iter(edges)
-
-
-def _torch_children(module: Any) -> Iterable[tuple[str, Any]]:
-    return (vars(module).get("_modules") or {}).items()
 
 
 class Layers:
@@ -225,7 +119,7 @@ class Layers:
         self.known["torch"] = lambda: subclasses(module_type)
         dynamo = getattr(getattr(torch, "_C", None), "_dynamo", None)
         self._evaluate = getattr(getattr(dynamo, "eval_frame", None), "set_eval_frame", None)
-        self._paths = Paths(module_type, _torch_children)
+        self._paths = Paths(module_type, torch_children)
         handle = torch.nn.modules.module.register_module_module_registration_hook(self._registered)
         self._undos.append(handle.remove)
         # A model without children is never registered anywhere.
@@ -352,7 +246,7 @@ class Layers:
     def _tensors_of(self, module: Any) -> Sequence[Any]:
         """Return the tensors on whose devices a layer works: its own, else one of its neighbours'."""
         own = tensors_of(module)
-        return own or tensors_near(module, self._paths.parent_of, lambda parent: dict(_torch_children(parent)).values())
+        return own or tensors_near(module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values())
 
     @staticmethod
     def _site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:

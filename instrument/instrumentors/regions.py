@@ -1,4 +1,8 @@
-"""Regions: stretches of a model that torch runs as one thing, each one span at most, and the layers inside by name.
+"""The places of modules in their models, and regions: parts of a model that torch runs as one thing.
+
+Paths come from torch's own module registration hook, which costs nothing when a model runs. Modules that no hook
+saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by a walk of the heap. A model
+may make a new layer in every call, which sits nowhere: for such a class walks take at most a hundredth of the time.
 
 A module under `torch.compile`, a `ScriptModule` and a `GraphModule` are called from Python once and run their layers in
 C or in generated code. The call is recorded where a rule selects the module; what a rule selects inside cannot be, and
@@ -8,12 +12,14 @@ C or in generated code. The call is recorded where a rule selects the module; wh
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
@@ -41,17 +47,113 @@ _OWN_FORWARD = "with a forward of the instance's own"
 _UNREGISTERED = "put in place past torch's registration"
 
 
-class ModulePaths(Protocol):
-    """The places of modules in their models."""
+VAIN_WALKS = 3
+WALK_SHARE = 100
+"""The walks that may fail to find a layer of a class, and the pause after each further one, in times of its own
+length."""
+
+_REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
+"""Classes that put the module that they wrap under the name `module`."""
+
+
+class Paths:
+    """The place of each module: its parent and its name there, held weakly. `children` are a module's, by name."""
+
+    def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
+        self._module_type = module_type
+        self._children = children
+        self._places: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._parents: dict[int, weakref.ref[Any]] = {}
+        self._vain_walks: Counter[type[Any]] = Counter()
+        self._next_walk_ns = 0
+
+    def place(self, parent: Any, name: str, child: Any) -> None:
+        """Note that `parent.name` is `child`; the first place counts, as long as that parent lives."""
+        if id(parent) not in self._parents:
+            key = id(parent)
+            self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
+        child_key = id(child)
+        known = self._places.get(child_key)
+        if known is None:
+            weakref.finalize(child, self._places.pop, child_key, None)
+        if known is None or known[0]() is None:
+            self._places[child_key] = (weakref.ref(parent), name)
 
     def of(self, module: Any) -> str | None:
         """Return the dotted path from the module's root; "" for a root, None where that is not known yet."""
+        if self._is_lost(module):
+            cls = type(module)
+            if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
+                self.walk_heap()
+                self._vain_walks[cls] += self._is_lost(module)
+            elif id(module) not in self._parents:
+                return None
+        return self._from_root(id(module))
+
+    def _from_root(self, key: int) -> str:
+        names: list[str] = []
+        while (place := self._places.get(key)) is not None and len(names) < 100:
+            parent = place[0]()
+            if parent is None:
+                break
+            wraps = place[1] in WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
+            names.extend([] if wraps else [place[1]])
+            key = id(parent)
+        return ".".join(reversed(names))
+
+    def parent_of(self, module: Any) -> Any:
+        """Return the module in which another sits, None where that is not known."""
+        place = self._places.get(id(module))
+        return None if place is None else place[0]()
+
+    def known(self) -> set[str]:
+        """Return the paths of all layers that have been placed."""
+        return {self._from_root(key) for key in list(self._places)} - {""}
+
+    def _is_lost(self, module: Any) -> bool:
+        """Return True where no place is known for a module, or a parent on the way up has gone without it.
+
+        Also a module with children may sit somewhere: code that writes into `_modules` (quantisation) calls no hook.
+        """
+        for depth in range(100):
+            place = self._places.get(id(module))
+            if place is None:
+                return depth == 0
+            module = place[0]()
+            if module is None:
+                return True
+        return False
 
     def look_again(self) -> None:
-        """Place the modules that came without registration, unless that was done a moment ago."""
+        """Place the modules that came without registration, at most a hundredth of the time."""
+        if time.monotonic_ns() >= self._next_walk_ns:
+            self.walk_heap()
 
     def roots(self) -> Iterator[Any]:
         """Yield the modules alive that have children and sit in no other."""
+        for key, reference in list(self._parents.items()):
+            module = reference()
+            if module is not None and key not in self._places:
+                yield module
+
+    def walk_heap(self) -> Iterator[tuple[str, Any]]:
+        """Place every module that is alive, and yield each name and child. Tens of milliseconds on a large heap."""
+        start_ns = time.monotonic_ns()
+        # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
+        edges = []
+        for parent in modules:
+            for name, child in self._children(parent):
+                if child is not None:
+                    self.place(parent, name, child)
+                    edges.append((name, child))
+        end_ns = time.monotonic_ns()
+        self._next_walk_ns = end_ns + WALK_SHARE * (end_ns - start_ns)
+        return iter(edges)
+
+
+def torch_children(module: Any) -> Iterable[tuple[str, Any]]:
+    return (vars(module).get("_modules") or {}).items()
 
 
 def selects(rule: LayerRule, class_name: str, path: str) -> bool:
@@ -127,7 +229,7 @@ class Regions:
         self._undos: list[Undo] = []
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
 
-    def attach(self, torch: Any, paths: ModulePaths) -> None:
+    def attach(self, torch: Any, paths: Paths) -> None:
         """Record the calls of regions, as torch has been imported."""
         self._torch, self._paths = torch, paths
         self._is_compiling = compiling_test(torch)

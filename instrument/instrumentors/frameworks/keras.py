@@ -17,9 +17,10 @@ from typing import Any
 from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, missing, taken
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.layers import Layers, Paths
+from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.references import namespace
+from instrument.instrumentors.regions import Paths
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
