@@ -91,8 +91,8 @@ class Lead(NamedTuple):
 class Anchor:
     """An event of a known host time. `rate` is the host ns per device ns up to the next anchor, 0 without one.
 
-    `lead` is the lead of the host's clock over the raw one, `lead_rate` its gain per ns up to the next anchor, and
-    `bend_ns` the part of the gain that the rate before does not explain.
+    `lead` is the lead of the host's clock over the raw one, and `lead_rate` its gain per ns up to the next anchor.
+    `bend_ns` is the part of the gain that the rate before does not explain.
     """
 
     event: Any

@@ -37,8 +37,8 @@ IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
 """The shortest and the longest time between two looks at events that have not happened.
 
-Each look takes the lock of the interpreter from a busy service, for 20 us and 4 us a pair on an idle machine and for
-half a millisecond and more on one whose cores have to be woken, so few looks at many pairs are better than many at few.
+Each look takes the lock of the interpreter from a busy service: for 20 us and 4 us a pair on an idle machine, for half
+a millisecond and more where cores have to be woken. Few looks at many pairs are better than many at few.
 """
 
 ANCHOR_NS = 10**9

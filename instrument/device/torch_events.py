@@ -1,8 +1,8 @@
 """torch's own events, for hosts without cuda-bindings and for ROCm: a driver as `instrument.device.cuda` is one.
 
 A context is known here by its device's number, plus one. Nothing initialises CUDA: torch makes a device's context
-before anything of ours is asked about it. Where a thread works on another device for a moment, it goes back to its own
-by the calls of torch that make no context there, as its own guards do.
+before anything of ours is asked about it. A thread that works on another device for a moment goes back to its own by
+the calls of torch that make no context there, as torch's guards do.
 
 torch creates an event when it is recorded for the first time, and destroys it with its object. A forked process must
 not destroy its parent's, so events are kept until `destroy_event`. Recording one costs more than by `CudaDriver`, and

@@ -2,7 +2,7 @@
 
 Where a compiled function falls back to Python in its middle, each call there is compiled in turn, frame by frame.
 Frames of torch's own are left out by their place; those of probes have to be named. While a graph is captured, the
-probes inside of it run once and record no events; at a replay they do not run, so nothing inside of one can be timed.
+probes inside of it run once and record no events. At a replay they do not run, so nothing inside of one can be timed.
 """
 
 from __future__ import annotations

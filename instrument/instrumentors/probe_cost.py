@@ -47,9 +47,9 @@ class _Timed(NamedTuple):
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     """Return the cost of a span on this machine, by the shape of the probe.
 
-    `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block, `method`
-    that of layers, `wrapper` that of functions that are requests, and `request` that of a request over ASGI. `step` is
-    what each further step of a generator costs. Each is the best of several short rounds over the bare thing.
+    `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block. `method`
+    is that of layers, `wrapper` that of functions that are requests, `request` that of a request over ASGI. `step` is
+    that of each further step of a generator. Each is the best of several short rounds over the bare thing.
     4 ms in all. Spans are timed by the time stamp counter where `with_ticks`.
     """
     return copy_context().run(_measure_costs, with_ticks)

@@ -210,8 +210,8 @@ class SharedSites:
 class Regions:
     """The layer rules of one session at work on compiled, scripted and exported modules.
 
-    `first` gives the first rule that selects a layer of a class at a path; `forget` gets the identity of a module
-    that has become a region, so that its own `forward` is not recorded again inside the span of the region.
+    `first` returns the first rule that selects a layer of a class at a path. `forget` gets the identity of a module
+    that has become a region: its own `forward` is not recorded again inside the span of the region.
     """
 
     def __init__(

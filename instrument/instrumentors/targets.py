@@ -1,8 +1,8 @@
 """Targets: the functions that the pattern of a profile's rule names in a module.
 
-A rule names `module:qualname`, where `*` stays within a segment and `**` crosses dots. What a pattern with a
-wildcard finds must have been defined in the module itself, so that `text:*` does not reach into what `text` imports;
-a name without wildcards is taken wherever it comes from. Of the names that Python itself calls a wildcard finds
+A rule names `module:qualname`, where `*` stays within a segment and `**` crosses dots. A pattern with a wildcard finds
+what was defined in the module itself: `text:*` does not reach into the modules that `text` imports. A name without
+wildcards is taken wherever it comes from. Of the names that Python itself calls a wildcard finds
 `__init__` and `__call__`; a pattern that begins with two underscores, such as `Engine.__*`, finds them all. A name
 without wildcards that ends in `+` means a method and its overrides in subclasses, wherever those are defined.
 

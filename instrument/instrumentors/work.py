@@ -1,8 +1,9 @@
 """Work: the CUDA devices on which a layer or a call works, by the model that it runs or the tensors that it gets.
 
 The current device says nothing: a model may be on another one, or on several. A layer works on the devices of its
-parameters; a method on those of its object's, or of a model that the object has; a function on those of a model among
-its arguments or in its code. Without a model the tensors of the arguments count. All else works on the current device.
+parameters, and a method on those of its object, or of a model that the object has. A function works on those of a model
+among its arguments or in its code. Without a model the tensors of the arguments count. All else works on the current
+device.
 
 A call is asked only while spans are timed on a device and torch uses one of several. Parameters are looked up once for
 each object and kept while they live; where nothing is found they are looked up again, ever more seldom.

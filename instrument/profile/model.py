@@ -110,8 +110,8 @@ class FunctionRule:
     replaces the function's own name, with its fields {module}, {qualname}, {class} and {function}. `device` asks for
     device time too. `phase` is a part of the work, and makes the kind `phase` where a file gives none. Calls shorter
     than `min_ns` are in the tally alone. `attributes` are recorded of the arguments. `text` is the rule's name in
-    messages, `line` (from 1) and `place` are its place in the file; neither is compared, so a rule that only moved is
-    the same rule. `counted` is that of the function that `schedule.step` names: another rule may have it, but one of
+    messages. `line` (from 1) and `place` are its place in the file, and are not compared: a rule that only moved is the
+    same rule. `counted` is that of the function that `schedule.step` names: another rule may have it, but one of
     kind `op` records it as `step`. The first call of one with `first_request` is the first request of the view
     `startup`. A function with `metrics` has a metric of its calls' times. The items of one with `gen_ai` are
     generated. `key` is the key of a span's request, `batch` those of a span that serves several. `engine` is the
@@ -399,10 +399,10 @@ class Export:
 class Profile:
     """A `profile.yaml`. `Profile()` is that of an empty file; `schedule` None means always on.
 
-    `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`; so are `phases`, for
-    torch's training loops (forward, backward, optimizer), `comm`, for torch.distributed, and `startup`, for imports and
-    the loading and compiling of models. With `engines: auto` the rules of an engine's preset are added where the host
-    imports it. `agent` is `auto`, for one per run, or `off`.
+    `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`. So are `phases`, for
+    torch's training loops (forward, backward, optimizer), and `comm`, for torch.distributed. `startup` is `auto` for
+    imports and the loading and compiling of models. With `engines: auto` the rules of an engine's preset are added
+    where the host imports it. `agent` is `auto`, for one per run, or `off`.
 
     `preset` is the one that the file names; its values are in the other fields, as if they were in the file. `source`
     is the file's path, or the name given to `loads`. `origins` has the source of each setting that a variable can give:

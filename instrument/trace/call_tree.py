@@ -2,7 +2,7 @@
 
 A line is what one thread, or one task on it, runs. In the tree a call on another line than its parent's is a node of
 its own by its thread, and no part of the parent's time. Device time of a call is the union of its own device intervals
-and of those of the calls below it on its line, so that a stretch around the stretches of inner calls counts once.
+and of those of the calls below it on its line. So an interval around the intervals of inner calls counts once.
 
 The tally has totals by call path and thread, as recorders count them. Recursion is folded as they fold it: a call of a
 site that is on its path already counts at the node of that site. Where a call around it on the same node and thread had
@@ -199,10 +199,10 @@ def _stream_times(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: I
 def lengths_below(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
-    """The calls with intervals at or below them on their lines, and how long the union of them is.
+    """Return the calls with intervals at or below them on their lines, and the length of the union of these.
 
-    Unions go up level by level, so what is deep is held once, and a call that only hands on what one call below it
-    has takes no level of its own.
+    Unions go up level by level, so a deep interval is kept once. A call that only hands on the intervals of one call
+    below it takes no level of its own.
     """
     holder = nearest(around, is_call)
     up = np.where(around == NONE, NONE, holder[around]).astype(np.int32)

@@ -2,9 +2,8 @@
 
 What bears a request's key elsewhere is taken, with all below it, from where it lies to below the span that handed the
 request over: of the spans that bear the key and had begun, the newest that was open, else of the request's own tree the
-one that ended last, else the request. A batch keeps the tree that it lies in, for it is of several requests; it is a
-root where that is the tree of a request that it does not serve.
-No row comes or goes, and none changes but in what is above it.
+one that ended last, else the request. A batch keeps its tree, for it is of several requests. In the tree of a request
+that it does not serve it becomes a root. No row comes or goes, and none changes but in what is above it.
 
 A trace that nobody has given an id gets one of the run and the key. So a process whose spans go to a collector by
 themselves finds its request there.
@@ -31,15 +30,15 @@ LOOK_BACK = 64
 
 
 def graft(saved: Saved) -> Saved:
-    """A saved recording, of whichever processes, with one tree for each of its requests."""
+    """Return a saved recording with one tree for each of its requests."""
     trace, facts = saved.trace.columns, saved.trace
     return replace(saved, trace=facts.with_columns(grafted(trace, join(trace, facts.apart_ns), facts.origin.run)))
 
 
 def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """The trace with one tree for each request. Without a `run` no trace gets an id.
+    """Return the trace with one tree for each request. Without a `run` no trace gets an id.
 
-    Where parents would run in a circle, as keys of one span within the other may have it, spans stay where they lie.
+    Spans stay in their place where parents would run in a circle, as keys of one span within another may cause.
     """
     moves = _moves(trace, joined)
     parent = trace.parent.copy()
@@ -127,8 +126,7 @@ def _givers(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
 
 
 def _giver(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
-    """Of rows that began before a time the newest that was open then, else of those of the request's own tree the one
-    that ended last."""
+    """Return the newest of some rows that was open at a time, else the last that ended in the request's own tree."""
     still_open = [row for row in before if trace.end_ns[row] > at_ns]
     if still_open:
         return max(still_open, key=lambda row: (trace.start_ns[row], -trace.end_ns[row], row))
@@ -154,9 +152,9 @@ def _in_circles(parent: Int32s) -> Bools:
 def _by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, known: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """The traces of requests by their first keys, and of what bears a key that no request here is known by.
+    """Return the traces of requests by their first keys, and of spans with a key of no request here.
 
-    Of requests that come again under one key the first one has the trace, for the others are not told apart elsewhere.
+    The first request of a key has its trace, because other processes cannot distinguish later ones.
     """
     have_traces = {int(root_id[row]) for row in known}
     found: dict[int, RemoteParent] = {}

@@ -51,9 +51,9 @@ class Served:
 class Joined:
     """The requests of a trace, by their rows in the order of their begins, and what serves them.
 
-    `of` is, of each row of the trace, the place of its request among them, `NONE` without one; of a batch it is that of
-    the request around it, if there is one. `keys` are, by place, those that a request is known by. `foreign` are the
-    batches in the tree of a request that they do not serve, as of a loop that this one began.
+    `of` has the place of each row's request among them, `NONE` without one. A batch has that of the request around it.
+    `keys` are, by place, those that a request is known by. `foreign` are the batches in the tree of a request that they
+    do not serve, as of a loop that this one began.
     """
 
     rows: Int64s
@@ -176,10 +176,9 @@ def _resolved(
 
 
 class _Bound:
-    """Which request each key names at a time: rows of requests by key and begin.
+    """The requests that keys name at a time: rows of requests by key and begin.
 
-    The key that another request was known by first, which goes on in the meantime, names a request from `since_ns` on,
-    when that bore it.
+    A key of which another request was known first, which has not ended yet, names a request from `since_ns` on.
     """
 
     def __init__(
@@ -208,8 +207,10 @@ class _Bound:
     def _named_from(
         self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
-        """When each key begins to name its request: with that, or where another one is known by it first that went on
-        after that, and had begun by the time that it was borne, right after that time."""
+        """Return the time from which each key names its request: the begin of the request as a rule.
+
+        Where another request is known by the key first, and was open when this one bore it, it is right after that.
+        """
         found = trace.start_ns[whole]
         further = np.flatnonzero(~first.are_first(whole, keys))
         if not len(further):

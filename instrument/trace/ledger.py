@@ -59,11 +59,10 @@ def phase_of(site: Site) -> str | None:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What requests were spent on: a row for each part that a request had any time of, which add up to its wall.
+    """The parts of requests: a row for each part that a request had any time of. They add up to its wall.
 
-    The rows of a request lie together, by its place; `part` is a place among `names`. `given_ns` is, of each pair of a
-    batch and a request in it, how much of the batch that request is given; over those of a batch it adds up to the time
-    that it has for itself.
+    The rows of a request lie together, by its place; `part` is a place among `names`. `given_ns` is the part of
+    a batch that a request in it is given, for each pair of these. The parts of a batch add up to its own time.
     """
 
     names: tuple[str, ...]
@@ -80,8 +79,10 @@ class Ledger:
 
 
 def shares(served: Served, amounts: Int64s) -> Int64s:
-    """Of each pair of a batch and a request how much of what there is of the batch is that request's; `amounts` are by
-    the rows of batches."""
+    """Return the request's part of the amount of a batch, for each pair of a batch and a request.
+
+    `amounts` are by the rows of batches.
+    """
     lengths = amounts[served.batch]
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
@@ -102,8 +103,8 @@ def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, de
     """The time that batches have for themselves, by the rows of the trace.
 
     `parts` are when each went on, by groups; `batch` and `device` are the row and the device of each group, of which
-    parts of others are no rivals. Of two that serve the same request, or of which one is below the other on its thread,
-    the one that began last has the time in which both go on: it is the inner one.
+    parts of others are no rivals. Two batches may serve the same request, or one be below the other on its thread.
+    The inner one, which began last, has the time in which both go on.
     """
     its_batch, lengths = batch[parts.groups], parts.ends - parts.starts
     at_once = np.flatnonzero(_overlapping(device[parts.groups], parts.starts, parts.ends))

@@ -1,8 +1,8 @@
 """Saved recordings of several processes, or several of one, as one: on one clock, each span once, and ids unique.
 
 Spans are numbered anew, in the order of their begins. Sites that mean the same place become one. Threads stay apart by
-process, and so do streams and devices that nobody says are the same. A span that several files of a process have, as
-where a dump was followed by the file of the end, is taken from the one that has most of it.
+process, and so do streams and devices that nobody says are the same. Several files of a
+process may have one span, such as a dump and the file of the end. It is taken from the file that has most of it.
 
 `folded` makes one recording of processes that have ended, which grows no further: it has all totals and the newest
 spans. A service whose workers are recycled for months has thousands of them, so threads, call paths, readings and notes
@@ -64,10 +64,12 @@ _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 
 
 def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
-    """The files as one. Raises `TraceError` for files that cannot be put on one clock, or are no sound trace together.
+    """Return the files as one.
 
-    Files of different machines, or of one that was started anew in between, are put together by their wall clocks,
-    where all say how exact these are, or `by_wall_clock` does not mind.
+    Raises `TraceError` for files that cannot be put on one clock, or are no sound trace together.
+
+    Files of different machines are put together by their wall clocks, and so are those of a machine that was started
+    anew in between. All must say how exact these are, unless `by_wall_clock`.
     """
     try:
         groups = processes_of(files)

@@ -99,7 +99,7 @@ class Parts:
 
 
 class StepKinds:
-    """What is known of the names of batches by the requests that were looked at.
+    """The kinds of steps that names of batches are parts of, by the requests that were looked at.
 
     Two names are parts of one kind of step where they take turns in at least half of the requests that tell. Where none
     has either twice they are if they serve it by the same weight, or one alone says any.
@@ -178,7 +178,7 @@ LEAST_CHUNKS = 2
 """Chunks; a prompt in more chunks, all alike but the last, is recognised by them."""
 
 CLEARLY = 2
-"""What takes more than so many times as much takes clearly more."""
+"""A batch takes clearly more than another one with more than this many times its weight."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def _merged(parts: Parts, which: Sequence[int]) -> list[int]:
 def prefills(
     parts: Parts, steps: Steps, streamed_ns: Callable[[Int64s], Int64s], least: Mapping[str, int] = MappingProxyType({})
 ) -> Int64s:
-    """How many steps of each request make its first token.
+    """Return the number of steps of each request that make its first token.
 
     `least` is the least weight of any request's by the names of batches: where all steps of a request take clearly more
     they are a prompt's, of which one token was made.

@@ -94,8 +94,10 @@ def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[
 
 
 def _edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-    """The times at which any interval of a group begins or ends, each once for its group and by group, and the place
-    among them of each begin and then of each end."""
+    """Return the distinct times at which intervals of each group begin or end, by group.
+
+    The second result has the places of all begins among them, and then of all ends.
+    """
     times, of_edges = np.concatenate([starts, ends]), np.concatenate([groups, groups])
     order = np.lexsort((times, of_edges))
     times, of_edges = times[order], of_edges[order]
@@ -176,8 +178,9 @@ class Clock(NamedTuple):
 
 
 def innermost(trace: Columns, wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-    """Return the row of the innermost wanted span that was open per thread and time, `NONE` where none was, `SEVERAL`
-    where those of other tasks were open that are not all around it.
+    """Return the row of the innermost wanted span that was open per thread and time, `NONE` where none was.
+
+    It is `SEVERAL` where spans of other tasks were open that are not all around it.
 
     Spans are half-open: what happens at a span's end is not in it. Of those that began at once the shorter one is the
     inner one. Takes n log n, however deep spans lie.

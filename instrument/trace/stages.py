@@ -1,19 +1,19 @@
 """Stages of requests that batches serve: queue, prefill, decode and stalls, as the ledger has them.
 
-These are the words of generations: of a request that says so, by `gen_ai` of its route or rule or by its attributes,
-or whose answer is sent in parts and whose batches of one name serve it several times. Of others they are the first
-batch and the later ones.
+These are the words of generations. A request is one that says so, by `gen_ai` of its route or rule or by its
+attributes. So is one whose answer is sent in parts, and whose batches of one name serve it several times. Other
+requests have a first batch and later ones.
 
 An engine may record several batches a step, such as what schedules it, runs it and takes its answer, and each of its
 workers may. Those that take turns are the parts of one step: the steps of a request are those batches of them that
 say weights, and of these that take longest, of one worker.
 
 A request that one step serves has a queue alone. Of one that several serve, the first make its first token, the
-prefill: those that take clearly more of the weight than the later ones do, such as the tokens of a prompt; where all
-take alike those that are called differently from the later ones, else those that had ended when the first part of a
-streamed answer was sent, else the first one. It ends with the last part of its last step. The rest is the decode. A
-stall is a time between two batches that is at least as long as half of its steps are: what is shorter is routine. It
-says which batches, of others then, took most of it.
+prefill: the steps that take clearly more of the weight than the later ones, such as the tokens of a prompt. Where all
+take alike, they are the steps with another name than the later ones. Else they are those that had ended when the first
+part of a streamed answer was sent, else the first one. It ends with the last part of its last step. The rest is the
+decode. A stall is a time between two batches that is at least as long as half of its steps are: what is shorter is
+routine. It says which batches, of others then, took most of it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ are those of vLLM and SGLang, and proposed for OpenTelemetry."""
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Those of the request at a place: begin and end of each, in order of time.
+    """The stages of the request at a place: begin and end of each, in order of time.
 
     `steps` are those after the prefill, of which each makes a token, or several at once. Of what is no generation the
     prefill is its first batch, and the decode are the later ones.

@@ -245,9 +245,9 @@ class Trace:
     `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
     on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
     device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
-    overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are what
-    torch.profiler saw in the part of time that is `watched`, None where it saw nothing, and `flops` are those of the
-    operators that it saw beside the spans of ours. `startup` is of the process,
+    overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are
+    what torch.profiler saw in the part of time that is `watched`, None where it saw nothing. `flops` are those of the
+    operators that it saw with our spans. `startup` is of the process,
     None where the trace is not of a session. `died` says how a process ended that said no goodbye, and within what.
     `apart_ns` is how far the clocks of the processes in it are apart at most. `processes` are those of a merged trace,
     none where it is of one. `own_notes` says which `notes` hold for the process alone.

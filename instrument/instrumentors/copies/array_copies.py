@@ -11,8 +11,8 @@ Of onnxruntime the methods of values and bindings record that take numpy arrays 
 `InferenceSession.run` are its own; bindings make those copies visible.
 
 Of cupy its arrays' `get` and `set` record, the functions that make arrays of the host's data, and the copies of its
-CUDA runtime. Of numba.cuda the three functions of its driver record through which every copy of a device array goes;
-the simulator (NUMBA_ENABLE_CUDASIM=1) has no driver, and there the methods of its arrays do.
+CUDA runtime. Of numba.cuda the three functions of its driver record through which every copy of a device array goes.
+The simulator (NUMBA_ENABLE_CUDASIM=1) has no driver, and there the methods of its arrays record.
 
 Of cuda-python the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime` record, by name. The name, or
 the kind that is passed, says the direction. Where only the driver knows it (unified addresses, batches), the call is no
