@@ -345,7 +345,7 @@ LINES_AND_FILES = {
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
-    "instrumentors": (11_209, 43),
+    "instrumentors": (11_207, 43),
     "native": (9_752, 28),
     "otlp": (5_025, 21),
     "profile": (2_501, 8),
@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "report": (12_120, 45),
     "runtime": (2_600, 18),
     "sessions": (7_304, 31),
-    "trace": (8_492, 31),
+    "trace": (8_490, 31),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

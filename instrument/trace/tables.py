@@ -118,14 +118,7 @@ left join (select span_id, map(list(cast(name as varchar)), list(time_ns)) as ph
   group by span_id) p using (span_id)
 order by s.start_ns, s.span_id
 """
-_PARTS = {
-    QUEUE: "queue",
-    SHARE: "share",
-    WAITING: "waiting",
-    STALL: "stall",
-    TRANSPORT: "transport",
-    UNKNOWN: "unknown",
-}
+_PARTS = {name: name.partition(" ")[0] for name in (QUEUE, SHARE, WAITING, STALL, TRANSPORT, UNKNOWN)}
 
 
 def frame_of_requests(facts: Trace, joined: Joined, found: Ledger) -> Any:
