@@ -450,8 +450,9 @@ def test_check_prints_three_mistakes_with_their_places(folder: Path) -> None:
     (folder / "bad.yaml").write_text(THREE_MISTAKES)
     for verb in (["check", "bad.yaml"], ["run", "--profile", "bad.yaml", "--", "main.py"]):
         done = run(*verb)
-        lines = done.stderr.splitlines()
+        *lines, last = done.stderr.splitlines()
         assert done.returncode == 2
+        assert last == "instrument: `instrument help profile` describes every key"
         assert [line.split(":")[:3] for line in lines] == [
             ["bad.yaml", "1", "1"],
             ["bad.yaml", "4", "11"],

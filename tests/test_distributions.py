@@ -88,7 +88,10 @@ def serve(python: Path, folder: Path) -> str:
 
 
 def test_the_wheel_records_natively_where_no_compiler_is(distributions: Distributions, tmp_path: Path) -> None:
-    assert serve(installed(distributions.wheel, tmp_path, compiler=False), tmp_path) == "native"
+    python = installed(distributions.wheel, tmp_path, compiler=False)
+    assert serve(python, tmp_path) == "native"
+    done = subprocess.run([python.parent / "instrument", "help", "files"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("# Files\n")
 
 
 def test_the_source_records_where_a_compiler_is(distributions: Distributions, tmp_path: Path) -> None:

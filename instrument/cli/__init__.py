@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ProfileError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
+        print("instrument: `instrument help profile` describes every key", file=sys.stderr)
         return 2
     except InstrumentError as error:
         print(f"instrument: {error}", file=sys.stderr)

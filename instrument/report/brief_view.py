@@ -54,7 +54,7 @@ NOTE_LINES = 6
 """Lines for what was not observed, at most; `cost` has all of it."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
-MORE = "More: `instrument report FILE --view {}`; `instrument report --help` has the list."
+MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."
 
 
 @dataclass(frozen=True, slots=True)
