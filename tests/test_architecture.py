@@ -352,7 +352,7 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_578, 9),
     "recording": (4_117, 19),
-    "report": (12_120, 45),
+    "report": (12_160, 45),
     "runtime": (2_600, 18),
     "sessions": (7_304, 31),
     "trace": (8_490, 31),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
 from instrument.report.benchmark_view import benchmark
@@ -16,14 +17,12 @@ from instrument.report.device_view import DeviceView, device
 from instrument.report.loops import Loops
 from instrument.report.phases_view import PhasesView, phases
 from instrument.report.requests_view import RequestTimes, requests
-from instrument.report.section import View
-from instrument.report.self_times_view import NO_CALL, FunctionTimes, ops, path_text
+from instrument.report.section import BLANK, Section, View
+from instrument.report.self_times_view import NO_CALL, FunctionTimes, ops
 from instrument.report.table import (
     LINE,
-    MISSING,
     columns,
     in_unit,
-    named_table,
     number,
     rough_percent,
     row_name,
@@ -77,19 +76,42 @@ class Brief(View):
     notes: tuple[str, ...]
     _options: Options = field(repr=False)
 
+    def sections(self) -> list[Section]:
+        """Return the tables: of requests or of steps, and of the places that the time went to."""
+        unit, times = self._options.unit, f"mean_ns=Mean, {self._options.unit}|p50_ns=p50|p99_ns=p99|max_ns=Max"
+        served = []
+        if self.requests.requests:
+            columns = f"name=Request, and its parts|count=Count|errors=Errors|{times}|ratio=Of wall"
+            served.append(Section("", _request_rows(self.requests), columns))
+            if self.requests.groups:
+                columns = f"name=By {safe(self._options.requests_by or '')}|requests=Count|errors=Errors|{times}"
+                served.append(Section("", self.requests.groups, columns))
+        elif self.steps is not None and self.steps.loops:
+            columns = f"name=Step, and its phases|count=Count|{times}|rate=A second|ratio=Of steps"
+            served.append(Section("", _step_rows(self.steps, self.phases), columns))
+        columns = (
+            f"path=Where the time went|time_ns=Self, {unit}|ratio=Of all|calls=Calls|p50_ns=Call p50|p99_ns=p99|"
+            "max_ns=Max|where=On"
+        )
+        places = list[Any]() if self.places is None else [*self.places.rows]
+        if self.places is not None and (rest := self.places.remaining) is not None:
+            places.append(RemainingPlaces(rest.rows, rest.time_ns, rest.ratio, rest.calls))
+        return [*served, Section("", places, columns)]
+
     def lines(self) -> list[str]:
         unit = self._options.unit
         why = next((note for note in self.notes if note.startswith(NO_DEVICE_TIME)), "")
         others = [note for note in self.notes if note != why]
         service = shorten(safe(self.service), LINE // 2)
         lines = [*title(f"Summary of {service}" if service else "Summary"), *self._served(), ""]
+        *served, places = self.sections()
+        lines += [line for section in served for line in section.table(unit)]
         if self.requests.requests:
-            lines += [*_request_lines(self.requests, unit), *_group_lines(self.requests, self._options)]
-            lines += _slowest(self.requests, unit)
-            lines += [*_blocked_line(self.requests, unit), ""]
-        elif self.steps is not None and self.steps.loops:
-            lines += [*_step_lines(self.steps, self.phases, unit), ""]
-        lines += [*_place_lines(self.places, unit), ""]
+            lines += [*_slowest(self.requests, unit), *_blocked_line(self.requests, unit)]
+        elif served and self.steps is not None:
+            lines += _more(len(self.steps.loops), "loops: --view benchmark")
+        lines += [""] * bool(served)
+        lines += [*(places.table(unit) if places.rows else [NO_CALL]), ""]
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
         lines += [*_cost_lines(self)]
         lines += [*_losses(self.losses), *_notes(others)]
@@ -165,40 +187,56 @@ def _at_most(rows: int, options: Options) -> Options:
 # The text.
 
 
-def _request_lines(times: RequestTimes, unit: str) -> list[str]:
-    """The endpoints, and below the heaviest ones their parts, as far as there is room."""
-    header = ["Request, and its parts", "Count", "Errors", f"Mean, {unit}", "p50", "p99", "Max", "Of wall"]
+class WorkRow(NamedTuple):
+    """A row of an endpoint or a loop or, with a `depth`, of a part of it."""
+
+    name: str
+    count: Any = BLANK
+    errors: Any = BLANK
+    mean_ns: Any = BLANK
+    p50_ns: Any = BLANK
+    p99_ns: Any = BLANK
+    max_ns: Any = BLANK
+    rate: Any = BLANK
+    ratio: Any = BLANK
+    depth: int = 0
+
+
+class RemainingPlaces(NamedTuple):
+    """The row of the places that are left out."""
+
+    remaining: int
+    time_ns: int
+    ratio: float | None
+    calls: int
+    path: str = ""
+    p50_ns: None = None
+    p99_ns: Any = BLANK
+    max_ns: Any = BLANK
+    where: Any = BLANK
+
+
+def _request_rows(times: RequestTimes) -> list[WorkRow]:
+    """Return the endpoints, and below the heaviest ones their parts, as far as there is room."""
     room = 2 * PARTS + 3 - len(times.endpoints) - len(times.groups)
-    cells = []
+    rows = []
     for endpoint in times.endpoints:
-        its = (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns)
-        shown = [in_unit(time_ns, unit) for time_ns in its]
         of = f" of {endpoint.counted}" * (endpoint.counted > endpoint.requests)
-        cells.append([row_name(endpoint), f"{endpoint.requests}{of}", str(endpoint.errors), *shown, ""])
+        whole = endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns
+        rows.append(WorkRow(row_name(endpoint), f"{endpoint.requests}{of}", endpoint.errors, *whole))
         if not endpoint.phases:
             continue  # all of it would be unknown
         room -= len(endpoint.phases) + 1
         if room < 0:
             room = 0
             continue
-        for phase in endpoint.phases:
-            count = MISSING if phase.requests is None else str(phase.requests)
-            parts = [count, "", in_unit(phase.mean_ns, unit), "", "", "", tenths(phase.ratio, 1)]
-            cells.append(["  " + row_name(phase), *parts])
-        unknown = in_unit(endpoint.unknown_mean_ns, unit), "", "", "", tenths(endpoint.unknown_ratio, 1)
-        cells.append(["  unknown (no phase ran)", "", "", *unknown])
-    return named_table(header, cells, 0)
-
-
-def _group_lines(times: RequestTimes, options: Options) -> list[str]:
-    """The requests by the attribute that groups them, such as a tenant's header, if any does."""
-    header = [f"By {safe(options.requests_by or '')}", "Count", "Errors", f"Mean, {options.unit}", "p50", "p99", "Max"]
-    cells = []
-    for group in times.groups:
-        its = (group.mean_ns, group.p50_ns, group.p99_ns, group.max_ns)
-        shown = [in_unit(time_ns, options.unit) for time_ns in its]
-        cells.append([row_name(group), str(group.requests), str(group.errors), *shown])
-    return named_table(header, cells, 0) if cells else []
+        rows += [
+            WorkRow(row_name(phase), phase.requests, mean_ns=phase.mean_ns, ratio=phase.ratio, depth=1)
+            for phase in endpoint.phases
+        ]
+        unknown = {"mean_ns": endpoint.unknown_mean_ns, "ratio": endpoint.unknown_ratio}
+        rows.append(WorkRow("unknown (no phase ran)", depth=1, **unknown))
+    return rows
 
 
 def _slowest(times: RequestTimes, unit: str) -> list[str]:
@@ -222,38 +260,22 @@ def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
     return wrapped(f"{counted}, mostly by {safe(most.name)}{f', at {safe(most.at)}' if most.at else ''}")[:2]
 
 
-def _step_lines(steps: Loops, of_steps: PhasesView | None, unit: str) -> list[str]:
-    header = ["Step, and its phases", "Count", f"Mean, {unit}", "p50", "p99", "Max", "A second", "Of steps"]
-    cells = []
+def _step_rows(steps: Loops, of_steps: PhasesView | None) -> list[WorkRow]:
+    rows = []
     for loop in steps.loops[:DEVICES]:
-        batch, rate = loop.batch, MISSING if loop.rate is None else f"{number(loop.rate.mean)} {loop.rate_of}"
-        times = [None] * 4 if batch is None else [batch.mean, batch.p50, batch.p99, batch.most]
-        shown = [in_unit(time_ns, unit) for time_ns in times]
-        cells.append([loop.name or "(no name)", str(loop.steps), *shown, rate, ""])
+        batch, rate = loop.batch, None if loop.rate is None else f"{number(loop.rate.mean)} {loop.rate_of}"
+        mean, p50, p99, most = (None,) * 4 if batch is None else (batch.mean, batch.p50, batch.p99, batch.most)
+        rows.append(WorkRow(loop.name or "(no name)", loop.steps, BLANK, mean, p50, p99, most, rate))
     if of_steps is not None and of_steps.of == "step":
-        rows = sorted(of_steps.rows[1:], key=lambda row: -row.host.total_ns)[:PARTS]
-        for row in rows:
-            count = MISSING if row.calls is None else str(row.calls)
-            shown = [count, in_unit(row.host.mean_ns, unit), "", "", "", "", tenths(row.host.ratio, 1)]
-            cells.append([f"  {row.name}", *shown])
-    more = len(steps.loops) - DEVICES
-    return [*named_table(header, cells, 0), *([f"... ({more} more loops: --view benchmark)"] if more > 0 else [])]
+        heaviest = sorted(of_steps.rows[1:], key=lambda row: -row.host.total_ns)[:PARTS]
+        rows += [
+            WorkRow(row.name, row.calls, mean_ns=row.host.mean_ns, ratio=row.host.ratio, depth=1) for row in heaviest
+        ]
+    return rows
 
 
-def _place_lines(places: FunctionTimes | None, unit: str) -> list[str]:
-    if places is None:
-        return [NO_CALL]
-    header = ["Where the time went", f"Self, {unit}", "Of all", "Calls", "Call p50", "p99", "Max", "On"]
-    cells = []
-    for row in places.rows:
-        times = in_unit(row.time_ns, unit), tenths(row.ratio, 1), str(row.calls)
-        of_calls = (in_unit(time_ns, unit) for time_ns in (row.p50_ns, row.p99_ns, row.max_ns))
-        cells.append([path_text(row.names), *times, *of_calls, row.where])
-    rest = places.remaining
-    if rest is not None:
-        times = in_unit(rest.time_ns, unit), tenths(rest.ratio, 1), str(rest.calls)
-        cells.append([f"(remaining {rest.rows})", *times, MISSING, "", "", ""])
-    return named_table(header, cells, 0)
+def _more(count: int, what: str) -> list[str]:
+    return [f"... ({count - DEVICES} more {what})"] if count > DEVICES else []
 
 
 def _device_lines(found: DeviceView, why: str) -> list[str]:
@@ -273,8 +295,7 @@ def _device_lines(found: DeviceView, why: str) -> list[str]:
         if (one.launch_bound_ratio or 0.0) >= TOLD_FROM:
             launching = tenths(one.launch_bound_ratio, 1)
             lines.append(f"  Of its busy time {launching} is launch-bound: it may have waited for the host to launch")
-    more = len(found.devices) - DEVICES
-    return [*lines, *([f"... ({more} more devices: --view device)"] if more > 0 else [])]
+    return [*lines, *_more(len(found.devices), "devices: --view device")]
 
 
 def _process_line(found: DeviceView) -> list[str]:

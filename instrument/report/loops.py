@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-from instrument.report.section import Coverage, Section, View, none_held
+from instrument.report.section import Coverage, Section, View, none_held, value_of
 from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
-from instrument.report.table import MISSING, number, safe, section_title, shorten, table, tenths
+from instrument.report.table import MISSING, number, tenths
 from instrument.report.view import UNITS, Options
 
 NO_STEP = (
     "No step was recorded. A step is what lies between two calls of `Profiler.step()`, or a span of kind `step`: "
     'with scope("train", kind="step").'
 )
-NAME_WIDTH = 25
+FIELDS = ("mean", "p50", "p99", "least", "most")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,13 @@ class Loops(View):
         return [] if self.loops else none_held("step", NO_STEP, complete=complete)
 
     def sections(self) -> list[Section]:
-        columns = (
-            "name=Loop|steps=Steps|skipped=Skipped|batch.mean=Mean|batch.p50=p50|batch.p99=p99|batch.least=Min|"
-            "batch.most=Max|reader_ratio=Reader|rate.mean=A second|rate_of=Of"
-        )
-        return [Section("Steps", self.loops, columns)]
-
-    def table_lines(self) -> list[str]:
-        """Return a table for each loop: the spread of both costs and of the rate is more than a row has room for."""
-        lines, unit = list[str](), self._options.unit
-        for loop in self.loops:
-            lines += [*section_title(shorten(safe(loop.name) or "(no name)", NAME_WIDTH)), *_loop_lines(loop, unit), ""]
-        return lines
+        """Return a table for each loop: a row has no room for the spread of both costs and of the rate."""
+        columns = "name=|spread.mean=Ave.|spread.p50=p50|spread.p99=p99|spread.least=Min.|spread.most=Max."
+        texts = {field: partial(_cell, field) for field in (f"spread.{name}" for name in FIELDS)}
+        return [
+            Section(loop.name or "(no name)", _rows(loop), columns, (), texts, (16, *[10] * 5), _counts(loop))
+            for loop in self.loops
+        ]
 
     def foot(self) -> list[str]:
         return ["p50, p99: within 0.8 %. Averages are over the steps that were timed."]
@@ -72,22 +68,30 @@ def line_of(steps: Benchmark, unit: str | None = None) -> str:
 # The text.
 
 
-def _loop_lines(loop: LoopTimes, unit: str) -> list[str]:
+class SpreadRow(NamedTuple):
+    """A row of a loop: the spread of a cost or, where `is_rate`, of what was done in a second."""
+
+    name: str
+    spread: Spread | None
+    is_rate: bool = False
+
+
+def _rows(loop: LoopTimes) -> list[SpreadRow]:
+    reader = [] if loop.reader is None else [SpreadRow("reader_cost", loop.reader)]
+    return [*reader, SpreadRow("batch_cost", loop.batch), SpreadRow(f"ips ({loop.rate_of})", loop.rate, is_rate=True)]
+
+
+def _cell(field: str, row: SpreadRow, unit: str) -> str:
+    value = value_of(row, field)
+    return number(value if row.is_rate or value is None else value / UNITS[unit])
+
+
+def _counts(loop: LoopTimes) -> list[str]:
+    """Return the lines on the steps that were counted."""
     cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
     lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
     if loop.samples is not None:
         lines.append(f"Samples: {number(loop.samples)}")
     if loop.reader_ratio is not None:
         lines.append(f"Reader: {tenths(loop.reader_ratio, 1)} of batch_cost")
-    rows = [("batch_cost", loop.batch, UNITS[unit]), (f"ips ({loop.rate_of})", loop.rate, 1)]
-    if loop.reader is not None:
-        rows.insert(0, ("reader_cost", loop.reader, UNITS[unit]))
-    cells = [[name, *_cells(spread, scale)] for name, spread, scale in rows]
-    return [*lines, "", *table(["", "Ave.", "p50", "p99", "Min.", "Max."], cells, [16, *[10] * 5])]
-
-
-def _cells(spread: Spread | None, scale: int) -> Iterable[str]:
-    values: Sequence[float | None] = [None] * 5
-    if spread is not None:
-        values = [spread.mean, spread.p50, spread.p99, spread.least, spread.most]
-    return [MISSING if value is None else number(value / scale) for value in values]
+    return [*lines, ""]

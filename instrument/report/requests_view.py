@@ -49,7 +49,6 @@ from instrument.report.table import (
     number,
     row_name,
     safe,
-    section_title,
     share,
     shorten,
     tenths,
@@ -180,7 +179,7 @@ class RequestTimes(View):
                 "Where the time went", [row for one in self.endpoints for row in _part_rows(one)],
                 "name=Request, and its phases|+endpoint=Endpoint|time.requests=Requests|time.mean_ns=Mean|"
                 "time.p50_ns=p50|time.p99_ns=p99|+time.summed_ns=Sum|time.ratio=Of wall", PARTS_NOTE,
-                {"name": lambda row, unit: "  " * row.depth + row.name}, widths=10,
+                widths=10,
             ),
             Section(
                 "Loop blocked", blocked,
@@ -195,6 +194,11 @@ class RequestTimes(View):
             ),
             *(by_endpoint(f"Device {one.device}", one.endpoints) for one in self.devices),
             device_share_section(self.device_shares),
+            Section(
+                "Slowest requests", self.slowest,
+                "name=Request|wall_ns=Wall|error=Error|outcome=Outcome|begin_ns=Begin|began=Began|span_id=Span|"
+                "trace_id=Trace", texts={"span_id": lambda row, unit: str(row.span_id)}, paragraph=_slow_lines,
+            ),
         ]  # fmt: skip
 
     def _answers(self) -> Section:
@@ -239,12 +243,6 @@ class RequestTimes(View):
         why = "No request ended within the window." if self.requests_cut else "No request was recorded."
         complete = self.coverage.complete or self.requests_cut > 0
         return none_held("request", f"{why} {A_REQUEST}", complete=complete)
-
-    def foot(self) -> list[str]:
-        lines = section_title("Slowest requests")
-        for place, request in enumerate(self.slowest, start=1):
-            lines += _slow_lines(place, request, self._options.unit)
-        return lines
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:

@@ -81,11 +81,11 @@ def none_held(what: str, otherwise: str, *, complete: bool) -> list[str]:
 
 TEXT, TIME, SIZE, RATIO, DEVICE = "text", "time", "size", "ratio", "device"
 
+BLANK = object()
+"""A value of a row to which a column does not apply: its cell is empty."""
+
 RATIOS = ("ratio", "fill", "uneven", "running", "burden")
 """Fields that are shares, beside those that end with `_ratio`."""
-
-TIMES = tuple(f"batch.{name}" for name in ("mean", "p50", "p99", "least", "most"))
-"""Fields of times whose name does not say it."""
 
 MIB = 1 << 20
 
@@ -102,6 +102,7 @@ class Section:
 
     `texts` make the cells of a field of rows where they are not as elsewhere in text.
     `widths` are the least of the columns, or of all but the first, which then holds names.
+    A `paragraph` makes the text of a row, by its number from 1, which has more to say than a line of a table.
     """
 
     title: str
@@ -112,6 +113,7 @@ class Section:
     widths: int | Sequence[int] = 0
     lead: Sequence[str] = ()
     empty: Sequence[str] = ()
+    paragraph: Callable[[int, Any, str], list[str]] | None = None
 
     def lines(self, unit: str) -> list[str]:
         """Return the text."""
@@ -120,11 +122,19 @@ class Section:
 
     def table(self, unit: str) -> list[str]:
         """Return the table alone."""
+        if self.paragraph is not None:
+            return [line for place, row in enumerate(self.rows, 1) for line in self.paragraph(place, row, unit)]
         columns = [(name, heading) for name, heading, is_wide in self.described() if not is_wide]
         header, name = [heading for _, heading in columns], columns[0][0]
         name = "" if name in self.texts else name
         first, *others = [self._text_of(field) for field, _ in columns]
-        cells = [[name_of(row, name) or first(row, unit), *(text(row, unit) for text in others)] for row in self.rows]
+        cells = [
+            [
+                "  " * getattr(row, "depth", 0) + (name_of(row, name) or first(row, unit)),
+                *(text(row, unit) for text in others),
+            ]
+            for row in self.rows
+        ]
         if isinstance(self.widths, int):
             return named_table(header, cells, self.widths)
         return table(header, cells, self.widths)
@@ -140,7 +150,7 @@ class Section:
         if name in self.texts:
             return self.texts[name]
         text = TEXTS[kind_of(name)]
-        return lambda row, unit: text(value_of(row, name), unit)
+        return lambda row, unit: "" if (value := value_of(row, name)) is BLANK else text(value, unit)
 
 
 class View:
@@ -210,7 +220,7 @@ def value_of(row: Any, name: str) -> Any:
 def kind_of(name: str) -> str:
     """Return the kind of a field, as far as its name says it."""
     last = name.rpartition(".")[2]
-    if last.endswith("_ns") or name in TIMES:
+    if last.endswith("_ns"):
         return TIME
     if last.endswith("_bytes"):
         return SIZE

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
 from instrument.recording.spans import Cost, Site, Span, Startup
-from instrument.recording.tally import Tally
 
 if TYPE_CHECKING:
+    from instrument.recording.tally import Tally
     from instrument.report.step_counts import Benchmark
     from instrument.trace.columns import Columns
     from instrument.trace.file import Saved

@@ -107,9 +107,16 @@ def _table(section: Section, unit: str) -> dict[str, Any]:
             continue
         if not columns:
             values = [name_of(row, field) or value for row, value in zip(section.rows, values, strict=True)]
-        label = heading.partition(",")[0] or columns[-1][0]
-        columns.append((label, _kind(field, values), values))
-    rows = zip(*([_cell(value, kind, unit) for value in values] for _, kind, values in columns), strict=True)
+        label, kind, text = (
+            heading.partition(",")[0] or (columns[-1][0] if columns else ""),
+            _kind(field, values),
+            section.texts.get(field),
+        )
+        cells = [_cell(value, kind, unit) for value in values]
+        if text is not None and kind != TEXT:
+            cells = [[value, text(row, unit)] for row, (value, _) in zip(section.rows, cells, strict=True)]
+        columns.append((label, kind, cells))
+    rows = zip(*(cells for *_, cells in columns), strict=True)
     return {
         "title": safe(section.title),
         "note": " ".join([*section.lead, *section.notes]).strip(),
