@@ -276,6 +276,18 @@ def test_of_a_file_that_is_not_sound_what_is_sound_is_taken_and_the_rest_is_name
     assert {what.partition(" @ byte ")[0]: count for what, count in told.items()} == left_out
 
 
+@pytest.mark.parametrize("block_bytes", [1 << 17, 7])
+def test_the_first_byte_that_is_no_text_is_named_by_its_place_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(chrome_events, "BLOCK_BYTES", block_bytes)
+    path = tmp_path / "other.json"
+    content = second(name="größe").encode().replace("ß".encode(), b"\xdf")
+    path.write_bytes(content)
+    (what,) = chrome.load(path)[0].losses
+    assert what.endswith(f"byte {content.index(0xDF)}"), what
+
+
 @pytest.mark.parametrize("base", ["0", "1778650000123456", "4398046511103", "4398046511105"])
 def test_a_slice_is_as_long_as_it_says_wherever_it_lies(tmp_path: Path, base: str) -> None:
     """A float has no nanoseconds of the time since 1970: a sum of two would be off by a quarter of a microsecond."""

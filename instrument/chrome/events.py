@@ -173,13 +173,18 @@ class JsonText:
         return bool(block)
 
     def _as_utf8(self, block: bytes) -> bytes:
-        if block.isascii() and not self._utf8.getstate()[0]:
+        cut = self._utf8.getstate()[0]
+        if block.isascii() and not cut:
             return block
         text = self._utf8.decode(block, final=not block)
         found = text.encode()
         replaced = found.count(_REPLACED) - block.count(_REPLACED)
         if replaced > 0:
-            self.left_out.add("characters that are no UTF-8", f"byte {self.passed}", replaced)
+            try:
+                (cut + block).decode()
+            except UnicodeDecodeError as error:
+                place = f"byte {self._seen_bytes - len(cut) - len(block) + error.start}"
+                self.left_out.add("characters that are no UTF-8", place, replaced)
         return found
 
     def _wrong(self, why: str, at: int) -> ValueError:
