@@ -536,6 +536,16 @@ def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda te
     return read
 
 
+def or_off(read: Read) -> Read:
+    """Make a reader of a value, or of the word `off`, which is None."""
+
+    @shaped({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
+    def read_or_off(node: YamlNode) -> Any:
+        return None if node.is_off else read(node)
+
+    return read_or_off
+
+
 def each(read_item: Read, allowed: str) -> Read:
     """Make a reader of a list, every item by `read_item`; `allowed` is for the message on a node that is no list."""
 

@@ -35,6 +35,7 @@ from instrument.profile.document import (
     nearest,
     one_of,
     one_or_more,
+    or_off,
     read_text,
     shaped,
     string,
@@ -115,11 +116,11 @@ def with_engine(profile: model.Profile, package: str) -> model.Profile:
     return replace(profile, functions=(*profile.functions, *functions), requests=requests)
 
 
-def _fields(node: YamlNode, section: str) -> dict[str, Any]:
+def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
     """Read all keys of a mapping as the fields of its type. Refuses the node where any was refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
-        node.refuse(f"a mapping of {', '.join(keys)}")
+        node.refuse(f"{also}a mapping of {', '.join(keys)}")
     values = {}
     with node.document.all_or_nothing():
         for name, (place, _) in node.pairs.items():
@@ -174,26 +175,58 @@ PAIR_OF_STEPS: Shape = {
 }
 
 
-def _unless_off(read: Read, section: str) -> Read:
-    """Make a reader of an export, or of the word `off`, which removes that of a preset."""
+CLASSES: Mapping[str, type] = {
+    "": model.Profile,
+    "functions": model.FunctionRule,
+    "functions.key": model.RequestKeys,
+    "functions.batch": model.RequestKeys,
+    "functions.where": model.FunctionRule,
+    "functions.attributes": model.Argument,
+    "layers": model.LayerRule,
+    "copies": model.CopyRule,
+    "frameworks": model.FrameworkRule,
+    "requests": model.RequestsRule,
+    "schedule": model.Schedule,
+    "capture": model.Capture,
+    "limits": model.Limits,
+    "device": model.Device,
+    "control": model.Control,
+    "export": model.Export,
+    "export.recording": model.Recordings,
+    "export.chrome": model.Chrome,
+    "export.otlp": model.Otlp,
+    "export.prometheus": model.Prometheus,
+    "export.summary": model.Summary,
+}
+"""The classes of sections, which also have the defaults of keys."""
 
-    @shaped({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
-    def read_unless_off(node: YamlNode) -> Any:
-        if node.is_off:
-            return None
-        if node.kind != "mapping":
-            node.refuse(f"off, or a mapping of {', '.join(KEYS[section])}")
-        return read(node)
 
-    return read_unless_off
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of the file: its field, its reader, and the allowed values in the message on a missing key.
+
+    With `blank`, a null value differs from a key that is left out.
+    """
+
+    field: str
+    read: Read
+    required: str = ""
+    blank: bool = False
 
 
-def _part(section: str, build: Callable[..., Any]) -> Read:
+def _part(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
+    """Make a reader of a section; `also` are the caller's other values in messages, such as `off, or `."""
+
     @shaped(section_shape(section))
     def read(node: YamlNode) -> Any:
-        return build(**_fields(node, section))
+        return (build or CLASSES[section])(**_fields(node, section, also))
 
     return read
+
+
+def _export_part(way: str) -> Key:
+    """Return the key of an export, or of the word `off`, which removes that of a preset."""
+    return Key(way, or_off(_part(f"export.{way}", also="off, or ")), blank=True)
 
 
 @shaped(section_shape("functions"))
@@ -369,19 +402,6 @@ def _export(node: YamlNode) -> model.Export:
     return model.Export(**_fields(node, "export"))
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key of the file: its field, its reader, and the allowed values in the message on a missing key.
-
-    With `blank`, a null value differs from a key that is left out.
-    """
-
-    field: str
-    read: Read
-    required: str = ""
-    blank: bool = False
-
-
 _RULES = "a list of rules, each with a '-' of its own"
 
 KEYS: Mapping[str, Mapping[str, Key]] = {
@@ -404,10 +424,10 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "startup": Key("startup", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", readers.capture)),
-        "limits": Key("limits", _part("limits", model.Limits)),
-        "device": Key("device", _part("device", model.Device)),
+        "limits": Key("limits", _part("limits")),
+        "device": Key("device", _part("device")),
         "agent": Key("agent", one_of("auto", "off")),
-        "control": Key("control", _part("control", model.Control)),
+        "control": Key("control", _part("control")),
         "export": Key("export", _export),
     },
     "functions": {
@@ -502,15 +522,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "socket": Key("socket", readers.folder_or_off),
     },
     "export": {
-        "recording": Key(
-            "recording", _unless_off(_part("export.recording", model.Recordings), "export.recording"), blank=True
-        ),
-        "chrome": Key("chrome", _unless_off(_part("export.chrome", model.Chrome), "export.chrome"), blank=True),
+        "recording": _export_part("recording"),
+        "chrome": _export_part("chrome"),
         "otlp": Key("otlp", _otlp, blank=True),
-        "prometheus": Key(
-            "prometheus", _unless_off(_part("export.prometheus", model.Prometheus), "export.prometheus"), blank=True
-        ),
-        "summary": Key("summary", _unless_off(_part("export.summary", model.Summary), "export.summary"), blank=True),
+        "prometheus": _export_part("prometheus"),
+        "summary": _export_part("summary"),
     },
     "export.recording": {
         "path": Key("path", readers.recording_path),

@@ -17,7 +17,7 @@ from typing import Any
 
 from instrument.profile import model
 from instrument.profile.document import REFERENCE, SHAPES, Shape, syntax_shape
-from instrument.profile.keys import KEYS, Key
+from instrument.profile.keys import CLASSES, KEYS, Key
 from instrument.profile.model import PHASES
 from instrument.profile.values import (
     DURATION,
@@ -34,31 +34,6 @@ from instrument.profile.values import (
 FILE = Path(__file__).with_name("profile.schema.json")
 
 LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
-
-FILLED_BY: Mapping[str, type] = {
-    "": model.Profile,
-    "functions": model.FunctionRule,
-    "functions.key": model.RequestKeys,
-    "functions.batch": model.RequestKeys,
-    "functions.where": model.FunctionRule,
-    "functions.attributes": model.Argument,
-    "layers": model.LayerRule,
-    "copies": model.CopyRule,
-    "frameworks": model.FrameworkRule,
-    "requests": model.RequestsRule,
-    "schedule": model.Schedule,
-    "capture": model.Capture,
-    "limits": model.Limits,
-    "device": model.Device,
-    "control": model.Control,
-    "export": model.Export,
-    "export.recording": model.Recordings,
-    "export.chrome": model.Chrome,
-    "export.otlp": model.Otlp,
-    "export.prometheus": model.Prometheus,
-    "export.summary": model.Summary,
-}
-"""The classes of sections, which have the defaults of keys."""
 
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
 """A pattern that selects something."""
@@ -183,7 +158,7 @@ def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
     """Return the default of a key as a profile has it; nothing for a key that is left out."""
     if text := TEXTS_OF_DEFAULTS.get((section, name)):
         return {"default": text}
-    defaults = {known.name: known.default for known in fields(FILLED_BY[section]) if known.init}
+    defaults = {known.name: known.default for known in fields(CLASSES[section]) if known.init}
     value = defaults.get(key.field)
     choices = [shape, *shape.get("anyOf", ())]
     words = [word for choice in choices for word in choice.get("enum", ())]

@@ -22,6 +22,7 @@ from instrument.profile.document import (
     nearest,
     one_of,
     one_or_more,
+    or_off,
     quantity,
     shaped,
     spelled,
@@ -64,7 +65,7 @@ REQUEST_ATTRIBUTE_SYNTAX = (
     r"http\.request\.header\.[a-z0-9-]+|url\.path|url\.query|client\.address|user_agent\.original"
 )
 SOCKET_SYNTAX = r"auto|off|(?=[^{}]*/)[^{}]{1,80}"
-RING_FOLDER_SYNTAX = r"off|(?=[^{}]*/)[^{}]{1,1000}"
+FOLDER_SYNTAX = r"(?=[^{}]*/)[^{}]{1,1000}"
 URL_SYNTAX = r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][^\s#]*)?"
 ADDRESS_SYNTAX = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}"
 USUAL_SYNTAX = r"p([1-9][0-9]?(?:\.[0-9]{1,3})?)\*([1-9][0-9]{0,2}(?:\.[0-9]{1,3})?)"
@@ -139,22 +140,7 @@ def interval(node: YamlNode) -> int | None:
     return AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
 
 
-_read_blocked = quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")
-
-
-@shaped({"anyOf": [DURATION, {"enum": ["off", False]}]})
-def duration_or_off(node: YamlNode) -> int | None:
-    return None if node.is_off else _read_blocked(node)
-
-
-@shaped({"anyOf": [syntax_shape(SOCKET_SYNTAX), {"enum": [False]}]})
-def folder_or_off(node: YamlNode) -> str | None:
-    return None if node.is_off else _socket_folder(node)
-
-
-@shaped({"anyOf": [syntax_shape(RING_FOLDER_SYNTAX), {"enum": [False]}]})
-def ring_folder_or_off(node: YamlNode) -> str | None:
-    return None if node.is_off else _ring_folder(node)
+duration_or_off = or_off(shaped(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))
 
 
 def _with_colon(text: str) -> str:
@@ -206,20 +192,24 @@ request_attribute = spelled(
     lambda text: f"http.request.header.{text.lower()}",
 )
 attribute_name = spelled(ATTRIBUTE_SYNTAX, "the name of an attribute, of at most 256 characters")
-_socket_folder = spelled(
-    SOCKET_SYNTAX,
-    "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",
-    lambda text: nearest(text, ("auto", "off")),
+folder_or_off = or_off(
+    spelled(
+        SOCKET_SYNTAX,
+        "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",
+        lambda text: nearest(text, ("auto", "off")),
+    )
 )
 folder_path = spelled(
-    r"(?=[^{}]*/)[^{}]{1,1000}",
+    FOLDER_SYNTAX,
     "a folder, with a '/' in it, at most 1000 characters and no braces",
     lambda text: f"{text}/",
 )
-_ring_folder = spelled(
-    RING_FOLDER_SYNTAX,
-    "off, or a folder, with a '/' in it, at most 1000 characters and no braces",
-    lambda text: nearest(text, ("off",)),
+ring_folder_or_off = or_off(
+    spelled(
+        rf"off|{FOLDER_SYNTAX}",
+        "off, or a folder, with a '/' in it, at most 1000 characters and no braces",
+        lambda text: nearest(text, ("off",)),
+    )
 )
 summary_target = spelled(
     SUMMARY_SYNTAX,
