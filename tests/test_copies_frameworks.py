@@ -209,20 +209,6 @@ def test_numba_copies_by_its_driver(driver: Callable[[], dict[str, str]]) -> Non
     )
 
 
-def test_numbas_simulator_copies_by_its_arrays() -> None:
-    need("numba", "numba_cuda", "numpy")
-    assert run("numba", NUMBA, NUMBA_ENABLE_CUDASIM="1") == outline(
-        """
-        h2d 64 numba.to_device
-        d2h 64 numba.FakeCUDAArray.copy_to_host
-        h2d 64 async numba.FakeCUDAArray.copy_to_device
-        d2h 64 async numba.FakeCUDAArray.copy_to_host
-        d2d 64 numba.FakeCUDAArray.copy_to_device
-        d2h 64 numba.FakeCUDAArray.copy_to_host
-        """
-    )
-
-
 def test_one_copy_that_passes_through_two_frameworks_is_one_span(driver: Callable[[], dict[str, str]]) -> None:
     need("numba", "numba_cuda", "numpy")
     program = """

@@ -12,7 +12,6 @@ Of onnxruntime the methods of values and bindings record that take numpy arrays 
 
 Of cupy its arrays' `get` and `set` record, the functions that make arrays of the host's data, and the copies of its
 CUDA runtime. Of numba.cuda the three functions of its driver record through which every copy of a device array goes.
-The simulator (NUMBA_ENABLE_CUDASIM=1) has no driver, and there the methods of its arrays record.
 
 Of cuda-python the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime` record, by name. The name, or
 the kind that is passed, says the direction. Where only the driver knows it (unified addresses, batches), the call is no
@@ -275,11 +274,7 @@ def _memcpy_peer(sync: bool) -> Facts:
 
 
 def _attach_numba(module: Any, transfers: Transfers) -> Places:
-    """Replace what copies, in the driver or in the simulator."""
-    if module.__name__ == "numba.cuda.simulator":
-        places = Places(transfers, "numba")
-        _attach_simulator(module, places)
-        return places
+    """Replace the functions of the driver that copy."""
     places = Places(transfers, "numba", stream=lambda args, kwargs: _arguments(args, kwargs)[3])
 
     def to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
@@ -309,27 +304,6 @@ def _device(array: Any) -> tuple[Any]:
     """Return the number of an array's device, or None in its place where it does not show it."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
-
-
-def _attach_simulator(simulator: Any, places: Places) -> None:
-    arrays = simulator.cudadrv.devicearray
-    fake = arrays.FakeCUDAArray
-
-    def filled(out: Any, args: Any, kwargs: Any) -> Transfer:
-        source, stream = argument(args, kwargs, 1, "ary"), argument(args, kwargs, 2, "stream", 0)
-        return Transfer("d2d" if isinstance(source, fake) else "h2d", args[0].nbytes, not stream)
-
-    def read(out: Any, args: Any, kwargs: Any) -> Transfer:
-        return Transfer("d2h", args[0].nbytes, not argument(args, kwargs, 2, "stream", 0), is_pinned(out))
-
-    def moved(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        target = out if out is not None else argument(args, kwargs, 3, "to")
-        source, stream = argument(args, kwargs, 0, "ary"), argument(args, kwargs, 1, "stream", 0)
-        return Transfer("h2d", target.nbytes, not stream, is_pinned(source))
-
-    places.methods(fake, ("copy_to_device",), filled)
-    places.methods(fake, ("copy_to_host",), read)
-    places.functions(arrays, ("to_device",), moved)
 
 
 _TYPED = re.compile(r"cuMemcpy([HDA])to([HDA])(Async)?")
@@ -464,7 +438,7 @@ CUPY = Room(
 
 NUMBA = Room(
     framework="numba",
-    modules=("numba.cuda.cudadrv.driver", "numba.cuda.simulator"),
+    modules=("numba.cuda.cudadrv.driver",),
     ways=DEVICE_DIRECTIONS,
     unseen="arrays in mapped or managed memory, which the device reads in place",
     attach=_attach_numba,
