@@ -37,7 +37,7 @@ MOST = {
     "profile": (0, 8, 33, 0),
     "proposal": (0, 5, 36, 0),
     "recorder": (0, 12, 45, 1),
-    "recording": (23, 143, 134, 8),
+    "recording": (23, 142, 133, 8),
     "report": (0, 394, 519, 37),
     "runtime": (1, 3, 20, 2),
     "sessions": (114, 256, 208, 14),

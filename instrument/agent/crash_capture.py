@@ -37,12 +37,11 @@ def capture(
     path: str,
     *,
     how: str = "",
-    since_ns: int = 0,
     end_ns: int | None = None,
     said: Mapping[str, Any] | None = None,
     copies: Sequence[str] = (),
 ) -> Mapping[str, Any]:
-    """Save what a recording in memory holds, that which ended before `since_ns` left out.
+    """Save the spans and totals of a recording in memory.
 
     Where `how` is given its process has gone, in that way, at `end_ns`, or after all that it recorded where that is not
     known. The file and the answer name what was open then, under `died`. Both repeat what it `said` of costs and losses
@@ -57,7 +56,7 @@ def capture(
 
     mapped = Mapped(fd)
     try:
-        saved = saved_of(mapped, since_ns, end_ns)
+        saved = saved_of(mapped, end_ns=end_ns)
         facts, died, least = saved.trace, "", "at least " if end_ns is None else ""
         if how:
             died = death_of(mapped.open_spans(), saved.trace.end_ns, how, newest_errors(saved.trace), least)

@@ -312,13 +312,10 @@ class Mapped:
         """Return the number of rows that each ring has ever had, by the number of the ring."""
         return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
 
-    def rows(
-        self, since: Mapping[int, int] | None = None, most: int = 1 << 62, *, before: tuple[int, int] = (0, 0)
-    ) -> list[RingRows]:
-        """The newest rows of each ring, or of each by its number those from a row's number on; at most so many of all.
+    def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
+        """Return up to `most` of the newest rows of all rings, or of each by its number those from a row's number on.
 
-        Of each only those `before` the first that ended after the first of two times and not after the second one. The
-        slot that is written next is left out: a process that was ended may have been in the middle of it. `head` of
+        The slot that is written next is left out: a process that was ended may have been in the middle of it. `head` of
         each is where to go on.
         """
         copied, wanted = [], []
@@ -334,9 +331,6 @@ class Mapped:
             now = self._ring_now(ring)
             late = min(max(now - ring.capacity + 1 - first, 0), len(rows)) if now >= ring.head else len(rows)
             rows, first = rows[late:], first + late
-            ends = rows["end_ns"]
-            if (left := np.flatnonzero((ends > before[0]) & (ends <= before[1]))).size:
-                rows, end = rows[: left[0]], first + int(left[0])
             copied.append((place, ring, begin, first, end, rows))
             most -= len(rows)
         known = len(self.tree())  # of all of these rows, for a call path is told before the rows that are of it

@@ -232,9 +232,9 @@ class _Batches:
         return max(sums, key=lambda name: (sums[name], name), default="")
 
 
-def stage_spans(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> Mapping[int, list[Span]]:
+def stage_spans(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
     """Return the spans of the stages of all requests, as `spans_of_stages` does."""
-    return spans_of_stages(trace, joined, stages(trace, joined, kinds))
+    return spans_of_stages(trace, joined, stages(trace, joined))
 
 
 def spans_of_stages(trace: Columns, joined: Joined, its_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
