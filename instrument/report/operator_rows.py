@@ -313,7 +313,7 @@ def block_section(block: CallBlock, options: Options, what: str) -> Section:
         f"name={what}|row.calls=Calls|on=On|times.total_ns=Total|times.ave_ns=Ave|times.max_ns=Max|times.min_ns=Min|"
         "ratio=Ratio",
         texts={
-            "name": lambda line, unit: "  " * line.depth + line.name if line.first else " ",
+            "name": lambda line, unit: line.name if line.first else " ",
             "row.calls": lambda line, unit: str(line.row.calls) if line.first else "",
         },
         widths=7,
