@@ -6,7 +6,7 @@ from instrument import profiled, scope
 
 @profiled("conv_layer")
 def convolve(signal: list[float], kernel: list[float]) -> list[float]:
-    """Sum of products of the kernel with every stretch of the signal."""
+    """Return the sums of products of the kernel with every part of the signal."""
     return [sum(map(float.__mul__, signal[at:], kernel)) for at in range(len(signal) - len(kernel) + 1)]
 
 

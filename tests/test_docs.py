@@ -71,6 +71,15 @@ def test_no_page_has_a_private_word(page: str) -> None:
     assert PRIVATE_WORD.findall(text) == []
 
 
+EXAMPLES = sorted([*(PROJECT / "configs").glob("*.yaml"), *(PROJECT / "examples").rglob("*.yaml")])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_no_comment_of_an_example_has_a_private_word(path: Path) -> None:
+    comments = "\n".join(re.findall(r"(?m)#(.*)$", path.read_text("utf-8")))
+    assert PRIVATE_WORD.findall(comments) == []
+
+
 def test_the_readme_is_short() -> None:
     lines = README.read_text("utf-8").splitlines()
     assert len(lines) <= 200

@@ -1,7 +1,7 @@
-"""The HTTP side: `POST /generate` answers whole or as server-sent events, `GET /health` says that the service is up.
+"""The HTTP side: `POST /generate` answers whole or as server-sent events, `GET /health` reports that it is up.
 
-A request is a JSON object: `prompt`, and if wanted `max_tokens`, `seed` (draw instead of taking the most likely token)
-and `stream`. Whatever is wrong with it is answered with status 400 and the reason.
+A request is a JSON object with `prompt`, and optionally `max_tokens`, `seed` (to draw tokens) and `stream`. A request
+with a mistake gets status 400 and the reason.
 """
 
 import itertools
@@ -28,7 +28,7 @@ MAX_TOKENS = 64
 
 
 class BadRequestError(Exception):
-    """The request cannot be answered; the message says why."""
+    """The request cannot be answered; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Ask:
 
 
 class RequestIds:
-    """Gives each request an id, by which the engine knows it, too."""
+    """Gives each request an id, which the engine uses, too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self._numbers = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the application answer a request that has its id."""
+        """Let the application answer a request with its id."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -113,7 +113,7 @@ async def generate(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Say that the service is up, and how busy it is."""
+    """Report that the service is up, and its load."""
     engine: Engine | EngineProcess = request.app.state.engine
     return JSONResponse({"status": "ok", "device": str(engine.device), **engine.load()})
 
@@ -134,7 +134,7 @@ async def stream_tokens(engine: Engine | EngineProcess, generation: Generation) 
 
 
 async def stream_events(engine: Engine | EngineProcess, generation: Generation) -> AsyncIterator[str]:
-    """Server-sent events: one for every token, one that says how it ended."""
+    """Server-sent events: one for every token, and one with the reason of the end."""
     pending, made = b"", 0
     with logged("stream_tokens", generation.id):
         async for token in stream_tokens(engine, generation):

@@ -1,9 +1,8 @@
-"""What was done when, as the service itself knows it: with CHAT_DEBUG_LOG=FILE each of its processes adds to the file.
+"""A log of the service itself: with CHAT_DEBUG_LOG=FILE each of its processes adds lines to the file.
 
-A line has a time in nanoseconds (CLOCK_MONOTONIC), the process, the thread, `begin` or `end`, what was done, and the
-ids of the requests that it was done for. Each call is logged twice, by who calls and inside: it begins and ends between
-the two, however long the processor is taken away there. Lines are kept in memory until `save`: a write would give the
-processor away.
+A line has a time in nanoseconds (CLOCK_MONOTONIC), the process, the thread, `begin` or `end`, the work, and the ids of
+its requests. Each call is logged twice, by the caller and inside. Its begin and its end are between the two lines.
+Lines stay in memory until `save`: a write would yield the processor.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ _tasks: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
 
 
 class _Nothing(AbstractContextManager[None]):
-    """Stands for a block that is not logged, and leaves a function that it decorates as it is."""
+    """A block that is not logged. As a decorator it returns the function itself."""
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -49,20 +48,21 @@ _NOTHING = _Nothing()
 
 
 def logged(what: str, *ids: str) -> _Logged | _Nothing:
-    """Log when this block begins and ends, if there is a log. Inside of a function that awaits nothing, which it may
-    decorate, the ids are those that its caller logs.
+    """Log the begin and the end of this block, if there is a log.
+
+    As a decorator of a function that awaits nothing, it logs the ids of the caller.
     """
     return _Logged((what, *ids)) if _PATH else _NOTHING
 
 
 def task_logged(what: str, *ids: str) -> _Logged | _Nothing:
-    """The same from when the current task was made, which was before anything of it ran."""
+    """Log a block that began when the current task was made."""
     task = asyncio.current_task() if _PATH else None
     return _Logged((what, *ids), _tasks[task]) if task is not None else _NOTHING
 
 
 def watch_tasks() -> None:
-    """Note when each task of the running event loop is made, if there is a log."""
+    """Keep the time at which each task of the running event loop is made, if there is a log."""
     if _PATH:
         asyncio.get_running_loop().set_task_factory(_noted)
 

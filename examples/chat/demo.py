@@ -1,4 +1,4 @@
-"""The demonstration as one process tree: start a server, send it load, stop it, say whether all went well.
+"""The demonstration as one process tree: start a server, send it load, stop it, report the result.
 
 `python -m chat.demo --requests 300 -- COMMAND` takes the command that starts the server, for instance with
 `python -m instrument run --profile configs/chat.yaml -- -m chat.server --port 0`. Without a command it is the bare

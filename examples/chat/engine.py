@@ -50,19 +50,19 @@ class Generation:
     finish: Finish | None = None
 
     async def wait_for_turn(self) -> None:
-        """Until the engine begins with the prompt, or has ended the request before it came to that."""
+        """Wait until the engine begins with the prompt, or has ended the request before."""
         with logged("wait_for_turn", self.id):
             await self.taken_up.wait()
 
     async def first_token(self) -> int | None:
-        """What the prompt gives, None if the request has ended without a token."""
+        """Return the first token, None if the request has ended without one."""
         with logged("first_token", self.id):
             return await self.tokens.get()
 
     # The rest is called by the engine, on its thread.
 
     def begin(self) -> None:
-        """Say that the engine works on it."""
+        """Report that the engine works on it."""
         self._tell(self.taken_up.set)
 
     def give(self, token: int) -> None:
@@ -70,7 +70,7 @@ class Generation:
         self._tell(self.tokens.put_nowait, token)
 
     def end(self, finish: Finish) -> None:
-        """Say how it ended, after its last token or without one."""
+        """Report the reason of its end, after its last token or without one."""
         self.finish = finish
         self.begin()
         self._tell(self.tokens.put_nowait, None)
@@ -87,7 +87,7 @@ class Engine:
     """Owns the model, its cache and the thread that runs them."""
 
     def __init__(self, model: ChatModel, *, slots: int = 16, waiting: int = 256) -> None:
-        """`slots` requests are computed at a time, `waiting` more may queue."""
+        """Compute up to `slots` requests at a time; up to `waiting` more may queue."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device).eval()
         self.length = model.size.length
@@ -187,13 +187,13 @@ class Engine:
         return tokens, places
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Scores [row, vocabulary] of what follows the last token of every row."""
+        """Scores [row, vocabulary] of the next token of every row."""
         with torch.inference_mode():
             scores: Tensor = self.model(tokens, positions, cache)[:, -1]
         return scores
 
     def sample(self, generations: list[Generation], rows: list[int], scores: Tensor) -> list[int]:
-        """Next token of every request, whose scores stand in its row: the most likely one, or a draw of its own."""
+        """Return the next token of every request, by the scores in its row: the most likely one, or a draw."""
         host = scores.to("cpu")
         tokens = []
         for generation, row in zip(generations, rows, strict=True):
@@ -220,7 +220,7 @@ class Engine:
         generation.end(finish)
 
     def run(self) -> None:
-        """Work until there will be none, on the engine's thread."""
+        """Work until the engine stops, on its own thread."""
         while self.wait_for_work():
             self._step_or_fail()
         for generation in [*self._active, *self._waiting]:
@@ -242,5 +242,5 @@ class Engine:
 
 
 def random_of(seed: int | None) -> torch.Generator | None:
-    """What draws the samples of a request, None if it does not sample."""
+    """Return the random generator of a request, None if it does not sample."""
     return None if seed is None else torch.Generator().manual_seed(seed)

@@ -22,10 +22,10 @@ from chat.weights import build_model
 
 
 class EngineProcess:
-    """What an `Engine` is to the application, for one in another process."""
+    """The face of an `Engine` for the application, with the engine in another process."""
 
     def __init__(self, weights: Path | None = None, *, slots: int = 16, threads: int = 1, waiting: int = 256) -> None:
-        """`slots` requests are computed at a time on so many CPU threads, `waiting` more may queue."""
+        """Compute up to `slots` requests at a time on `threads` CPU threads; up to `waiting` more may queue."""
         self.length = Size().length
         self.device = "not known yet"
         self._limit = slots + waiting
@@ -72,21 +72,21 @@ class EngineProcess:
     def _read(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                request_id, told = self._connection.recv()
+                request_id, message = self._connection.recv()
                 generation = self._open[request_id]
-                if told is None:
+                if message is None:
                     generation.begin()
-                elif isinstance(told, int):
-                    generation.give(told)
+                elif isinstance(message, int):
+                    generation.give(message)
                 else:
                     del self._open[request_id]
-                    generation.end(told)
+                    generation.end(message)
         for generation in self._open.values():  # the process has ended, and not as it should
             generation.end("failed")
 
 
 def compute(connection: Connection, weights: Path | None, slots: int, threads: int) -> None:
-    """What the process does."""
+    """Run the engine: the work of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to both: the server says when to end
     torch.set_num_threads(threads)
     engine = RemoteEngine(build_model(weights), connection, slots)
@@ -99,24 +99,24 @@ class RemoteEngine(Engine):
     """Takes its requests from a connection, between two steps, on the thread that computes."""
 
     def __init__(self, model: ChatModel, connection: Connection, slots: int) -> None:
-        """Whoever is at the other end sees to it that not too many wait."""
+        """Read requests from `connection`. The other end bounds their number."""
         super().__init__(model, slots=slots, waiting=sys.maxsize)
         self._connection = connection
         self._running = True
 
     def wait_for_work(self) -> bool:
-        """Take what has come, and wait for it where there is nothing to compute; False at the end."""
+        """Read the messages that have come. Wait for one if there is nothing to compute. Return False at the end."""
         while self._connection.poll(0 if self._active or self._waiting else None):
             try:
-                told = self._connection.recv()
+                message = self._connection.recv()
             except EOFError:  # the server is no more
                 return False
-            if told is None:
+            if message is None:
                 return False
-            if len(told) == 1:
-                self._cancel_of(*told)
+            if len(message) == 1:
+                self._cancel_of(*message)
             else:
-                request_id, prompt, max_tokens, seed = told
+                request_id, prompt, max_tokens, seed = message
                 random = random_of(seed)
                 generation = RemoteGeneration(request_id, prompt, max_tokens, random, connection=self._connection)
                 with debug_log.logged("accept", request_id):
@@ -131,12 +131,12 @@ class RemoteEngine(Engine):
 
 @dataclass(eq=False)
 class RemoteGeneration(Generation):
-    """A request whose tokens go over a connection, each with the id: None for the begin, at last how it ended."""
+    """A request that sends its tokens over a connection, with its id: None at the begin, and the reason at its end."""
 
     connection: Connection | None = None
 
     def begin(self) -> None:
-        """Say that the engine works on it."""
+        """Report that the engine works on it."""
         self._send(None)
 
     def give(self, token: int) -> None:
@@ -144,10 +144,10 @@ class RemoteGeneration(Generation):
         self._send(token)
 
     def end(self, finish: Finish) -> None:
-        """Say how it ended."""
+        """Report the reason of its end."""
         self._send(finish)
 
-    def _send(self, told: int | str | None) -> None:
+    def _send(self, message: int | str | None) -> None:
         if self.connection is not None:
             with suppress(OSError):  # the server is no more, which the next step finds
-                self.connection.send((self.id, told))
+                self.connection.send((self.id, message))

@@ -68,7 +68,7 @@ def report(answers: list[Answer], wall_s: float, out: TextIO) -> None:
 
 
 def differences(answers: list[Answer], saved: Path) -> list[str]:
-    """Answers that are not, byte for byte, those of an earlier run."""
+    """Return the answers that differ from those of an earlier run."""
     before: list[str] = json.loads(saved.read_text(encoding="utf-8"))
     if len(before) != len(answers):
         return [f"{saved} has {len(before)} answers, this run has {len(answers)}"]

@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(size.width, size.width)
 
     def forward(self, x: Tensor, positions: Tensor, cache: LayerCache | None) -> Tensor:
-        """Attend from x [row, token, channel], whose tokens stand at `positions` [row, token]."""
+        """Attend from x [row, token, channel], with its tokens at `positions` [row, token]."""
         rows, tokens, width = x.shape
         query, keys, values = self.query_key_value(x).view(rows, tokens, 3, self.heads, width // self.heads).unbind(2)
         seen = positions

@@ -36,7 +36,7 @@ def make_weights(size: Size, seed: int = SEED) -> dict[str, Tensor]:
 
 
 def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Write a state; the same state gives the same bytes, whatever the file is called."""
+    """Write a state. The same state gives the same bytes, under any file name."""
     with path.open("wb") as file:
         torch.save(weights, file)
 
