@@ -341,7 +341,7 @@ LINES_AND_FILES = {
     "": (261, 4),
     "agent": (4_612, 19),
     "chrome": (3_076, 9),
-    "cli": (2_527, 14),
+    "cli": (2_526, 14),
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "report": (12_160, 45),
     "runtime": (2_600, 18),
     "sessions": (7_304, 31),
-    "trace": (8_490, 31),
+    "trace": (8_478, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

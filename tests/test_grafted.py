@@ -38,8 +38,7 @@ from instrument.recording.spans import BATCH_KEYS, Origin, Span
 from instrument.trace import file
 from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
-from instrument.trace.grafted import graft, grafted, trace_id_of
-from instrument.trace.joined import join
+from instrument.trace.joined import graft, grafted, join, trace_id_of
 from instrument.trace.ledger import ledger
 from instrument.trace.merge import merge
 from instrument.trace.stages import stage_spans

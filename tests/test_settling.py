@@ -30,8 +30,7 @@ from instrument.recording.tally import Tally
 from instrument.trace import tail_sampling, unsettled
 from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
-from instrument.trace.grafted import grafted
-from instrument.trace.joined import Joined, join
+from instrument.trace.joined import Joined, grafted, join
 from instrument.trace.merge import merge
 from instrument.trace.settling import Settling
 from instrument.trace.stages import stage_spans

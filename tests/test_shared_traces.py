@@ -15,7 +15,7 @@ from test_agent import INSTRUMENT, folder, until
 
 from instrument.runtime import run_folder
 from instrument.sessions import files
-from instrument.trace.grafted import trace_id_of
+from instrument.trace.joined import trace_id_of
 
 __all__ = ["folder"]
 

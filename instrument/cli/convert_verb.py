@@ -111,8 +111,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.otlp.span_ids import SpanIds
     from instrument.runtime import atomic
     from instrument.trace.by_process import rows_by_process
-    from instrument.trace.grafted import grafted
-    from instrument.trace.joined import join
+    from instrument.trace.joined import grafted, join
     from instrument.trace.merge import merge
     from instrument.trace.stages import stage_spans
     from instrument.trace.trace import with_spans

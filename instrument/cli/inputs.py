@@ -195,7 +195,7 @@ def merged_of(verb: str, paths: Sequence[str], options: argparse.Namespace) -> S
 
 def one_trace(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
     """Merge recordings into one, with one tree per request. Raises `TraceError`."""
-    from instrument.trace.grafted import graft
+    from instrument.trace.joined import graft
     from instrument.trace.merge import merge
 
     return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)

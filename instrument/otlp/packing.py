@@ -61,7 +61,7 @@ class Ids:
     splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. Number 0 is no span: its id
     stands in for the one number that would give zero. Numbers from 2**63 up are device intervals. `instance` is the
     process's service.instance.id. Made anew after a fork. By the `run` processes that no agent joins know the traces of
-    requests with keys, see `instrument.trace.grafted.trace_id_of`; "" is for none.
+    requests with keys, see `instrument.trace.joined.trace_id_of`; "" is for none.
     """
 
     __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")

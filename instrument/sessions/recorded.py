@@ -185,7 +185,7 @@ class Recorded:
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
         """Trace id and span id of a request that is known by a key first, "" for none."""
-        from instrument.trace.grafted import trace_id_of
+        from instrument.trace.joined import trace_id_of
 
         trace_id, span_id = self.ids().of(span)
         run = self.ids().run if key and span.remote is None else ""

@@ -17,8 +17,7 @@ from instrument.recording.spans import BATCH_KEYS, KEY
 from instrument.trace.columns import Bools, Columns
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.gathered import OPEN, Gathered
-from instrument.trace.grafted import grafted
-from instrument.trace.joined import join
+from instrument.trace.joined import grafted, join
 from instrument.trace.tail_sampling import EndedRequest, are_sampled
 from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, UnsettledRows
 

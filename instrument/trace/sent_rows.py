@@ -14,7 +14,7 @@ from instrument.recording.spans import KEY, AttributeValue, Span
 from instrument.trace.columns import AttributesOfRows, Columns, DeviceIntervals, Int64s
 from instrument.trace.decisions import Decisions
 from instrument.trace.forest import NONE, nearest, nearest_above
-from instrument.trace.grafted import trace_id_of
+from instrument.trace.joined import trace_id_of
 from instrument.trace.request_steps import StepKinds
 from instrument.trace.stages import Stages, spans_of_stages, stages
 from instrument.trace.trace import spans_of
