@@ -341,11 +341,11 @@ LINES_AND_FILES = {
     "": (261, 4),
     "agent": (4_612, 19),
     "chrome": (3_076, 9),
-    "cli": (2_526, 14),
+    "cli": (2_537, 14),
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
-    "instrumentors": (11_181, 43),
+    "instrumentors": (11_185, 43),
     "native": (9_752, 28),
     "otlp": (5_025, 21),
     "profile": (2_492, 8),
@@ -353,9 +353,9 @@ LINES_AND_FILES = {
     "recorder": (2_578, 9),
     "recording": (4_111, 19),
     "report": (12_160, 45),
-    "runtime": (2_600, 18),
+    "runtime": (2_616, 18),
     "sessions": (7_304, 31),
-    "trace": (8_478, 30),
+    "trace": (8_480, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

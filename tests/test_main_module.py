@@ -209,6 +209,35 @@ def test_children_that_multiprocessing_starts_are_reached_by_the_same_rule(metho
     assert calls == {f"__main__:{name}": 1 for name in ("handle", "child", "main", "Worker.work")}
 
 
+@pytest.mark.slow
+def test_a_spawned_child_that_starts_a_session_late_records_by_the_names_of_its_main_module() -> None:
+    """Its functions look names up in the globals that `runpy` gave them; the module has a copy."""
+    write("engine.py", "def serve(): pass")
+    write("own.yaml", "functions: [{match: ['engine:*', '__main__:*']}]")
+    write(
+        "late.py",
+        """
+        import instrument, multiprocessing
+        from engine import serve
+        def child(queue):
+            session = instrument.start("own.yaml")
+            serve()
+            helper()
+            queue.put(sorted(row.path[-1].name for row in session.tally().rows()))
+        def helper(): serve()
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("spawn")
+            queue = context.Queue()
+            process = context.Process(target=child, args=(queue,))
+            process.start()
+            print(queue.get(timeout=60))
+            process.join()
+        """,
+    )
+    done = run("late.py")
+    assert done.stdout == "['helper', 'serve', 'serve']\n", done.stderr
+
+
 def test_a_session_that_the_program_starts_itself_reaches_what_it_defines_later() -> None:
     write(
         "own.py",

@@ -16,8 +16,11 @@ from instrument import chrome
 from instrument.chrome import slices
 from instrument.profile.keys import loads
 from instrument.profile.model import VIEWS
+from instrument.recording.spans import Origin
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
+from instrument.trace import file
+from instrument.trace.trace import Trace
 
 BLOCK = 50_000
 
@@ -65,11 +68,11 @@ def outcome(*arguments: str) -> Report:
 def test_a_packed_bomb_is_refused_within_half_a_gigabyte(says: str, tmp_path: Path) -> None:
     head, unit, count, tail = BOMBS[says]
     path = tmp_path / "bomb.json.gz"
-    with gzip.open(path, "wb", compresslevel=9) as file:
-        file.write(head)
+    with gzip.open(path, "wb", compresslevel=9) as packed:
+        packed.write(head)
         for _ in range(count // BLOCK):
-            file.write(unit * BLOCK)
-        file.write(tail)
+            packed.write(unit * BLOCK)
+        packed.write(tail)
     done = report(str(path))
     assert (done.code, says in done.text, done.text.count("\n")) == (2, True, 1)
     assert done.peak_bytes < 500_000_000
@@ -138,3 +141,11 @@ def test_no_text_of_a_file_makes_a_line_of_a_report_longer_than_a_screen(tmp_pat
     with pytest.raises(instrument.TraceError, match="of the kind 'xxx") as raised:
         chrome.load(path)
     assert len(str(raised.value)) < 400
+
+
+def test_a_program_that_has_much_memory_itself_reads_a_file_all_the_same(tmp_path: Path) -> None:
+    path = file.dump(tmp_path / "one.npz", Trace(Origin(1, "shop", 0, 0), 0, 100, [], {}))
+    code = "import sys; large = bytearray(600_000_000); from instrument.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "report", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

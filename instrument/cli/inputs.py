@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 500_000_000
 """The least bound for a verb, of all memory of the process."""
+
+COMMAND_BYTES = 150_000_000
+"""Memory of a command before it reads. A program that calls `main` may have more, which does not count."""
 
 SHARE_OF_DATA = 0.9
 """The share of the bound that is the system's limit, which does not count libraries and stacks."""
@@ -47,7 +50,7 @@ def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> I
 
     Raises `InstrumentError` for files that take more: they are malicious, or very large.
     """
-    bound = asked_bytes or bound_bytes(files)
+    bound = asked_bytes or bound_bytes(files) + max(0, _data_bytes() - COMMAND_BYTES)
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([int(bound * SHARE_OF_DATA), *limits]), most))
@@ -63,6 +66,14 @@ def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> I
         ) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+
+
+def _data_bytes() -> int:
+    """Return the memory of the process by the measure of the system's limit, 0 if unknown."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmData:")).split()[1])
+    return 0
 
 
 def _need_bytes(file: Path) -> int:

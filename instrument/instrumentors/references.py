@@ -26,6 +26,8 @@ from types import (
 )
 from typing import Any, NamedTuple
 
+from instrument.runtime.main_module import MAINS, spawned_main
+
 DEPTH = 4
 """The most objects between a function and a name that leads to it."""
 
@@ -60,7 +62,9 @@ def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> lis
     """
     wanted, spared = set(map(id, things)), {"instrument", *spared}
     found: list[Name] = []
-    for name, module in loaded_modules() if wanted else ():
+    spawned = spawned_main()
+    behind = [] if spawned is None else [(MAINS[1], spawned)]
+    for name, module in [*loaded_modules(), *behind] if wanted else ():
         names = namespace(module)
         # One loop in C, for hardly any module has such a name.
         if not wanted.isdisjoint(map(id, list(names.values()))) and name.partition(".")[0] not in spared:

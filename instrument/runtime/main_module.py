@@ -16,7 +16,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from instrument.runtime.faults import FAULTS
@@ -76,8 +76,8 @@ def tracer_of_main() -> str:
     return runner if runner in TRACERS else ""
 
 
-class _MainNames(ModuleType):
-    """A module of the names of a script that a runner runs without one. Both share the names."""
+class MainNames(ModuleType):
+    """A module that shares the names of a script: one that a runner runs, or the main one of a spawned child."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -99,6 +99,22 @@ class _MainNames(ModuleType):
 
     def __delattr__(self, name: str) -> None:
         del self.__dict__[name]
+
+
+def spawned_main() -> MainNames | None:
+    """Return the names that functions of a spawned child's main module look up: its module has a copy of them."""
+    module = sys.modules.get(MAINS[1])
+    if module is None:
+        return None
+    copied = object.__getattribute__(module, "__dict__")
+    values = list(copied.values())
+    methods = [method for kind in values if type(kind) is type for method in vars(kind).values()]
+    for function in values + methods:
+        is_function = type(function) is FunctionType or "__instrument_function__" in vars(type(function))  # or a probe
+        names = function.__globals__ if is_function else copied
+        if names is not copied and names.get("__name__") == MAINS[1]:
+            return MainNames(names)
+    return None
 
 
 class Plan(NamedTuple):
@@ -199,7 +215,7 @@ class Watch:
         self._seen: dict[str, int] = {}
         self._mains: tuple[str, ...] = MAINS
         self._runner = ""
-        self._of_runner: _MainNames | None = None
+        self._of_runner: MainNames | None = None
         self._is_next = False
         self._means: _Monitoring | _Tracing | None = None
 
@@ -256,7 +272,7 @@ class Watch:
         if module is not None or not self._runner:
             return module
         if self._of_runner is None or self._of_runner.__dict__ is not names:
-            self._of_runner = _MainNames(names)
+            self._of_runner = MainNames(names)
         return self._of_runner
 
     def started(self, code: CodeType, names: dict[str, Any]) -> bool:

@@ -224,6 +224,8 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
         why: str = f"{problem.strerror or problem}; give a recording that may be read"
         raise TraceError(f"cannot read the recording {os.fspath(path)}: {why}") from problem
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError) as problem:
+        if str(problem).startswith("Error -4 "):
+            raise MemoryError from problem  # zlib had none
         why = f"it is cut off or damaged ({problem!s:.80}); write or copy it again"
         raise TraceError(f"cannot read the recording {os.fspath(path)}: {why}") from problem
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
