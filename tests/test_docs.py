@@ -71,7 +71,13 @@ def test_no_page_has_a_private_word(page: str) -> None:
     assert PRIVATE_WORD.findall(text) == []
 
 
-EXAMPLES = sorted([*(PROJECT / "configs").glob("*.yaml"), *(PROJECT / "examples").rglob("*.yaml")])
+EXAMPLES = sorted(
+    [
+        *(PROJECT / "configs").glob("*.yaml"),
+        *(PROJECT / "examples").rglob("*.yaml"),
+        *(FOLDER.parent / "profile" / "presets").glob("*.yaml"),
+    ]
+)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -271,7 +277,8 @@ def described_keys(section: str) -> str:
             facts.append("required")
         default = key.get("default")
         if default is not None:
-            facts.append(f"default `{yaml.safe_dump(default, default_flow_style=True, width=1000).split(chr(10))[0]}`")
+            text = default if isinstance(default, str) else yaml.safe_dump(default, default_flow_style=True, width=1000)
+            facts.append(f"default `{text.splitlines()[0]}`")
         path = f"{section}.{name}" if section else name
         variables = [f"`{variable}`" for variable, _ in VARIABLES.get(path, ()) if variable.startswith("OTEL_")]
         text = f"- `{name}` ({'; '.join(facts)}). {key['description']}"
