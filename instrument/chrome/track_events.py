@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, one_by_one
+from instrument.chrome.writing import write_parts
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
-from instrument.runtime import atomic, compression
 from instrument.trace.columns import Int32s, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import numbered
@@ -50,8 +50,6 @@ FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
 LIMIT_PID = 1 << 31
 """No process or thread has a number from here on."""
 
-ZLIB_LEVEL = 4
-
 
 def protos() -> Any:
     """Perfetto's messages. Raises `InstrumentError` that names the extra where they are missing."""
@@ -64,14 +62,7 @@ def protos() -> Any:
 
 def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
     """Write a trace in Perfetto's format, packed where the name ends in `.gz`; whole, or not at all."""
-    packets, target = _Packets(protos(), trace), Path(path)
-    packer = compression.compressor(ZLIB_LEVEL) if target.suffix == ".gz" else None
-    with atomic.replacing(target) as file:
-        for part in packets.parts():
-            file.write(packer.compress(part) if packer else part)
-        if packer:
-            file.write(packer.flush())
-    return target
+    return write_parts(path, _Packets(protos(), trace).parts())
 
 
 class _Packets:

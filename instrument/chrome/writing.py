@@ -370,11 +370,16 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 
     Raises `TraceError` when the file cannot be written.
     """
+    return write_parts(path, _document(trace, tally))
+
+
+def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
+    """Write the parts of a file, packed with gzip if the name ends in `.gz`, as `dump` says."""
     target = Path(path)
     try:
         with atomic.replacing(target) as file:
             packer = compression.compressor(ZLIB_LEVEL) if target.suffix == ".gz" else None
-            for data in _document(trace, tally):
+            for data in parts:
                 file.write(packer.compress(data) if packer else data)
             if packer:
                 file.write(packer.flush())

@@ -6,7 +6,7 @@ if the call waits for the copy; where it does not, its host time says nothing of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.section import Coverage, Section, Text, View
-from instrument.report.table import MISSING, bounded, in_unit, summed
+from instrument.report.table import MISSING, adding, bounded, in_unit, remaining_row
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.groups import Groups
@@ -120,7 +120,7 @@ def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
     found: dict[str, list[CopyUse]] = {}
     for use in uses:
         found.setdefault(use.direction, []).append(use)
-    return [_together(of_it, direction) for direction, of_it in found.items()]
+    return [remaining_row(of_it, SUMS, direction=direction, remaining=0) for direction, of_it in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +185,7 @@ def copies(recording: Recording, options: Options) -> CopiesView:
     """
     uses = copy_uses(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
-    shown = bounded(
-        heaviest, options, lambda use: use.device_ns or use.host_ns, lambda rest: _together(rest, remaining=len(rest))
-    )
+    shown = bounded(heaviest, options, lambda use: use.device_ns or use.host_ns, adding(*SUMS))
     return CopiesView(
         coverage=Coverage.of_recording(recording),
         directions=tuple(by_direction(uses)),
@@ -242,10 +240,6 @@ def _place(use: CopyUse) -> tuple[int, int, int, str]:
 SUMS = (
     "calls", "moved_bytes", "host_ns", "timed", "device_ns", "timed_bytes", "waited_ns", "waited_bytes", "staged",
 )  # fmt: skip
-
-
-def _together(uses: Sequence[CopyUse], direction: str = "", remaining: int = 0) -> CopyUse:
-    return summed(uses, SUMS, direction=direction, call="", sync=None, pinned=None, remaining=remaining)
 
 
 def _direction(use: CopyUse) -> str:

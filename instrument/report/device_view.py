@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from instrument.report.section import Coverage, Section, View, none_held
 from instrument.report.table import (
     GAP,
     LINE,
+    adding,
     bounded,
     in_unit,
     number,
@@ -28,7 +30,7 @@ from instrument.report.table import (
     shorten,
     wrapped,
 )
-from instrument.report.utilisation import DeviceUse, EndpointUse, NameUse, Unanswered, utilisation
+from instrument.report.utilisation import DeviceUse, EndpointUse, Unanswered, utilisation
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 from instrument.trace.ledger import DeviceLedger
@@ -298,13 +300,13 @@ def device(recording: Recording, options: Options) -> DeviceView:
         devices=tuple(
             replace(
                 each,
-                names=bounded(each.names, options, lambda name: name.summed_ns, _other_names),
-                endpoints=bounded(each.endpoints, options, lambda endpoint: endpoint.wall_ns, other_endpoints),
+                names=bounded(each.names, options, attrgetter("summed_ns"), adding("calls", "summed_ns")),
+                endpoints=shown_endpoints(each.endpoints, options),
             )
             for each in use.devices
         ),
         asked=use.asked,
-        unanswered=bounded(use.unanswered, replace(options, least_ns=0), lambda _: 0, _other_unanswered),
+        unanswered=bounded(use.unanswered, replace(options, least_ns=0), lambda _: 0, adding("spans")),
         reasons=dict(reasons.most_common()),
         in_flight_ns=use.in_flight_ns,
         requests_cut=use.requests_cut,
@@ -314,18 +316,10 @@ def device(recording: Recording, options: Options) -> DeviceView:
     )
 
 
-def _other_names(rest: Sequence[NameUse]) -> NameUse:
-    calls, summed_ns = sum(name.calls for name in rest), sum(name.summed_ns for name in rest)
-    return NameUse("", "", calls, summed_ns, None, None, None, None, remaining=len(rest))
-
-
-def other_endpoints(rest: Sequence[EndpointUse]) -> EndpointUse:
-    parts = [(one.requests, one.wall_ns, one.own_ns, one.others_ns, one.starved_ns) for one in rest]
-    return replace(EndpointUse("", *map(sum, zip(*parts, strict=True))), remaining=len(rest))
-
-
-def _other_unanswered(rest: Sequence[Unanswered]) -> Unanswered:
-    return Unanswered("", "", "", sum(one.spans for one in rest), remaining=len(rest))
+def shown_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
+    """Return the endpoints that the options leave, and the row of the others."""
+    rest = adding("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
+    return bounded(uses, options, attrgetter("wall_ns"), rest)
 
 
 class DevicePart(NamedTuple):

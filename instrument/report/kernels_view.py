@@ -25,10 +25,10 @@ from instrument.report.table import (
     in_unit,
     name_of_site,
     number,
+    remaining_row,
     safe,
     share,
     shorten,
-    summed,
 )
 from instrument.report.units import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
 from instrument.report.view import Options, Recording, SortKey
@@ -232,16 +232,15 @@ def kernels(recording: Recording, options: Options) -> Kernels:
 
 
 def _other_kernels(rest: Sequence[KernelUse], all_ns: int) -> KernelUse:
-    return summed(
+    return remaining_row(
         rest, ("calls", "total_ns"), name=f"(remaining {len(rest)})", max_ns=max(use.max_ns for use in rest),
-        min_ns=min(use.min_ns for use in rest), busy_ns=None, ratio=share(sum(use.total_ns for use in rest), all_ns),
-        remaining=len(rest),
+        min_ns=min(use.min_ns for use in rest), ratio=share(sum(use.total_ns for use in rest), all_ns),
     )  # fmt: skip
 
 
 def _other_places(rest: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
-    count, total_ns = sum(use.kernels for use in rest), sum(use.total_ns for use in rest)
-    return KernelPlace(f"(remaining {len(rest)})", "", count, total_ns, None, share(total_ns, all_ns), "", len(rest))
+    ratio = share(sum(use.total_ns for use in rest), all_ns)
+    return remaining_row(rest, ("kernels", "total_ns"), name=f"(remaining {len(rest)})", ratio=ratio)
 
 
 def _key(options: Options) -> SortKey:

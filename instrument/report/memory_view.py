@@ -15,7 +15,7 @@ import numpy as np
 
 from instrument.recording.spans import HOST, Sample, is_operator
 from instrument.report.section import Section, View, device_name, mebibytes
-from instrument.report.table import MISSING, bounded, number, safe, shorten, summed, wrapped
+from instrument.report.table import MISSING, bounded, number, remaining_row, safe, shorten, wrapped
 from instrument.report.units import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
@@ -425,7 +425,7 @@ def _together(uses: Sequence[PlaceMemory]) -> PlaceMemory:
     devices = {use.device for use in uses}
     device = devices.pop() if len(devices) == 1 else None
     sums = ("allocations", "frees", "allocated_bytes", "freed_bytes", "held_bytes")
-    return summed(uses, sums, device=device, name="", kind="", thread="", remaining=len(uses))
+    return remaining_row(uses, sums, device=device)
 
 
 # Text

@@ -28,7 +28,7 @@ from instrument.report.device_view import (
     by_endpoint,
     device_share_section,
     device_shares,
-    other_endpoints,
+    shown_endpoints,
 )
 from instrument.report.endpoint_times import (
     CLASSES,
@@ -319,7 +319,7 @@ def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]
     if not len(recording.columns.device):
         return ()
     return tuple(
-        DeviceWithin(one.device, bounded(one.endpoints, options, lambda use: use.wall_ns, other_endpoints))
+        DeviceWithin(one.device, shown_endpoints(one.endpoints, options))
         for one in recording.once(utilisation).devices
         if one.endpoints
     )

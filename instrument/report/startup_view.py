@@ -23,10 +23,10 @@ from instrument.report.table import (
     bounded,
     in_unit,
     name_of_site,
+    remaining_row,
     safe,
     share,
     shorten,
-    summed,
     wrapped,
 )
 from instrument.report.view import Options, Recording
@@ -392,9 +392,11 @@ def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tu
     """Return the packages that the options leave, those whose own modules took longest first."""
 
     def rest(others: Sequence[Imports]) -> Imports:
-        its, sums = {"total_ns": None, "remaining": len(others)}, ("entries", "self_ns", "in_spans_ns", "late_ns")
-        ratio = share(sum(one.self_ns for one in others), all_ns)
-        return summed(others, sums, package=f"(remaining {len(others)})", ratio=ratio, **its)
+        sums, ratio = (
+            ("entries", "self_ns", "in_spans_ns", "late_ns"),
+            share(sum(one.self_ns for one in others), all_ns),
+        )
+        return remaining_row(others, sums, package=f"(remaining {len(others)})", ratio=ratio)
 
     found = [
         Imports(one.package, one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns,
@@ -406,14 +408,12 @@ def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tu
 
 
 def _other_preparations(rest: Sequence[Preparation]) -> Preparation:
-    its = {"phase": "", "total_ns": None, "in_requests_ns": None, "remaining": len(rest)}
     max_ns = max(one.max_ns for one in rest)
-    return summed(rest, ("calls", "self_ns"), name=f"(remaining {len(rest)})", max_ns=max_ns, **its)
+    return remaining_row(rest, ("calls", "self_ns"), name=f"(remaining {len(rest)})", max_ns=max_ns)
 
 
 def _other_warm_ups(rest: Sequence[WarmUp]) -> WarmUp:
-    calls, extra_ns = sum(one.calls for one in rest), sum(one.extra_ns for one in rest)
-    return WarmUp(f"(remaining {len(rest)})", "", calls, None, None, None, extra_ns, len(rest))
+    return remaining_row(rest, ("calls", "extra_ns"), name=f"(remaining {len(rest)})")
 
 
 class _Prepared(NamedTuple):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -304,6 +305,13 @@ def bounded(
     return (*heavy, rest([line for line in lines if id(line) not in shown]))
 
 
-def summed(rows: Sequence[Row], fields: Sequence[str], **others: Any) -> Row:
-    """One row for several, with the sums of some fields and what is given of the others."""
-    return replace(rows[0], **{name: sum(getattr(row, name) for row in rows) for name in fields}, **others)
+def adding(*sums: str) -> Callable[[Sequence[Any]], Any]:
+    """Return the function that makes the row of several that are left out, of the sums of some fields."""
+    return partial(remaining_row, sums=sums)
+
+
+def remaining_row(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
+    """Return the row of several that are left out: the sums of some fields, the facts, and nothing in other fields."""
+    values = {one.name: "" if isinstance(getattr(rows[0], one.name), str) else None for one in fields(rows[0])}
+    added = {name: sum(getattr(row, name) for row in rows) for name in sums}
+    return type(rows[0])(**{**values, **added, "remaining": len(rows), **facts})
