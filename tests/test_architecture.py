@@ -341,7 +341,7 @@ LINES_AND_FILES = {
     "": (261, 4),
     "agent": (4_612, 19),
     "chrome": (3_072, 9),
-    "cli": (2_537, 14),
+    "cli": (2_728, 15),
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
@@ -352,10 +352,10 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_578, 9),
     "recording": (4_111, 19),
-    "report": (12_155, 45),
+    "report": (12_818, 47),
     "runtime": (2_616, 18),
     "sessions": (7_304, 31),
-    "trace": (8_480, 30),
+    "trace": (8_487, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from instrument.cli.option_values import one_of, size_bytes
 from instrument.errors import InstrumentError, TraceError
 from instrument.runtime import compression
-from instrument.trace.trace import Trace
 
 if TYPE_CHECKING:
     from instrument.trace.file import Saved
@@ -120,6 +119,13 @@ def files_in(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callab
     return list(dict.fromkeys(files))
 
 
+def runs_in(folder: str) -> list[list[str]]:
+    """Return the files of each run of a folder, the oldest run first. Files that are of no run are one each."""
+    paths = _files_in(folder)
+    facts_by_path = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
+    return [*([path] for path in paths if path not in facts_by_path), *(run.files for run in runs_of(facts_by_path))]
+
+
 def _files_in(folder: str) -> list[str]:
     known: dict[str, str] = {}
     names = sorted(entry.name for entry in Path(folder).iterdir() if not entry.name.startswith("."))
@@ -134,8 +140,6 @@ def _files_in(folder: str) -> list[str]:
 
 def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
     """Return the files of the run that is asked for, else of the newest run. Files that are of no run stay."""
-    from instrument.cli.inputs import chosen, runs_of
-
     known = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
     if not known and run is None:
         return list(paths)

@@ -304,6 +304,13 @@ class _Paths:
         return found
 
 
+def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
+    """Return the number of each row's call path, and the sites of each path, the topmost first."""
+    paths = _Paths(None)
+    node_of = _folded_nodes(trace, paths)
+    return node_of, paths.all(trace.sites)
+
+
 def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
     """The tally of all spans; `threads` are the names of some.
 

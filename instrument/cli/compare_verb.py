@@ -1,0 +1,187 @@
+"""`instrument compare`: what a deployment changed, apart from what its load changed, and a gate for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+from instrument.cli.inputs import (
+    CLOCK,
+    CLOCKS,
+    FILES,
+    files_in,
+    load_libraries,
+    one_trace,
+    runs_in,
+    saved_in,
+    within_memory,
+)
+from instrument.cli.option_values import Verbs, count, count_or_all, one_of, size_bytes
+from instrument.errors import InstrumentError
+from instrument.report.view import UNITS
+
+if TYPE_CHECKING:
+    from instrument.report.comparison import Comparison
+    from instrument.report.view import Recording
+
+REGRESSION, INCONCLUSIVE = 1, 3
+"""Exit codes of the gate. 0 is that nothing got slower by more than asked for."""
+
+MOST = 15
+"""Rows of a table in text where the user gives no number."""
+
+KEPT = 5
+"""Good runs that a baseline keeps."""
+
+
+def share(text: str) -> float:
+    """Read a share, such as 3% or 0.03."""
+    match = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)(%?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a share such as 3%")
+    return float(match[1]) / (100 if match[2] else 1)
+
+
+def add(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "compare",
+        help="separate what a deployment changed from what its load changed, by recordings before and after it",
+        usage="instrument compare BEFORE AFTER [options]\n       instrument compare --baseline FOLDER AFTER [options]",
+        description="Compares like work: calls of the same path, size, batch and load. Exit code: 0, 1 where a call "
+        "path got slower than --fail-over allows, 3 where the recordings do not say. Wants instrument-sdk[compare].",
+    )
+    parser.add_argument("sides", nargs="+", metavar="FILE", help=f"BEFORE and AFTER, each {FILES}")
+    parser.add_argument(
+        "--all", action="store_true", help="of a folder, all runs; with 3 on each side they are the units"
+    )
+    parser.add_argument(
+        "--fail-over", type=share, metavar="SHARE", help="a gate: the most that a call path may get slower"
+    )
+    parser.add_argument(
+        "--baseline", metavar="FOLDER", help="BEFORE is what this folder keeps; AFTER is added if it passes"
+    )
+    parser.add_argument(
+        "--keep", type=count, default=KEPT, metavar="N", help=f"runs that a baseline keeps (default: {KEPT})"
+    )
+    parser.add_argument(
+        "--rows", type=count_or_all, metavar="N|all", help=f"rows of each table (default: {MOST} in text)"
+    )
+    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="of times in text (default: ms)")
+    parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
+    parser.add_argument("--markdown", metavar="PATH", help="also write the verdict and the changed paths as Markdown")
+    parser.add_argument("--junit", metavar="PATH", help="also write a test case per call path as JUnit's XML")
+    parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
+    parser.add_argument("--memory", type=size_bytes, metavar="SIZE", help="the most to use, such as 2GiB")
+    parser.set_defaults(verb=compare)
+
+
+def compare(options: argparse.Namespace, host: list[str]) -> int:
+    """Print what changed. Returns the exit code of the gate."""
+    baseline = Path(options.baseline) if options.baseline else None
+    if len(options.sides) != (1 if baseline else 2):
+        names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
+        raise InstrumentError(f"compare: asked for {len(options.sides)} files or folders; give {names}")
+    if baseline is not None and not (runs := _kept(baseline)):
+        _keep(baseline, options.sides[0], options.keep)
+        print(f"instrument: compare: the baseline {baseline} was empty; {options.sides[0]} is its first run")
+        return 0
+    befores = list(map(str, runs)) if baseline is not None else options.sides[:1]
+    load_libraries()
+    from instrument.report import effects
+    from instrument.report.comparison import compare as compare_runs
+    from instrument.report.view import Options, document
+
+    effects.student()  # before memory is bounded
+    view_options = Options(unit=options.unit, rows=options.rows or None, most=None if options.json else MOST)
+    paths = [Path(side) for side in (*befores, options.sides[-1])]
+    files = [str(file) for path in paths for file in (path.rglob("*.*") if path.is_dir() else [path])]
+    with within_memory("compare", files, options.memory):
+        before = [run for side in befores for run in _runs(side, options)]
+        comparison = compare_runs(before, _runs(options.sides[-1], options), view_options)
+    code = _verdict(comparison, options.fail_over)
+    if options.json:
+        json.dump({"exit_code": code, **document(comparison)}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.writelines(f"{line.rstrip()}\n" for line in comparison.lines())
+    if options.markdown:
+        Path(options.markdown).write_text(_markdown(comparison), "utf-8")
+    if options.junit:
+        ElementTree.ElementTree(_junit(comparison, options.fail_over)).write(
+            options.junit, "utf-8", xml_declaration=True
+        )
+    if baseline is not None and code == 0:
+        _keep(baseline, options.sides[0], options.keep)
+    return code
+
+
+def _runs(side: str, options: argparse.Namespace) -> list[Recording]:
+    """Read one side: its run, or with `--all` each of its runs."""
+    from instrument.report.view import Recording
+
+    def say(sentence: str) -> None:
+        print(f"instrument: compare: {sentence}", file=sys.stderr)
+
+    runs = runs_in(side) if options.all and Path(side).is_dir() else [files_in([side], None, False, say)]
+    return [Recording.of_saved(one_trace(list(map(saved_in, files)), options.clock)) for files in runs]
+
+
+def _verdict(comparison: Comparison, limit: float | None) -> int:
+    if limit is None:
+        return 0
+    return REGRESSION if comparison.over(limit) else INCONCLUSIVE if comparison.unsure(limit) else 0
+
+
+def _kept(baseline: Path) -> list[Path]:
+    """Return the runs of a baseline, the oldest first."""
+    return sorted(path for path in baseline.iterdir() if path.is_dir()) if baseline.is_dir() else []
+
+
+def _keep(baseline: Path, side: str, most: int) -> None:
+    """Copy a run into the baseline, and remove the oldest ones beyond `most`."""
+    runs = _kept(baseline)
+    number = int(runs[-1].name.rpartition("-")[2]) + 1 if runs else 1
+    target = baseline / f"run-{number:06d}"
+    target.mkdir(parents=True)
+    for file in files_in([side], None, False, lambda sentence: None):
+        shutil.copy2(file, target)
+    for old in [*runs, target][:-most]:
+        shutil.rmtree(old)
+
+
+def _markdown(comparison: Comparison) -> str:
+    lines = ["## Comparison", "", *(f"- {sentence}" for sentence in comparison.sentences()), ""]
+    changed = comparison.changed
+    if changed:
+        lines += ["| Call path | Verdict | Change | Between | Cost, ms |", "|---|---|--:|---|--:|"]
+    lines += [
+        f"| `{change.name.replace('|', chr(92) + '|')}` | {change.verdict} | {change.change()} | {change.limits()} | "
+        f"{(change.cost_ns or 0) / 1e6:.4g} |"
+        for change in changed
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _junit(comparison: Comparison, limit: float | None) -> ElementTree.Element:
+    over = set(comparison.over(limit or 0.0))
+    unsure = set(comparison.unsure(limit or 0.0))
+    suite = ElementTree.Element(
+        "testsuite",
+        name="instrument compare",
+        tests=str(len(comparison.changes)),
+        failures=str(len(over)),
+        skipped=str(len(unsure)),
+    )
+    for change in comparison.changes:
+        case = ElementTree.SubElement(suite, "testcase", classname="instrument.compare", name=" > ".join(change.path))
+        if change in over:
+            ElementTree.SubElement(case, "failure", message=f"{change.change()} ({change.limits()})")
+        elif change in unsure:
+            ElementTree.SubElement(case, "skipped", message=change.verdict)
+    return suite

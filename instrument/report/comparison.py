@@ -1,0 +1,446 @@
+"""The comparison of two recordings: what a deployment changed, apart from what its load changed.
+
+Work is compared call by call: the self time in which a call ran, on its call path, and the device time of what it
+launched. Calls are matched by what was worked on and under which load: requests in flight at their begin, the members
+and the weight of the batch around them, and sizes among the attributes of the call and of its request (`SIZE`). What
+remains is the effect of the code, see `instrument.report.effects`. Paths with less than `LEAST_SHARE` of the time of
+both sides are not looked at. All that are looked at are wrong together with a probability of `FAMILY` at most
+(Bonferroni).
+
+Times of requests that follow from load (queue, waiting, stalls) are shown before and after, without a verdict of
+their own: they may follow from slower work as from more of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+import numpy as np
+
+from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect
+from instrument.report.requests_view import joined_requests, request_ledger
+from instrument.report.section import Section, View
+from instrument.report.table import bounded, name_of_site, wrapped
+from instrument.report.view import Options, Recording
+from instrument.trace.call_tree import paths_of_rows
+from instrument.trace.columns import Columns
+from instrument.trace.forest import NONE, nearest
+from instrument.trace.groups import Groups
+from instrument.trace.joined import THOUSANDTHS, Joined
+from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, UNKNOWN, WAITING
+from instrument.trace.self_times import waiting_times
+
+FAMILY = 0.01
+"""The probability that any verdict of a comparison without a change is wrong."""
+
+LEAST_SHARE = 0.005
+"""The share of the time of one side that a call path has to take to be compared."""
+
+LEAST_CHANGE = 1e-4
+"""The share below which a difference is no change: clocks and rounding make such."""
+
+SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
+"""Names of attributes that say how much a call or a request worked on."""
+
+NAMES_LOOKED_FOR_IN = 2_000
+"""Rows with attributes in which names of sizes are looked for, evenly over the recording."""
+
+SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
+DEVICE = " (device)"
+
+NOTEWORTHY = 0.05
+"""The change of an endpoint's mean from which a sentence says cause it is."""
+
+MOSTLY = 0.5
+"""The share of the time that has to be alike for a sentence on the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change of a call path. `path` is the topmost call first; `name` is its last call, and which one that is in.
+
+    Calls and means are of all calls, as recorded. `ratio` is the change of like work, as a share of what it took
+    before. It is between `low_ratio` and `high_ratio`. `cost_ns` is what it makes for each request after, or for each
+    call where there are no requests. A change of `detectable_ratio` would have been seen. `matched_ratio` is the share
+    of the time after that like work is.
+    """
+
+    path: tuple[str, ...]
+    verdict: str
+    calls_before: int
+    calls_after: int
+    mean_before_ns: float | None
+    mean_after_ns: float | None
+    ratio: float | None = None
+    low_ratio: float | None = None
+    high_ratio: float | None = None
+    detectable_ratio: float | None = None
+    cost_ns: float | None = None
+    matched_ratio: float | None = None
+    share_ratio: float = 0.0
+    remaining: int = 0
+
+    @property
+    def name(self) -> str:
+        """The last call of the path, and the one around it."""
+        return " in ".join(reversed(self.path[-2:]))
+
+    def change(self) -> str:
+        """Return the change with its sign."""
+        return "-" if self.ratio is None else f"{self.ratio:+.1%}"
+
+    def limits(self) -> str:
+        """Return the limits of the change."""
+        if self.low_ratio is None or self.high_ratio is None:
+            return "-"
+        return f"{self.low_ratio:+.1%} to {self.high_ratio:+.1%}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChange:
+    """An endpoint, or a part of its time that follows from load, before and after: the mean of a request."""
+
+    name: str
+    requests_before: int
+    requests_after: int
+    a_second_before: float
+    a_second_after: float
+    mean_before_ns: float
+    mean_after_ns: float
+    p99_before_ns: int | None
+    p99_after_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(View):
+    """The view: call paths cause like work was compared, by what their change costs, and the load of each side."""
+
+    changes: tuple[Change, ...]
+    loads: tuple[LoadChange, ...]
+    members_before: float | None
+    members_after: float | None
+    has_requests: bool
+    unmatched: tuple[str, ...] = field(default=())
+    _options: Options = field(default_factory=Options)
+
+    TITLE = "Comparison"
+
+    @property
+    def changed(self) -> tuple[Change, ...]:
+        """The call paths cause like work takes another time than before."""
+        return tuple(change for change in self.changes if change.verdict in (SLOWER, FASTER))
+
+    @property
+    def detectable_ratio(self) -> float | None:
+        """The smallest change of all like work that would have been seen, weighted by time; None without any."""
+        weighed = [(change.detectable_ratio, change.share_ratio) for change in self.changes if change.detectable_ratio]
+        whole = sum(share for _, share in weighed)
+        return sum(ratio * share for ratio, share in weighed) / whole if whole else None
+
+    def over(self, limit: float) -> list[Change]:
+        """Return the call paths that are slower by more than a share, surely slower at all."""
+        return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
+
+    def unsure(self, limit: float) -> list[Change]:
+        """Return the call paths of which a change beyond a share can be neither seen nor ruled out."""
+        return [
+            change
+            for change in self.changes
+            if change.verdict == INCONCLUSIVE or (change.verdict == SAME and (change.high_ratio or 0) > limit)
+        ]
+
+    def sentences(self) -> list[str]:
+        """Return the verdict in plain words."""
+        if not self.changes:
+            return ["Nothing to compare: no call path took a noteworthy time on either side.", *self._about_load()]
+        lines = [
+            f"{change.name} is {abs(change.ratio or 0):.1%} {change.verdict} on like work ({change.limits()}), "
+            f"{abs(change.cost_ns or 0) / 1e6:.4g} ms a {'request' if self.has_requests else 'call'}."
+            for change in self.changed[:3]
+        ]
+        if len(self.changed) > 3:
+            lines.append(f"Call paths that changed besides: {len(self.changed) - 3}.")
+        looked_at = [change for change in self.changes if change.ratio is not None]
+        if not lines and looked_at:
+            lines.append(
+                f"No call path of {len(looked_at)} changed on like work. In the mean a change of "
+                f"{self.detectable_ratio or 0:.1%} would have been seen."
+            )
+        unsure = sum(change.verdict == INCONCLUSIVE for change in self.changes)
+        if unsure:
+            paths = "1 call path has" if unsure == 1 else f"{unsure} call paths have"
+            lines.append(f"Inconclusive: {paths} fewer than {LEAST_CALLS} calls on each side that are alike.")
+        return [*lines, *self._about_load()]
+
+    def _about_load(self) -> list[str]:
+        """Return who made the heaviest endpoint slower or faster, as far as that can be said."""
+        load = next(iter(self.loads), None)
+        more = load.mean_after_ns / load.mean_before_ns - 1 if load is not None and load.mean_before_ns else 0.0
+        if load is None or abs(more) < NOTEWORTHY:
+            return []
+        assessed = sum(change.share_ratio for change in self.changes if change.ratio is not None)
+        if any(change.verdict == SLOWER for change in self.changes):
+            cause = "this follows from the slower work, from the load, or from both: not separated"
+        elif assessed < MOSTLY:
+            cause = f"only {assessed:.0%} of the work is alike, so whether the load did it is not known"
+        elif (self.detectable_ratio or math.inf) > abs(more) / 2:
+            cause = "the recordings are too short or too noisy to say whether the load did it"
+        elif more > 0:
+            cause = "like work did not get slower, so the load did it"
+        else:
+            cause = "the load, or faster work, did it"
+        return [
+            f"{load.name} took {load.mean_after_ns / 1e6:.4g} ms in the mean where it took "
+            f"{load.mean_before_ns / 1e6:.4g}, at {load.a_second_after:.4g} requests a second where there were "
+            f"{load.a_second_before:.4g}: {cause}."
+        ]
+
+    def head(self) -> list[str]:
+        return [
+            *(line for sentence in self.sentences() for line in wrapped(sentence)),
+            f"Time unit: {self._options.unit}",
+        ]
+
+    def _bounded(self, changes: Sequence[Change]) -> tuple[Change, ...]:
+        def rest(rows: Sequence[Change]) -> Change:
+            before, after = (sum(getattr(row, name) for row in rows) for name in ("calls_before", "calls_after"))
+            whole = sum(row.share_ratio for row in rows)
+            return Change((), "-", before, after, None, None, share_ratio=whole, remaining=len(rows))
+
+        return bounded(changes, self._options, lambda change: 1, rest)
+
+    def sections(self) -> list[Section]:
+        return [
+            Section(
+                "Like work",
+                self._bounded([change for change in self.changes if change.ratio is not None]),
+                "name=Call path|verdict=Verdict|change=Change|limits=Between|cost_ns=Cost|detectable_ratio=Seen from|"
+                "matched_ratio=Alike|share_ratio=Of all|+calls_before=Calls before|+calls_after=Calls after",
+                (
+                    "Change: of the time that like calls ran. Cost: what it makes for a request, or a call where there",
+                    "are no requests. Seen from: the smallest change that would have been seen. Alike: the share of",
+                    "the time after that has calls like it before. Of all: of the time after. All limits hold at once",
+                    "with 99%.",
+                ),
+            ),
+            Section(
+                "Other call paths",
+                self._bounded([change for change in self.changes if change.ratio is None]),
+                "name=Call path|verdict=Verdict|calls_before=Calls before|calls_after=Calls after|"
+                "mean_before_ns=Mean before|mean_after_ns=Mean after",
+                (f"Inconclusive: fewer than {LEAST_CALLS} calls on each side are alike.",),
+            ),
+            Section(
+                "Load",
+                self.loads,
+                "name=Request, and its parts|requests_before=Before|requests_after=After|a_second_before=A second|"
+                "a_second_after=After|mean_before_ns=Mean before|mean_after_ns=After|p99_before_ns=p99 before|"
+                "p99_after_ns=After",
+                ("Not matched: what requests took as they came. It follows from load as from work.",),
+                texts={
+                    "a_second_before": lambda row, unit: f"{row.a_second_before:.4g}",
+                    "a_second_after": lambda row, unit: f"{row.a_second_after:.4g}",
+                },
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The calls of one side by their paths: rows in the order of time, and what is known of each."""
+
+    work: Mapping[tuple[str, ...], CallSample]
+    requests: int
+    summed_ns: float
+
+
+def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
+    """Compare two sides, each of which is one or several runs. Three and more on each side are the units of the test.
+
+    Raises `InstrumentError` where scipy is not installed.
+    """
+    names = sorted({name for recording in (*before, *after) for name in _sizes_in(recording.columns)})
+    sides = _side(before, names), _side(after, names)
+    paths = [
+        path
+        for path in {**sides[0].work, **sides[1].work}
+        if any(path in side.work and side.work[path].values_ns.sum() >= LEAST_SHARE * side.summed_ns for side in sides)
+    ]
+    level = FAMILY / max(len(paths), 1)
+    changes = [_change(path, sides, level) for path in paths]
+    changes.sort(
+        key=lambda change: (
+            change.verdict not in (SLOWER, FASTER),
+            -abs(change.cost_ns or 0) * (change.verdict in (SLOWER, FASTER)),
+            -change.share_ratio,
+            change.path,
+        )
+    )
+    members = [_members_of_batches(side) for side in (before, after)]
+    return Comparison(
+        tuple(changes), tuple(_loads(before, after)), members[0], members[1], sides[1].requests > 0, _options=options
+    )
+
+
+def _change(path: tuple[str, ...], sides: tuple[_Side, _Side], level: float) -> Change:
+    samples = [side.work.get(path) for side in sides]
+    calls = [0 if sample is None else len(sample.values_ns) for sample in samples]
+    means = [None if sample is None else float(sample.values_ns.mean()) for sample in samples]
+    change = Change(path, INCONCLUSIVE, calls[0], calls[1], means[0], means[1])
+    if samples[1] is not None:
+        change = replace(change, share_ratio=float(samples[1].values_ns.sum()) / sides[1].summed_ns)
+    if samples[0] is None or samples[1] is None:
+        return replace(change, verdict=NEW if samples[0] is None else GONE)
+    work = effect(samples[0], samples[1])
+    if work is None:
+        return change
+    return _with_effect(change, work, samples[1], sides[1], level)
+
+
+def _with_effect(change: Change, work: Effect, after: CallSample, side: _Side, level: float) -> Change:
+    low, high = work.interval(level)
+    spent_ns = float(after.values_ns.sum())
+    each_ns = spent_ns / (side.requests or len(after.values_ns))
+    return replace(
+        change,
+        verdict=SLOWER if low > LEAST_CHANGE else FASTER if high < -LEAST_CHANGE else SAME,
+        ratio=work.ratio,
+        low_ratio=low,
+        high_ratio=high,
+        detectable_ratio=work.detectable(level),
+        cost_ns=each_ns * work.ratio / (1 + work.ratio) if work.ratio > -1 else None,
+        matched_ratio=work.matched_ratio,
+    )
+
+
+def _side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
+    parts: dict[tuple[str, ...], list[CallSample]] = defaultdict(list)
+    requests = 0
+    for run, recording in enumerate(runs):
+        trace, joined = recording.columns, recording.once(joined_requests)
+        requests += len(joined.rows)
+        if not len(trace):
+            continue
+        covariates = _covariates(trace, joined, names)
+        order = np.argsort(trace.start_ns, kind="stable")
+        order = order[~trace.clipped[order]]
+        node_of, paths = paths_of_rows(trace)
+        ran_ns = (trace.self_ns - waiting_times(trace)).astype(np.float64)
+        device_ns, is_timed = trace.device_times(np.arange(len(trace), dtype=np.int64))
+        by_node = Groups(node_of[order], len(paths)).members()
+        for node, places in enumerate(by_node):
+            rows = order[places]
+            name = tuple(map(name_of_site, paths[node]))
+            numbers = np.full(len(rows), run, dtype=np.int64)
+            if len(rows):
+                parts[name].append(CallSample(ran_ns[rows], covariates[:, rows], numbers))
+            timed = rows[is_timed[rows]]
+            if len(timed):
+                label = (*name[:-1], name[-1] + DEVICE)
+                parts[label].append(
+                    CallSample(device_ns[timed].astype(np.float64), covariates[:, timed], numbers[: len(timed)])
+                )
+    work = {name: _joined(samples) for name, samples in parts.items()}
+    summed_ns = sum(float(sample.values_ns.sum()) for sample in work.values())
+    return _Side(work, requests, summed_ns)
+
+
+def _joined(samples: Sequence[CallSample]) -> CallSample:
+    return CallSample(
+        np.concatenate([sample.values_ns for sample in samples]),
+        np.concatenate([sample.covariates for sample in samples], axis=1),
+        np.concatenate([sample.run for sample in samples]),
+    )
+
+
+def _sizes_in(trace: Columns) -> set[str]:
+    """Return the names of attributes that say how much was worked on."""
+    rows = trace.attributes.rows()
+    some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), NAMES_LOOKED_FOR_IN)).astype(np.int64))]
+    return {name for row in some.tolist() for name in trace.attributes[row] if SIZE.search(name)}
+
+
+def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
+    """Return what calls are matched by, a row for each: see the top of this module."""
+    requests = joined.rows
+    begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
+    in_flight = np.searchsorted(begins, trace.start_ns, "right") - np.searchsorted(ends, trace.start_ns, "right")
+    served = joined.served
+    sizes = np.bincount(served.batch, minlength=len(trace)).astype(np.float64)
+    weights = np.bincount(served.batch, served.weight / THOUSANDTHS, minlength=len(trace))
+    batch = nearest(trace.parent, sizes > 0)
+    in_flight = np.where(batch == NONE, in_flight, 0)  # load acts on a batch by what is in it
+    columns = [in_flight, *(np.where(batch == NONE, 0, column[batch]) for column in (sizes, weights))]
+    for name in names:
+        numbers = _numbers(trace, name)
+        of_request = np.where(joined.owner == NONE, 0, numbers[joined.owner])
+        columns.append(np.where(numbers > 0, numbers, of_request))
+    return np.maximum(np.array(columns, dtype=np.float64), 0)
+
+
+def _numbers(trace: Columns, name: str) -> Floats:
+    rows = trace.attributes.having(name)
+    numbers = np.zeros(len(trace))
+    numbers[rows] = [
+        value if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e18 else 0
+        for value in trace.attributes.values(name, rows)
+    ]
+    return np.nan_to_num(numbers)
+
+
+def _members_of_batches(runs: Sequence[Recording]) -> float | None:
+    """Return the mean number of requests in a batch, None without batches."""
+    served = [recording.once(joined_requests).served for recording in runs]
+    batches = sum(len(np.unique(pairs.batch)) for pairs in served)
+    return sum(len(pairs.batch) for pairs in served) / batches if batches else None
+
+
+PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT, UNKNOWN)
+
+
+def _loads(before: Sequence[Recording], after: Sequence[Recording]) -> list[LoadChange]:
+    """Return endpoints by their time, each followed by its parts that follow from load."""
+    sides = _walls(before), _walls(after)
+    seconds = [
+        sum((recording.trace.end_ns - recording.trace.start_ns) / 1e9 for recording in side) for side in (before, after)
+    ]
+    rows = []
+    endpoints = sorted(
+        {endpoint for side in sides for endpoint, _ in side},
+        key=lambda endpoint: -sum(sum(side.get((endpoint, ""), ())) for side in sides),
+    )
+    for endpoint in endpoints:
+        counts = [len(side.get((endpoint, ""), ())) for side in sides]
+        for part in ("", *PARTS_OF_LOAD):
+            times = [sorted(side.get((endpoint, part), ())) for side in sides]
+            if not any(times):
+                continue
+            means = [sum(of_side) / max(count, 1) for of_side, count in zip(times, counts, strict=True)]
+            p99 = [of_side[round(0.99 * (len(of_side) - 1))] if of_side else None for of_side in times]
+            rates = [len(of_side) / max(length, 1e-9) for of_side, length in zip(times, seconds, strict=True)]
+            name = f"  {part}" if part else endpoint
+            rows.append(LoadChange(name, *map(len, times), *rates, *means, *p99))
+    return rows
+
+
+def _walls(runs: Sequence[Recording]) -> dict[tuple[str, str], list[int]]:
+    """Return the walls of the requests of each endpoint, and the times of the parts that follow from load."""
+    walls_ns: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for recording in runs:
+        trace, joined = recording.columns, recording.once(joined_requests)
+        names, of_site = trace.numbered_sites(attrgetter("name"))
+        endpoint_of = [names[number] for number in of_site[trace.site[joined.rows]].tolist()]
+        for endpoint, wall_ns in zip(endpoint_of, trace.total_ns[joined.rows].tolist(), strict=True):
+            walls_ns[endpoint, ""].append(wall_ns)
+        times = recording.once(request_ledger)
+        for place, part, time_ns in zip(
+            times.request.tolist(), times.part.tolist(), times.time_ns.tolist(), strict=True
+        ):
+            if times.names[part] in PARTS_OF_LOAD:
+                walls_ns[endpoint_of[place], times.names[part]].append(time_ns)
+    return walls_ns

@@ -1,0 +1,217 @@
+"""The effect of a change on like work: two samples matched by what was worked on, and an interval that holds for
+neighbours that are alike.
+
+Calls are matched by strata of their covariates, such as sizes and the load at their begin: half a power of two each. A
+stratum counts where both sides have calls of it, by the smaller of both counts. What covariates still explain within
+a stratum is taken out by one slope per covariate, fitted within the sides, so that no difference of the sides is taken
+for it. Effects are of logarithms, hence of typical calls: a share slower is the same for short and long ones, and a few
+calls that were preempted count little. Tails show in percentiles.
+
+Neighbouring calls are alike, so calls are no units of a test. The units are blocks of calls in the order of time, up to
+16 a side, or runs where each side has three and more. Blocks are joined, and what correlation is left between them
+widens the interval, by the variance of the mean of a first-order autoregression.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.errors import InstrumentError
+from instrument.trace.columns import Int64s
+from instrument.trace.groups import numbered
+
+Floats = NDArray[np.float64]
+
+LEAST_CALLS = 200
+"""Like calls that each side must have: with fewer, blocks of correlated calls are too short to be units."""
+
+LEAST_OF_STRATUM = 5
+"""Calls that each side must have of a stratum."""
+
+MOST_BLOCKS, LEAST_BLOCKS = 16, 8
+LEAST_RUNS = 3
+"""Runs of each side with which runs are the units."""
+
+CORRELATED = 0.3
+"""The correlation of neighbouring blocks above which two are joined to one."""
+
+EXTRA = "instrument-sdk[compare]"
+
+MOST_LOGARITHM = 50.0
+"""The largest logarithm of a limit; beyond that nothing is known."""
+
+POWER = 0.9
+"""The probability with which a change of the smallest size that is named would have been seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSample:
+    """Calls of one side in the order of their begins: `values_ns`, and per call its `covariates` and its `run`.
+
+    `covariates` has a row per covariate; none is negative.
+    """
+
+    values_ns: Floats
+    covariates: Floats
+    run: Int64s
+
+    def only(self, chosen: NDArray[np.bool_]) -> CallSample:
+        """Return the sample of the chosen calls."""
+        return CallSample(self.values_ns[chosen], self.covariates[:, chosen], self.run[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The change of like work: the difference of logarithms, its standard error, and the degrees of freedom.
+
+    `calls` are the matched ones of each side, `matched_ratio` the share of the time after that they have.
+    """
+
+    difference: float
+    error: float
+    freedom: float
+    calls: tuple[int, int]
+    matched_ratio: float
+
+    @property
+    def ratio(self) -> float:
+        """The change as a share of what the work took before."""
+        return math.expm1(self.difference)
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """Return the limits between which the change is, with a probability of `level` of being wrong (Welch's t)."""
+        width = self.error * float(student().isf(level / 2, self.freedom))
+        return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
+
+    def detectable(self, level: float) -> float:
+        """Return the smallest change that would have been seen, with the probability `POWER`."""
+        by_level, by_power = student().isf([level / 2, 1 - POWER], self.freedom).tolist()
+        width = self.error * (by_level + by_power)
+        return math.expm1(min(width, MOST_LOGARITHM))
+
+
+def student() -> Any:
+    """Return Student's t distribution. Raises `InstrumentError` where scipy is not installed."""
+    try:
+        from scipy import stats  # type: ignore[import-untyped]
+    except ImportError as problem:
+        raise InstrumentError(f"scipy is not installed; install it with: pip install '{EXTRA}'") from problem
+    return stats.t
+
+
+class _Matched:
+    """The calls of both sides that are alike: by side the stratum and the value of each call, in the order of time."""
+
+    def __init__(self, before: CallSample, after: CallSample) -> None:
+        of_call, count = _strata(before, after)
+        sizes = [np.bincount(places, minlength=count) for places in of_call]
+        self.both = np.minimum(*sizes)
+        is_common = self.both >= LEAST_OF_STRATUM
+        self.samples = [sample.only(is_common[places]) for sample, places in zip((before, after), of_call, strict=True)]
+        self.places = [places[is_common[places]] for places in of_call]
+        self.sizes = [np.where(is_common, size, 0) for size in sizes]
+        self.both = np.where(is_common, self.both, 0)
+
+    def means(self, values: Sequence[Floats]) -> list[Floats]:
+        """Return the mean of each stratum on each side, 0 for one without calls."""
+        return [
+            _means(places, numbers, size) for places, numbers, size in zip(self.places, values, self.sizes, strict=True)
+        ]
+
+    def centered(self, values: Sequence[Floats]) -> list[Floats]:
+        """Return the values less the mean of their stratum on their side."""
+        means = self.means(values)
+        return [numbers - mean[places] for numbers, mean, places in zip(values, means, self.places, strict=True)]
+
+    def without_slopes(self, values: list[Floats]) -> list[Floats]:
+        """Return the values as they would be at the mean of the covariates of their stratum on both sides."""
+        for_each = [
+            [np.log1p(column) for column in columns]
+            for columns in zip(*(s.covariates for s in self.samples), strict=True)
+        ]
+        columns = [np.concatenate(self.centered(columns)) for columns in for_each]
+        some = [at for at, column in enumerate(columns) if float(column @ column) > 1e-6 * len(column)]
+        if not some:
+            return values
+        explained = np.array([columns[at] for at in some]).T
+        slopes = np.linalg.lstsq(explained, np.concatenate(self.centered(values)), rcond=None)[0]
+        for slope, at in zip(slopes.tolist(), some, strict=True):
+            first, second = self.means(for_each[at])
+            values = [
+                numbers - slope * (column - (first + second)[places] / 2)
+                for numbers, column, places in zip(values, for_each[at], self.places, strict=True)
+            ]
+        return values
+
+
+def effect(before: CallSample, after: CallSample) -> Effect | None:
+    """Return the change of like work from one sample to the other, None where too few calls of both sides are alike."""
+    matched = _Matched(before, after)
+    calls = len(matched.places[0]), len(matched.places[1])
+    spent_ns = float(after.values_ns.sum())
+    if min(calls) < LEAST_CALLS or spent_ns <= 0:
+        return None
+    first, second = matched.means([sample.values_ns for sample in matched.samples])
+    weight = matched.both * (first + second)
+    if not weight.any():
+        return None
+    weight /= weight.sum()
+    values = matched.without_slopes([np.log1p(sample.values_ns) for sample in matched.samples])
+    first, second = matched.means(values)
+    has_runs = min(len(np.unique(sample.run)) for sample in matched.samples) >= LEAST_RUNS
+    variances, freedoms = [], []
+    for side, numbers in enumerate(matched.centered(values)):
+        influence = (weight / np.maximum(matched.sizes[side], 1))[matched.places[side]] * numbers
+        run = np.unique(matched.samples[side].run, return_inverse=True)[1]
+        variance, freedom = (
+            _variance(np.bincount(run, influence).astype(np.float64)) if has_runs else _variance_by_blocks(influence)
+        )
+        variances.append(variance)
+        freedoms.append(freedom)
+    variance = sum(variances)
+    freedom = variance**2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True)) if variance else 1.0
+    share = float(matched.samples[1].values_ns.sum()) / spent_ns
+    return Effect(float(weight @ (second - first)), float(np.sqrt(variance)), freedom, calls, share)
+
+
+def _strata(before: CallSample, after: CallSample) -> tuple[tuple[Int64s, Int64s], int]:
+    """Return the stratum of each call of both sides, and the number of strata."""
+    covariates = np.concatenate([before.covariates, after.covariates], axis=1)
+    bins = np.floor(2 * np.log2(1 + covariates)).astype(np.int64)
+    numbers, firsts = numbered(np.zeros(covariates.shape[1], dtype=np.int64), *bins)
+    count = len(before.values_ns)
+    return (numbers[:count], numbers[count:]), len(firsts)
+
+
+def _means(places: Int64s, values: Floats, sizes: Int64s) -> Floats:
+    sums = np.bincount(places, values, minlength=len(sizes)).astype(np.float64)
+    return sums / np.maximum(sizes, 1)
+
+
+def _variance(sums: Floats) -> tuple[float, float]:
+    """Return the variance of the sum of independent parts, and its degrees of freedom."""
+    deviations = sums - sums.mean()
+    return len(sums) / (len(sums) - 1) * float(deviations @ deviations), len(sums) - 1.0
+
+
+def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
+    """Return the same of calls in the order of time, whose neighbours may be alike."""
+    blocks = MOST_BLOCKS
+    while True:
+        edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]
+        sums: Floats = np.add.reduceat(influence, edges).astype(np.float64)
+        deviations = sums - sums.mean()
+        squares = float(deviations @ deviations)
+        alike = float(deviations[1:] @ deviations[:-1]) / squares + 1 / blocks if squares else 0.0
+        if alike < CORRELATED or blocks <= LEAST_BLOCKS:
+            break
+        blocks //= 2
+    variance, freedom = _variance(sums)
+    alike = min(max(alike, 0.0), 0.8)
+    return variance * (1 + alike) / (1 - alike), freedom

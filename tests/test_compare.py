@@ -1,0 +1,205 @@
+"""The comparison of recordings: a change of the code is named, a change of the load is none."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from simulated_engine import Service
+
+from instrument import chrome
+from instrument.cli import main
+from instrument.report.comparison import FASTER, GONE, INCONCLUSIVE, NEW, SAME, SLOWER, Comparison, compare
+from instrument.report.effects import CallSample, effect
+from instrument.report.view import Options, Recording
+from instrument.trace import file
+
+BEFORE = Service(1, requests=450)
+
+
+def sample(seed: int, calls: int = 4_000, factor: float = 1.0, size: float = 100.0, alike: float = 0.0) -> CallSample:
+    """Return calls whose time is linear in a size, times a factor; neighbours are alike as an AR(1) process."""
+    rng = random.Random(seed)
+    sizes, values, level = [], [], 0.0
+    for _ in range(calls):
+        level = alike * level + rng.gauss(0, 0.1 * math.sqrt(1 - alike * alike))
+        sizes.append(size * math.exp(rng.gauss(0, 0.5)))
+        values.append(factor * (5_000 + 100 * sizes[-1]) * math.exp(level))
+    return CallSample(np.array(values), np.array([sizes]), np.zeros(calls, dtype=np.int64))
+
+
+def compared(before: Service, after: Service) -> Comparison:
+    sides = [[Recording.of_trace(service.run())] for service in (before, after)]
+    return compare(sides[0], sides[1], Options())
+
+
+def verdicts(found: Comparison) -> dict[str, str]:
+    return {change.name: change.verdict for change in found.changes}
+
+
+def test_an_effect_is_that_of_like_calls_whatever_their_sizes() -> None:
+    for factor in (1.0, 1.05, 0.9):
+        found = effect(sample(1), sample(2, factor=factor, size=150))
+        assert found is not None
+        low, high = found.interval(0.001)
+        assert low < factor - 1 < high
+        assert high - low < 0.05
+        assert 0 < found.matched_ratio < 1
+
+
+def test_too_few_calls_that_are_alike_have_no_effect() -> None:
+    assert effect(sample(1, calls=100), sample(2, calls=100)) is None
+    assert effect(sample(1), sample(2, size=1e6)) is None
+
+
+def test_three_runs_on_each_side_are_the_units() -> None:
+    def side(first_seed: int, factors: list[float]) -> CallSample:
+        runs = [
+            replace(sample(first_seed + n, 1_000, factor), run=np.full(1_000, n)) for n, factor in enumerate(factors)
+        ]
+        return CallSample(
+            np.concatenate([run.values_ns for run in runs]),
+            np.concatenate([run.covariates for run in runs], axis=1),
+            np.concatenate([run.run for run in runs]),
+        )
+
+    found = effect(side(1, [1, 1.2, 0.9]), side(5, [1.1, 0.95, 1.15]))  # runs differ more than calls within one
+    assert found is not None
+    low, high = found.interval(0.05)
+    assert low < 0 < high
+    assert found.freedom < 5
+
+
+@pytest.mark.slow
+def test_correlated_neighbours_raise_no_false_alarm() -> None:
+    alarms = 0
+    for seed in range(200):
+        found = effect(sample(2 * seed, 1_000, alike=0.9), sample(2 * seed + 1, 1_000, alike=0.9))
+        assert found is not None
+        low, high = found.interval(0.02)
+        alarms += low > 0 or high < 0
+    assert alarms <= 12  # of 200, where 4 are expected: more than that has a probability of 0.0003
+
+
+@pytest.fixture(scope="module")
+def slower() -> Comparison:
+    return compared(BEFORE, Service(2, requests=450, a_second=60, slower={"part 3": 1.15}))
+
+
+def test_a_slower_function_is_named_while_the_load_changes(slower: Comparison) -> None:
+    assert [change.name for change in slower.changed] == ["part 3 in engine.step"]
+    change = slower.changed[0]
+    assert change.verdict == SLOWER
+    assert change.path == ("engine.step", "part 3")
+    assert (change.low_ratio or 0) < 0.15 < (change.high_ratio or 0)
+    assert (change.cost_ns or 0) > 0
+    assert slower.sentences()[0].startswith("part 3 in engine.step is ")
+
+
+def test_a_faster_function_is_named() -> None:
+    assert (
+        verdicts(compared(BEFORE, replace(BEFORE, seed=3, slower={"part 6": 0.8})))["part 6 in engine.step"] == FASTER
+    )
+
+
+@pytest.mark.parametrize("load", [{"a_second": 70.0}, {"prompt": 400.0}], ids=["more requests", "longer prompts"])
+def test_a_change_of_the_load_is_no_change_of_the_work(load: dict[str, float]) -> None:
+    found = compared(BEFORE, replace(BEFORE, seed=4, **load))
+    assert found.changed == ()
+    assert SAME in verdicts(found).values()
+
+
+def test_new_and_gone_call_paths_are_named() -> None:
+    trace = BEFORE.run()
+    columns = trace.columns
+    wanted = columns.of_sites([site.name != "part 9" for site in columns.sites])
+    without = Recording.of_trace(trace.with_columns(columns.with_attributes(wanted)))
+    found = compare([Recording.of_trace(trace)], [without], Options())
+    assert verdicts(found)["part 9 in engine.step"] == GONE
+    assert verdicts(compare([without], [Recording.of_trace(trace)], Options()))["part 9 in engine.step"] == NEW
+
+
+def test_short_recordings_are_inconclusive() -> None:
+    found = compared(replace(BEFORE, requests=10), replace(BEFORE, seed=5, requests=10))
+    assert set(verdicts(found).values()) == {INCONCLUSIVE}
+    assert "Inconclusive" in found.sentences()[0]
+
+
+def test_an_empty_recording_compares_to_nothing() -> None:
+    trace = BEFORE.run()
+    empty = Recording.of_trace(trace.with_columns(trace.columns.only(np.zeros(len(trace.columns), dtype=np.bool_))))
+    assert compare([empty], [empty], Options()).sentences() == [
+        "Nothing to compare: no call path took a noteworthy time on either side."
+    ]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with recordings: before, after a change of the load, and after a slower function."""
+    path = tmp_path_factory.mktemp("compare")
+    file.dump(path / "before.npz", BEFORE.run())
+    chrome.dump(path / "load.json.gz", replace(BEFORE, seed=4, a_second=60.0).run())
+    file.dump(path / "slower.npz", replace(BEFORE, seed=5, slower={"part 3": 1.2}).run())
+    file.dump(path / "short.npz", replace(BEFORE, seed=6, requests=10).run())
+    return path
+
+
+@pytest.mark.parametrize(("after", "code"), [("load.json.gz", 0), ("slower.npz", 1), ("short.npz", 3)])
+def test_the_gate_has_an_exit_code_for_each_verdict(
+    folder: Path, capsys: pytest.CaptureFixture[str], after: str, code: int
+) -> None:
+    given = ["compare", str(folder / "before.npz"), str(folder / after)]
+    assert main(given) == 0  # no gate was asked for
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert main([*given, "--fail-over", "10%", "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert document["exit_code"] == code
+    assert {change["verdict"] for change in document["changes"]} >= ({"slower"} if code == 1 else set())
+
+
+def test_markdown_and_junit_name_the_regression(folder: Path, tmp_path: Path) -> None:
+    markdown, junit = tmp_path / "comparison.md", tmp_path / "comparison.xml"
+    given = ["compare", str(folder / "before.npz"), str(folder / "slower.npz"), "--fail-over", "10%"]
+    assert main([*given, "--markdown", str(markdown), "--junit", str(junit)]) == 1
+    assert "| `part 3 in engine.step` | slower | +" in markdown.read_text("utf-8")
+    failed = [
+        case.get("name") for case in ElementTree.parse(junit).iter("testcase") if case.find("failure") is not None
+    ]
+    assert failed == ["engine.step > part 3"]
+
+
+def test_a_baseline_keeps_the_last_runs_that_passed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["compare", "--baseline", str(tmp_path / "good"), "--keep", "2", "--fail-over", "10%"]
+    assert main([*given, str(folder / "before.npz")]) == 0
+    assert "first run" in capsys.readouterr().out
+    assert main([*given, str(folder / "slower.npz")]) == 1
+    assert main([*given, str(folder / "load.json.gz")]) == 0
+    assert main([*given, str(folder / "load.json.gz")]) == 0
+    kept = sorted(path.relative_to(tmp_path / "good").as_posix() for path in (tmp_path / "good").rglob("*.*"))
+    assert kept == ["run-000002/load.json.gz", "run-000003/load.json.gz"]
+
+
+def test_a_comparison_without_two_sides_says_what_to_give(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(folder / "before.npz")]) == 2
+    assert "give BEFORE and AFTER" in capsys.readouterr().err
+
+
+def test_a_comparison_without_scipy_says_what_to_install(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert main(["compare", str(folder / "before.npz"), str(folder / "load.json.gz")]) == 2
+    assert "pip install 'instrument-sdk[compare]'" in capsys.readouterr().err
