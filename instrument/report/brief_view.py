@@ -46,7 +46,7 @@ PARTS = 6
 
 DEVICES = 3
 TOLD_FROM = 0.1
-"""The share of a device's busy time from which on it is told that so much is launch-bound."""
+"""The least share of a device's busy time that is reported as launch-bound."""
 
 LOSSES = 3
 NOTE_LINES = 6

@@ -277,8 +277,8 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     copies: list[tuple[object, Totals]] = []
     if "copy" in tally.tree.facts().kinds:
         ways, by_site = tally.tree.by_site(_way), tally.by_site()
-        told = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
-        copies = [(way[0], its) for way, its in told if way is not None]
+        of_ways = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
+        copies = [(way[0], its) for way, its in of_ways if way is not None]
     sums = []
     for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
         chosen = [its for way, its in copies if sync is None or way is sync]

@@ -13,7 +13,7 @@ follow these rules, which differ from that report where it counted wrongly:
   span has not ended, or ended on another thread, has no call to count; what is under it counts in its place.
 - Rows are sums of work. Children that ran at the same time as each other, or on the device after their parent had
   returned, may together exceed their parent, and the Total time of all threads may exceed the time on the clock.
-- A row is a path of names, held as a list: no character of a name has a meaning.
+- A row is a path of names, kept as a list: no character of a name has a meaning.
 
 Fluid's table is 160 columns wide. Here a line has 100: times show the six significant digits of fluid where that leaves
 every name whole, else fewer, and four from the histogram (the objects hold integer ns). CPU Time and GPU Time with
@@ -25,10 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from instrument.report.event_rows import CopySum, EventRow, EventsBlock, Overhead, blocks_of, copy_sums
 from instrument.report.event_rows import overhead as split_of
-from instrument.report.section import Section, View
+from instrument.report.section import Section, Text, View, value_of
 from instrument.report.table import (
     GAP,
     LINE,
@@ -81,9 +82,9 @@ RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
 """Significant digits of a total and of other exact times: the first that leave every name whole, else the last."""
 EXPONENT = 3
-"""Columns that a time may take beside its digits."""
+"""Columns of a time without its digits, at most."""
 SAMPLE = 100
-"""Rows that mostly tell whether all will fit."""
+"""Rows that are looked at before the others are."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 """Decimals of a time that is shown to the nanosecond."""
@@ -112,13 +113,35 @@ class Events(View):
         return replace(self, _columns=WIDE)
 
     def sections(self) -> list[Section]:
-        columns = (
-            "name=Event|calls=Calls|errors=Errors|total_ns=Total|ave_ns=Ave|min_ns=Min|max_ns=Max|p50_ns=p50|"
-            "p99_ns=p99|self_ns=Self|host_ns=Host|device_ns=Device|ratio=Ratio"
-        )
         note = "Of all calls, also of those whose spans are gone. Ratio: of the sum of the topmost rows."
-        blocks = [Section(block.name or "All threads", block.rows, columns, (note,)) for block in self.blocks]
-        return [*blocks, Section("Copies", self.copies, "label=Copies|calls=Calls|total_ns=Total|ratio=Ratio")]
+        return [
+            *(
+                replace(self._table(block.rows), title=block.name or "All threads", notes=(note,))
+                for block in self.blocks
+            ),
+            Section("Copies", self.copies, "label=Copies|calls=Calls|total_ns=Total|ratio=Ratio"),
+        ]
+
+    def _table(self, rows: Sequence[EventRow], digits: tuple[int, int] = (6, 6)) -> Section:
+        """Return the table of rows: a total and other exact times in these digits, and the histogram's in four."""
+        total, time = digits
+        shown = dict.fromkeys(("min_ns", "max_ns", "ave_ns", "self_ns"), time) | {"p50_ns": 4, "p99_ns": 4}
+        texts: dict[str, Text] = {name: partial(_time_of, name, number) for name, number in shown.items()}
+        texts["calls"] = lambda row, unit: compact(row.calls, CALLS_WIDTH)
+        texts["total_ns"] = lambda row, unit: _time(row.total_ns if row.calls else None, unit, total)
+        texts["ratio"] = lambda row, unit: compact(row.ratio, RATIO_WIDTH)
+        columns = (
+            "name=Event|calls=Calls|+errors=Errors|total_ns=Total|min_ns=Min.|max_ns=Max.|ave_ns=Ave.|ratio=Ratio.|"
+            f"p50_ns=p50|p99_ns=p99|{'+' * (self.probes_ns is None)}self_ns=Self|+host_ns=Host|+device_ns=Device"
+        )
+        return Section("Event Summary", rows, columns, texts=texts)
+
+    def _parts(self, rows: Sequence[EventRow], digits: tuple[int, int]) -> Section:
+        """Return the table of how host and device share the totals, in fluid's format `%f (%f)`."""
+        texts: dict[str, Text] = {part: partial(_part_of, part) for part in ("host", "device")}
+        texts["total_ns"] = lambda row, unit: _time(row.total_ns if row.calls else None, unit, digits[0])
+        columns = "name=Event|total_ns=Total|host=CPU Time (Ratio)|device=GPU Time (Ratio)"
+        return Section("Host and Device Time", rows, columns, texts=texts)
 
     def lines(self) -> list[str]:
         lines, nothing = list[str](), self.nothing()
@@ -234,18 +257,11 @@ def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
             known = f" (id {block.thread}), Total time: {six_digits(block.total_ns, unit)}"
             tag = f"thread{block.number}: "
             legend.append(tag + shorten(safe(block.name), LINE - len(tag) - len(known)) + known)
-    header = ["Event", "Calls", "Total", "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]
     rows = [(block, row) for block in blocks for row in block.rows]
-    corrected = view.probes_ns is not None
-    lines = [*legend, *([""] if legend else []), *section_title("Event Summary")]
-    header += ["Self"] if corrected else []
-    made = _tree_table(header, rows, lambda row, digits: _cells(row, unit, digits, corrected=corrected), view._columns)
-    lines += [*made, ""]
+    lines = [*legend, *([""] if legend else []), *_tree_table(rows, view._table, unit, view._columns), ""]
     timed = _with_device_time(rows)
     if view._options.state == "All" and timed:
-        header = ["Event", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)"]
-        lines += section_title("Host and Device Time")
-        lines += _tree_table(header, timed, lambda row, digits: _part_cells(row, unit, digits), view._columns)
+        lines += _tree_table(timed, view._parts, unit, view._columns)
         lines += [
             "",
             "Ratio: of the row's Total, in which time that host and device shared counts once; the two may",
@@ -266,29 +282,26 @@ def _with_device_time(rows: Sequence[tuple[EventsBlock, EventRow]]) -> list[tupl
     return found[::-1]
 
 
-Digits = tuple[int, int]
-
-
 def _tree_table(
-    header: Sequence[str],
     rows: Sequence[tuple[EventsBlock, EventRow]],
-    cells_of: Callable[[EventRow, Digits], list[str]],
+    section_of: Callable[[Sequence[EventRow], tuple[int, int]], Section],
+    unit: str,
     line: int,
 ) -> list[str]:
-    """A table whose first column holds the names, indented by their depth, in what the numbers leave of a line."""
+    """Return a table whose first column has the names, indented by their depth, in what the numbers leave of a line."""
     names = _names(rows, NAME_LIMIT)
-    wanted = max(map(columns, names), default=0)
+    wanted, every = max(map(columns, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
-        cells = [cells_of(row, digits) for _, row in rows[:SAMPLE]]
+        header, cells = section_of(every[:SAMPLE], digits).cells(unit)
+        if _room(header, cells, line) >= wanted or digits == DIGITS[-1]:
+            cells += section_of(every[SAMPLE:], digits).cells(unit)[1]
         room = _room(header, cells, line)
-        if room >= wanted or digits == DIGITS[-1]:
-            cells += [cells_of(row, digits) for _, row in rows[SAMPLE:]]
-            room = _room(header, cells, line)
-        if room >= wanted:
+        if room >= wanted and len(cells) == len(rows):
             break
     if room < wanted:
         names = _names(rows, room)
-    return table(header, [[name, *line] for name, line in zip(names, cells, strict=True)], [0] * len(header))
+    shown = [[name, *others] for name, (_, *others) in zip(names, cells, strict=True)]
+    return [*section_title(section_of((), digits).title), *table(header, shown, [0] * len(header))]
 
 
 def _names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]:
@@ -297,39 +310,24 @@ def _names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]
 
 def _room(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
     """Columns that the cells leave to a name in a line."""
-    widths = [max(columns(cell) + GAP for cell in column) for column in zip(header[1:], *cells, strict=True)]
+    widths = [max(columns(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
-
-
-def _cells(row: EventRow, unit: str, digits: Digits, *, corrected: bool) -> list[str]:
-    """Total, Min., Max., Ave., Ratio., p50 and p99 of a row; its calls before them, and its self time after them."""
-    of_total, of_time = digits
-    return [
-        compact(row.calls, CALLS_WIDTH),
-        _time(row.total_ns if row.calls else None, unit, of_total),
-        *(_time(time_ns, unit, of_time) for time_ns in (row.min_ns, row.max_ns, row.ave_ns)),
-        compact(row.ratio, RATIO_WIDTH),
-        # More digits than a bucket of the histogram is wide would say nothing.
-        *(_time(time_ns, unit, 4) for time_ns in (row.p50_ns, row.p99_ns)),
-        *([_time(row.self_ns, unit, of_time)] if corrected else []),
-    ]
 
 
 def _time(time_ns: float | None, unit: str, digits: int) -> str:
     return MISSING if time_ns is None else compact(time_ns / UNITS[unit], digits + EXPONENT, digits)
 
 
-def _part_cells(row: EventRow, unit: str, digits: Digits) -> list[str]:
-    """Total, and each part with its ratio to what has elapsed, in fluid's format `%f (%f)`."""
-    return [
-        _time(row.total_ns if row.calls else None, unit, digits[0]),
-        *(
-            f"{part_ns / UNITS[unit]:.{DECIMALS[unit]}f} ({MISSING if ratio is None else format(ratio, 'f')})"
-            if row.calls
-            else MISSING
-            for part_ns, ratio in ((row.host_ns, row.host_ratio), (row.device_ns, row.device_ratio))
-        ),
-    ]
+def _time_of(name: str, digits: int, row: EventRow, unit: str) -> str:
+    return _time(value_of(row, name), unit, digits)
+
+
+def _part_of(part: str, row: EventRow, unit: str) -> str:
+    if not row.calls:
+        return MISSING
+    ratio = value_of(row, f"{part}_ratio")
+    time = f"{value_of(row, f'{part}_ns') / UNITS[unit]:.{DECIMALS[unit]}f}"
+    return f"{time} ({MISSING if ratio is None else format(ratio, 'f')})"
 
 
 def _name_cell(row: EventRow, tag: str, room: int) -> str:

@@ -246,7 +246,7 @@ class RequestTimes(View):
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:
-    """The view, from the spans that are held.
+    """The view, from the spans that are kept.
 
     `sorted_by` orders the endpoints by their walls, as `SortKey` says (`default` is by the sum of them), `rows`
     bounds the tables to so many endpoints and phases of each, and the list of the slowest requests, which are five
@@ -259,11 +259,11 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _counted(recording, joined)
     endpoints = its.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
-    told = {one.name: (one.counted, one.errors) for one in endpoints}
+    shown = {one.name: (one.counted, one.errors) for one in endpoints}
     of_all = [
-        (max(counted.get(name, its)[0], its[0]), max(counted.get(name, its)[1], its[1])) for name, its in told.items()
+        (max(counted.get(name, its)[0], its[0]), max(counted.get(name, its)[1], its[1])) for name, its in shown.items()
     ]
-    of_all += [its for name, its in counted.items() if name not in told]
+    of_all += [its for name, its in counted.items() if name not in shown]
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
@@ -341,22 +341,22 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> lis
 
 
 def _slowest(its: WholeRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
-    """The slowest requests, each beside those of its endpoint."""
+    """The slowest requests, each compared with those of its endpoint."""
     trace, joined, found = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
     typical: dict[int, Mapping[str, int]] = {}
     slowest = []
     longest = np.lexsort((trace.start_ns[its.rows], -its.wall_ns))[: options.rows or SLOWEST]
     for which in longest.tolist():
-        endpoint, place, told = int(its.endpoint[which]), int(its.place[which]), None
+        endpoint, place, cause = int(its.endpoint[which]), int(its.place[which]), None
         if endpoint not in typical:
             alike = its.place[its.endpoint == endpoint]
             typical[endpoint] = typical_times(found, alike) if len(alike) >= ENOUGH else {}
         if typical[endpoint]:
-            told = blame(trace, joined, found, place, typical[endpoint])
-            if told is not None and told.excess_ns * NOTABLE < int(its.wall_ns[which]):
-                told = None
+            cause = blame(trace, joined, found, place, typical[endpoint])
+            if cause is not None and cause.excess_ns * NOTABLE < int(its.wall_ns[which]):
+                cause = None
         slow = _slow(its, which, recording, options, joined.keys.get(place, ()))
-        slowest.append(replace(slow, blame=told))
+        slowest.append(replace(slow, blame=cause))
     return tuple(slowest)
 
 
@@ -446,13 +446,13 @@ def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
     return lines if one.blame is None else [*lines, *wrapped(f"   {blame_text(one.blame, unit)}")]
 
 
-def blame_text(told: Blame, unit: str) -> str:
+def blame_text(slow_by: Blame, unit: str) -> str:
     """Return the cause of a slow request, in a line."""
     cause = ""
-    if told.cause is not None:
-        whose = f" of {shorten(safe(told.cause.request), LINE // 3)}" if told.cause.request else ""
-        name = shorten(safe(told.cause.name), LINE // 3)
-        cause = f"; {in_unit(told.cause.ran_ns, unit)} {unit} of it were {name}{whose}"
-    part = shorten(safe(told.part), LINE // 3)
-    typical = f"{in_unit(told.part_ns, unit)} {unit}, typical {in_unit(told.typical_ns, unit)}"
+    if slow_by.cause is not None:
+        whose = f" of {shorten(safe(slow_by.cause.request), LINE // 3)}" if slow_by.cause.request else ""
+        name = shorten(safe(slow_by.cause.name), LINE // 3)
+        cause = f"; {in_unit(slow_by.cause.ran_ns, unit)} {unit} of it were {name}{whose}"
+    part = shorten(safe(slow_by.part), LINE // 3)
+    typical = f"{in_unit(slow_by.part_ns, unit)} {unit}, typical {in_unit(slow_by.typical_ns, unit)}"
     return f"slower by {part}: {typical}{cause}"

@@ -50,7 +50,7 @@ class Coverage:
 
     @classmethod
     def of_recording(cls, recording: Recording) -> Coverage:
-        """Return the coverage of the spans that are held."""
+        """Return the coverage of the spans that are kept."""
         facts = recording.trace
         first, last = facts.held
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
@@ -85,7 +85,7 @@ BLANK = object()
 """A value of a row to which a column does not apply: its cell is empty."""
 
 RATIOS = ("ratio", "fill", "uneven", "running", "burden")
-"""Fields that are shares, beside those that end with `_ratio`."""
+"""Fields that are shares, and whose name does not end with `_ratio`."""
 
 MIB = 1 << 20
 
@@ -124,20 +124,22 @@ class Section:
         """Return the table alone."""
         if self.paragraph is not None:
             return [line for place, row in enumerate(self.rows, 1) for line in self.paragraph(place, row, unit)]
+        header, cells = self.cells(unit)
+        if isinstance(self.widths, int):
+            return named_table(header, cells, self.widths)
+        return table(header, cells, self.widths)
+
+    def cells(self, unit: str) -> tuple[list[str], list[list[str]]]:
+        """Return the headings of the text, and the cells of its rows."""
         columns = [(name, heading) for name, heading, is_wide in self.described() if not is_wide]
         header, name = [heading for _, heading in columns], columns[0][0]
         name = "" if name in self.texts else name
         first, *others = [self._text_of(field) for field, _ in columns]
-        cells = [
-            [
-                "  " * getattr(row, "depth", 0) + (name_of(row, name) or first(row, unit)),
-                *(text(row, unit) for text in others),
-            ]
-            for row in self.rows
+        indents = ["  " * getattr(row, "depth", 0) for row in self.rows]
+        return header, [
+            [indent + (name_of(row, name) or first(row, unit)), *(text(row, unit) for text in others)]
+            for indent, row in zip(indents, self.rows, strict=True)
         ]
-        if isinstance(self.widths, int):
-            return named_table(header, cells, self.widths)
-        return table(header, cells, self.widths)
 
     def described(self) -> Iterator[tuple[str, str, bool]]:
         """Yield the field and the heading of each column, and whether it is on the page alone."""

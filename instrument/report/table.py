@@ -100,7 +100,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shortened(texts: Sequence[str], limit: int) -> list[str]:
-    """Each text in at most `limit` columns; those whose middles alone tell them apart lose what they share instead.
+    """Each text in at most `limit` columns; those whose middles alone differ lose what they share instead.
 
     Different texts that look alike whatever is shown of them are numbered, where there is room for that.
     """

@@ -130,7 +130,7 @@ class Upkeep:
 
 @dataclass(frozen=True, slots=True)
 class HeldSpans:
-    """The facts of the spans that are held, without a look at each.
+    """The facts of the spans that are kept, without a look at each.
 
     Every one is there from `since_ns` to `until_ns` after the trace's start; `complete` says that none was overwritten
     at all. `asked` ask for device time, of which `unanswered` counts those that got none, by the label of the first of
@@ -147,11 +147,11 @@ class HeldSpans:
 
 @dataclass(eq=False)
 class Recording:
-    """The tally of all calls, the trace of the spans that are held, and facts of both.
+    """The tally of all calls, the trace of the spans that are kept, and facts of both.
 
     `make_tally`, `make_totals`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` are called
     when somebody first reads what they make. `make_totals` makes the tally, merged if asked, at less cost.
-    `make_held` counts the spans that are held without making them, None where it cannot. `window_ns` is the length of
+    `make_held` counts the kept spans without making them, None where it cannot. `window_ns` is the length of
     the time that the tally covers, `recorder` is `native` or `other`. `collector_ids` returns the trace id and the span
     id under which a request of the trace, by its first key, went to the collector. `benchmark` has counted the steps of
     a loop as they went by. `died` says how a process ended that said no goodbye.
@@ -197,7 +197,7 @@ class Recording:
 
     @cached_property
     def trace(self) -> Trace:
-        """The spans that are held."""
+        """The spans that are kept."""
         return self.make_trace()
 
     @property
