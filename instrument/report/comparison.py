@@ -18,12 +18,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 
 import numpy as np
 
 from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect
-from instrument.report.requests_view import joined_requests, request_ledger
+from instrument.report.endpoint_times import EndpointTimes
+from instrument.report.requests_view import joined_requests, requests
 from instrument.report.section import Section, View
 from instrument.report.table import bounded, name_of_site, wrapped
 from instrument.report.view import Options, Recording
@@ -32,7 +32,7 @@ from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import Groups
 from instrument.trace.joined import THOUSANDTHS, Joined
-from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, UNKNOWN, WAITING
+from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
 
 FAMILY = 0.01
@@ -103,7 +103,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class LoadChange:
-    """An endpoint, or a part of its time that follows from load, before and after: the mean of a request."""
+    """An endpoint, or a part of its time that follows from load, before and after.
+
+    Means are per request of the endpoint. The 99th percentile of a part is that of the requests that had it, as in the
+    view `requests`; None for several runs.
+    """
 
     name: str
     requests_before: int
@@ -320,10 +324,10 @@ def _with_effect(change: Change, work: Effect, after: CallSample, side: _Side, l
 
 def _side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
     parts: dict[tuple[str, ...], list[CallSample]] = defaultdict(list)
-    requests = 0
+    request_count = 0
     for run, recording in enumerate(runs):
         trace, joined = recording.columns, recording.once(joined_requests)
-        requests += len(joined.rows)
+        request_count += len(joined.rows)
         if not len(trace):
             continue
         covariates = _covariates(trace, joined, names)
@@ -347,7 +351,7 @@ def _side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
                 )
     work = {name: _joined(samples) for name, samples in parts.items()}
     summed_ns = sum(float(sample.values_ns.sum()) for sample in work.values())
-    return _Side(work, requests, summed_ns)
+    return _Side(work, request_count, summed_ns)
 
 
 def _joined(samples: Sequence[CallSample]) -> CallSample:
@@ -400,47 +404,42 @@ def _members_of_batches(runs: Sequence[Recording]) -> float | None:
     return sum(len(pairs.batch) for pairs in served) / batches if batches else None
 
 
-PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT, UNKNOWN)
+PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT)
 
 
 def _loads(before: Sequence[Recording], after: Sequence[Recording]) -> list[LoadChange]:
     """Return endpoints by their time, each followed by its parts that follow from load."""
-    sides = _walls(before), _walls(after)
-    seconds = [
-        sum((recording.trace.end_ns - recording.trace.start_ns) / 1e9 for recording in side) for side in (before, after)
-    ]
+    sides = _endpoints(before), _endpoints(after)
+    seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
+    names = dict.fromkeys(name for side in sides for name in side)
+    walls_ns = {name: sum(times.wall_ns for side in sides for times in side.get(name, ())) for name in names}
     rows = []
-    endpoints = sorted(
-        {endpoint for side in sides for endpoint, _ in side},
-        key=lambda endpoint: -sum(sum(side.get((endpoint, ""), ())) for side in sides),
-    )
-    for endpoint in endpoints:
-        counts = [len(side.get((endpoint, ""), ())) for side in sides]
+    for name in sorted(names, key=lambda name: -walls_ns[name]):
+        counts = [sum(times.requests for times in side.get(name, ())) for side in sides]
+        rates = [count / max(length, 1e-9) for count, length in zip(counts, seconds, strict=True)]
         for part in ("", *PARTS_OF_LOAD):
-            times = [sorted(side.get((endpoint, part), ())) for side in sides]
-            if not any(times):
+            times = [_times_of(side.get(name, ()), part) for side in sides]
+            if not any(summed_ns for summed_ns, _ in times):
                 continue
-            means = [sum(of_side) / max(count, 1) for of_side, count in zip(times, counts, strict=True)]
-            p99 = [of_side[round(0.99 * (len(of_side) - 1))] if of_side else None for of_side in times]
-            rates = [len(of_side) / max(length, 1e-9) for of_side, length in zip(times, seconds, strict=True)]
-            name = f"  {part}" if part else endpoint
-            rows.append(LoadChange(name, *map(len, times), *rates, *means, *p99))
+            means = [summed_ns / max(count, 1) for (summed_ns, _), count in zip(times, counts, strict=True)]
+            label = f"  {part}" if part else name
+            rows.append(LoadChange(label, *counts, *rates, *means, *(p99_ns for _, p99_ns in times)))
     return rows
 
 
-def _walls(runs: Sequence[Recording]) -> dict[tuple[str, str], list[int]]:
-    """Return the walls of the requests of each endpoint, and the times of the parts that follow from load."""
-    walls_ns: dict[tuple[str, str], list[int]] = defaultdict(list)
+def _endpoints(runs: Sequence[Recording]) -> dict[str, list[EndpointTimes]]:
+    """Return the times of each endpoint, those of each run."""
+    by_name: dict[str, list[EndpointTimes]] = defaultdict(list)
     for recording in runs:
-        trace, joined = recording.columns, recording.once(joined_requests)
-        names, of_site = trace.numbered_sites(attrgetter("name"))
-        endpoint_of = [names[number] for number in of_site[trace.site[joined.rows]].tolist()]
-        for endpoint, wall_ns in zip(endpoint_of, trace.total_ns[joined.rows].tolist(), strict=True):
-            walls_ns[endpoint, ""].append(wall_ns)
-        times = recording.once(request_ledger)
-        for place, part, time_ns in zip(
-            times.request.tolist(), times.part.tolist(), times.time_ns.tolist(), strict=True
-        ):
-            if times.names[part] in PARTS_OF_LOAD:
-                walls_ns[endpoint_of[place], times.names[part]].append(time_ns)
-    return walls_ns
+        for times in requests(recording, Options()).endpoints:
+            by_name[times.name].append(times)
+    return by_name
+
+
+def _times_of(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
+    """Return the sum of an endpoint's walls, or of a part of them, and the 99th percentile where there is one run."""
+    times = [(times.wall_ns, times.p99_ns) for times in runs]
+    if part:
+        phases = [phase for times in runs for phase in times.phases if phase.name == part]
+        return sum(phase.summed_ns for phase in phases), phases[0].p99_ns if len(phases) == 1 == len(runs) else None
+    return sum(wall_ns for wall_ns, _ in times), times[0][1] if len(times) == 1 else None
