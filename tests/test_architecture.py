@@ -345,7 +345,7 @@ LINES_AND_FILES = {
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
-    "instrumentors": (11_185, 43),
+    "instrumentors": (11_184, 43),
     "native": (9_752, 28),
     "otlp": (5_025, 21),
     "profile": (2_492, 8),

@@ -25,7 +25,6 @@ from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.rules import Functions
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -76,6 +75,8 @@ class StartupWatch:
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         self.rules = tuple(rules)
         self._recorder = recorder
+        from instrument.instrumentors.rules import Functions  # each session times imports, few watch startup
+
         self._functions = Functions(RULES if rules else (), recorder)
         self._undos: list[Undo] = []
         self._dynamo: Verdict | None = None

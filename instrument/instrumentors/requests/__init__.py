@@ -9,38 +9,33 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.functions import Undo, undo_all
-from instrument.instrumentors.requests import (
-    aiohttp,
-    blocked,
-    grpc,
-    model_servers,
-    packages,
-    propagation,
-    routes,
-    servers,
-    triton,
-)
+from instrument.instrumentors.requests import blocked, packages, propagation, routes, servers
 from instrument.instrumentors.requests.exchange import CURRENT, PORT, Exchanges
 from instrument.instrumentors.verdict import Verdict
-from instrument.profile.model import RequestsRule
+from instrument.profile.model import SERVERS, RequestsRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 
-SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
-    "asgi": servers.ASGI,
-    "wsgi": servers.WSGI,
-    "aiohttp": aiohttp.AIOHTTP,
-    "grpc": grpc.GRPC,
-    "ray_serve": model_servers.RAY_SERVE,
-    "litserve": model_servers.LITSERVE,
-    "mosec": model_servers.MOSEC,
-    "triton": {},  # whose seam is in modules of any name that `triton.MODULE` fits
+if TYPE_CHECKING:
+    from instrument.instrumentors.requests import aiohttp, grpc, model_servers, triton
+else:
+    aiohttp, grpc, model_servers, triton = (
+        LazyModule(f"{__name__}.{name}") for name in ("aiohttp", "grpc", "model_servers", "triton")
+    )
+
+KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
+    "aiohttp": ("aiohttp", lambda: aiohttp.AIOHTTP),
+    "grpc": ("grpc", lambda: grpc.GRPC),
+    "ray": ("ray_serve", lambda: model_servers.RAY_SERVE),
+    "litserve": ("litserve", lambda: model_servers.LITSERVE),
+    "mosec": ("mosec", lambda: model_servers.MOSEC),
 }
-"""By what the profile calls them, the modules that have the seams of servers."""
+"""The kind of server of a package, and the seams of its modules, whose code is loaded as the package is imported."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.MODULE: blocked.attach,
@@ -65,11 +60,12 @@ class Requests:
         self.rules = tuple(rules)
         self._blocked_ns = rules[0].blocked_ns if rules else None
         self._exchanges = [Exchanges(rule, self._recorder) for rule in rules]
+        self._kinds = {kind for rule in rules for kind in rule.servers}
         self._seams = {
             module: (kind, attach)
-            for rule in rules
-            for kind in rule.servers
-            for module, attach in SERVERS.get(kind, {}).items()
+            for kind, seams in (("asgi", servers.ASGI), ("wsgi", servers.WSGI))
+            for module, attach in seams.items()
+            if kind in self._kinds
         }
 
     def wants(self, module_name: str) -> bool:
@@ -80,10 +76,12 @@ class Requests:
         return self._seam(module_name) is not None or (bool(self.rules) and is_known)
 
     def _seam(self, module_name: str) -> tuple[str, servers.Attach] | None:
-        """The kind of server that has its seam in a module, and what attaches there."""
-        if triton.MODULE.fullmatch(module_name) and any("triton" in rule.servers for rule in self.rules):
+        """Return the kind of server that has its seam in a module, and the function that attaches there."""
+        if module_name[:1].isdigit() and "triton" in self._kinds and triton.MODULE.fullmatch(module_name):
             return "triton", triton.attach
-        return self._seams.get(module_name)
+        kind, seams = KINDS.get(module_name.partition(".")[0], ("", dict))
+        attach = seams().get(module_name) if kind in self._kinds else None
+        return (kind, attach) if attach is not None else self._seams.get(module_name)
 
     def imported(self, module: ModuleType) -> bool:
         """A module with a seam is imported: attach. A version that has another seam is named in the verdicts."""
