@@ -338,7 +338,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
-    "": (261, 4),
+    "": (289, 4),
     "agent": (4_612, 19),
     "chrome": (3_072, 9),
     "cli": (2_728, 15),

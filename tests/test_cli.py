@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,16 @@ def test_the_host_gets_its_own_arguments_and_the_flags_of_our_interpreter(
     plain = subprocess.run([*command, *host], **options)
     done = subprocess.run([*command, "-m", "instrument", "run", "--profile", "profile.yaml", "--", *host], **options)
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    assert len(traces()) == 1
+
+
+def test_a_source_tree_in_the_current_folder_gives_way_to_the_installed_package(folder: Path) -> None:
+    """As after `pip install .`: the tree has no recorder in C."""
+    package = Path(instrument.__file__).parent
+    shutil.copytree(package, folder / "instrument", ignore=shutil.ignore_patterns("*.so", "__pycache__", "docs"))
+    write(folder / "main.py", "import work, instrument\nwork.step(1)\nprint(instrument.__file__)")
+    done = run("run", "--profile", "profile.yaml", "--", "main.py")
+    assert (done.returncode, "nothing is recorded" in done.stderr) == (0, False)
     assert len(traces()) == 1
 
 
