@@ -24,6 +24,7 @@ from instrument.recording.spans import Site
 from instrument.trace import unsettled
 from instrument.trace.settling import DECISION_WAIT_NS
 from instrument.trace.tail_sampling import LEAST_CALLS
+from instrument.trace.unsettled import LEAST_PACKED
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
 
@@ -125,6 +126,27 @@ def test_spans_that_end_after_a_request_that_was_not_kept_are_let_go(recorder: A
     recorder.close(late)
     assert kept.read() == []
     assert kept.rows.waiting == 0
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_rows_that_wait_for_their_time_are_packed_and_come_out_as_they_were_recorded(
+    recorder: Any, is_asked_for: bool
+) -> None:
+    kept = Kept(recorder, Capture(sample=1.0), spans_per_request=2_000)
+    requests = {serve(recorder, LEAST_PACKED), serve(recorder, 2 * LEAST_PACKED)}
+    reader = kept.readers[0]
+    reader.read()
+    assert (reader.rows.packed, reader.rows.waiting) == (3 * LEAST_PACKED, 3 * LEAST_PACKED + len(requests))
+    assert {int(span_id) for span_id in reader.rows.rows["span_id"]} == requests
+    spans = {span.span_id: (span.root_id, span.parent_id, span.start_ns, span.end_ns) for span in recorder.spans()}
+    if is_asked_for:
+        assert reader.rows.has(next(iter(spans.keys() - requests)))
+        assert (reader.rows.packed, reader.rows.waiting) == (0, len(spans))
+    trees = kept.read()
+    assert spans == {
+        span.span_id: (span.root_id, span.parent_id, span.start_ns, span.end_ns) for tree in trees for span in tree
+    }
+    assert (reader.rows.packed, reader.rows.waiting) == (0, 0)
 
 
 def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Any) -> None:

@@ -28,6 +28,10 @@ PIPE_BYTES = 1 << 16
 
 _SET_PARENT_DEATH_SIGNAL = 1
 
+_MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
+"""The options of glibc's allocator (malloc.h): it returns free memory beyond 128 KiB (M_TRIM_THRESHOLD) and each array
+of 64 KiB (M_MMAP_THRESHOLD), and threads share one arena (M_ARENA_MAX)."""
+
 
 class Child:
     """A child, begun when there is something for it to do, and the agent's end of the connection to it.
@@ -214,7 +218,7 @@ def _be(connection: socket.socket, serve: Callable[[socket.socket], object], nam
         descriptor = 3
         os.dup2(connection.fileno(), descriptor)
         os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
-        _end_with(agent)
+        _prepare(agent)
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         with suppress(OSError):
             Path("/proc/self/comm").write_text(name, "ascii")
@@ -225,11 +229,15 @@ def _be(connection: socket.socket, serve: Callable[[socket.socket], object], nam
         os._exit(code)
 
 
-def _end_with(agent: int) -> None:
-    """Have this child end as the agent does, also where it hangs: what it has claimed is for others then."""
+def _prepare(agent: int) -> None:
+    """Have this child end as the agent does, also where it hangs, so that its claims are free then. Have it return
+    memory that it no longer needs."""
     with suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        library = ctypes.CDLL(None)
+        library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        for option, value in _MALLOC_OPTIONS.items():
+            library.mallopt(option, value)
     if os.getppid() != agent:
         os._exit(1)

@@ -210,6 +210,8 @@ class ExportLoop:
         for found in list(self._recordings.values()):
             if found.is_of(source):
                 found.note_sent()
+        if self._is_behind:
+            self._agent.wake()
 
     # ---------------------------------------------------------------- recordings
 

@@ -53,11 +53,11 @@ from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 FACTS_S = 1.0
 """Seconds between two looks at what a process says of itself."""
 
-WAITING_SPANS = 4_000
+WAITING_SPANS = 10_000
 """With so many spans on their way others wait in the recording: there they outlive who exports them, take no memory of
 that one, and the newest are kept."""
 
-SETTLE_EACH_NS = 5 * 10**8
+SETTLE_EACH_NS = 25 * 10**7
 """Nanoseconds between two rounds of settling."""
 
 BEHIND_NS = 5 * 10**9

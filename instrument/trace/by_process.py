@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,10 @@ from instrument.recording.spans import Span, is_blocked_loop, is_interruption
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
-from instrument.trace.merge import Merged
 from instrument.trace.trace import MergedProcess, Trace, spans_of, with_spans
+
+if TYPE_CHECKING:
+    from instrument.trace.merge import Merged  # an exporter has no files to merge
 
 
 class ProcessRows(NamedTuple):

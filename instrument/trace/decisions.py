@@ -29,7 +29,7 @@ UNKNOWN_NS = 8 * 10**9
 
 BEYOND_LIMIT = "requests beyond the capture limit"
 
-MOST_TRACES = 50_000
+MOST_TRACES = 20_000
 """Traces and keys that are remembered; the oldest are forgotten."""
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,13 @@ from instrument.trace.columns import (
     Int64s,
     device_intervals,
 )
-from instrument.trace.file import Saved
 from instrument.trace.forest import NONE
 from instrument.trace.layout import as_tuples
 from instrument.trace.self_times import self_times_of
 from instrument.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from instrument.trace.file import Saved
 
 _SIGNED = {"Q": "i8", "q": "i8", "I": "u4"}
 ROW = np.dtype([(name, _SIGNED[code]) for name, (_, code) in memory_layout.ROW.fields.items()])
@@ -260,6 +262,8 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         columns = columns_of(taken, -FARTHEST_NS, FARTHEST_NS, partial(device_intervals, intervals), end_ns)
         if open_spans:  # whose time is known to that of their children
             columns.self_ns[-len(open_spans) :] = _self_times(open_spans, end_ns)
+        from instrument.trace.file import Saved  # an exporter reads no files
+
         return Saved(facts.with_columns(columns), tally)
     except (ValueError, OverflowError) as problem:
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem

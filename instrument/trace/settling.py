@@ -24,10 +24,10 @@ DECISION_WAIT_NS = 2 * 10**9
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""Rows with keys stay after their request was settled, for what comes late: for so many nanoseconds, and the newest
-ones of a process longer."""
+"""Requests and rows with keys stay after they were settled, for what comes late: for so many nanoseconds, and the
+newest ones of a process with keys longer."""
 
-MOST_AT_ONCE = 10_000
+MOST_AT_ONCE = 6_000
 """Rows that are settled in one round at most, which bounds its memory. The oldest come first."""
 
 
@@ -53,7 +53,8 @@ class Settling:
         living = [member.read_ns for member in self.members if not member.is_over]
         read_ns = min([now_ns, *living])
         horizon_ns = OPEN_NS if is_last else read_ns - (0 if at_once else DECISION_WAIT_NS)
-        most_ns = self._most_ns(horizon_ns)
+        most_ns = min([horizon_ns, *(member.unpack(horizon_ns, MOST_AT_ONCE) for member in self.members)])
+        most_ns = self._most_ns(most_ns)
         self.has_more = most_ns < horizon_ns
         if self.has_more:
             horizon_ns, at_once, is_last = most_ns, at_once or is_last, False
@@ -107,11 +108,11 @@ def _release(decisions: Decisions, sent: SentRows, horizon_ns: int, *, is_last: 
     for number, member in enumerate(decisions.members):
         rows = np.flatnonzero((gathered.member == number) & (gathered.place != NONE))
         member.passed += int(np.count_nonzero(gone[rows] & (gathered.state[rows] != PASSED)))
-        member.lingers = _lingers(decisions, number)
+        member.lingers = member.packed > 0 or _lingers(decisions, number)
         is_context = (settled[rows] & ~recent[rows]) | (gathered.state[rows] == SETTLED)
         stays = is_context & says_keys[rows] & (not is_last)
         old = np.flatnonzero(stays & ~needed[rows] & (found.end_ns[rows] <= horizon_ns - CONTEXT_NS))
-        excess = int(np.count_nonzero(stays)) - MOST_CONTEXT
+        excess = int(np.count_nonzero(stays)) - (MOST_CONTEXT if member.has_keys else 0)
         if excess > 0:
             stays[old[np.argsort(found.end_ns[rows[old]], kind="stable")[:excess]]] = False
         place = gathered.place[rows]

@@ -20,8 +20,9 @@ processes.
 One block decides little: on two cores that others used, too, processor time differed by 3 to 10 % either way between
 servers that do the same. Take ten, on a machine that is idle; `tests/bench/service.py` compares within one process.
 
-`--memory SECONDS` tells the memory of the agent and of its exporter instead, while the service records nothing and then
-`--rate` spans a second. Pages that several processes share count to each in part.
+`--memory SECONDS` prints the memory of the agent and of its exporter instead, while the service records nothing and
+then `--rate` spans a second. Pages that several processes share count to each in part. It also prints how long after
+their ends requests reached the collector, and how many spans did.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy
 import yaml
@@ -94,10 +97,11 @@ def free_port() -> int:
 
 
 class Collector:
-    """Takes every request, and counts bytes."""
+    """Takes every request, and counts bytes. It keeps bodies in `kept`, with their times, where it is given a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: BinaryIO | None = None) -> None:
         self.port, self.bytes, self.requests = free_port(), 0, 0
+        self._kept, self._arrivals = kept, list[tuple[int, int]]()
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
 
     async def _serve(self) -> None:
@@ -109,11 +113,29 @@ class Collector:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
-                await reader.readexactly(length)
+                body = await reader.readexactly(length)
+                if self._kept is not None and b"/v1/traces" in head:
+                    body = zlib.decompress(body, 47) if b"\r\ncontent-encoding: gzip" in head else body
+                    self._arrivals.append((time.time_ns(), self._kept.write(body)))
                 self.bytes, self.requests = self.bytes + length, self.requests + 1
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\nContent-Length: 0\r\n\r\n")
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
+
+    def delays(self) -> tuple[int, list[float]]:
+        """Count the spans that came, and return the seconds from the end of each request to its arrival, sorted."""
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        assert self._kept is not None
+        self._kept.seek(0)
+        count, delays = 0, list[float]()
+        for at_ns, size in self._arrivals:
+            for of_resource in ExportTraceServiceRequest.FromString(self._kept.read(size)).resource_spans:
+                for of_scope in of_resource.scope_spans:
+                    count += len(of_scope.spans)
+                    roots = (span for span in of_scope.spans if not span.parent_span_id)
+                    delays += [(at_ns - span.end_time_unix_nano) / 1e9 for span in roots]
+        return count, sorted(delays)
 
 
 def processes() -> list[int]:
@@ -221,12 +243,18 @@ class Server:
         self.took_s.append((self.processor_s() - before_s) / times)
         return found
 
-    def stop(self) -> str:
-        """End it. What it said of losses."""
+    def stop(self, agent: int = 0) -> str:
+        """End it, and wait for its agent where one is given. Returns what they said of losses."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait(LIMIT_S)
+        while agent and command_of(agent):
+            time.sleep(0.1)
         self.errors.seek(0)
-        said = [line for line in self.errors.read().splitlines() if re.search("overwritten|dropped|not sent", line)]
+        said = [
+            line
+            for line in self.errors.read().splitlines()
+            if re.search("overwritten|dropped|not sent|collector", line)
+        ]
         self.errors.close()
         return "; ".join(line.strip()[:110] for line in said[:3])
 
@@ -244,6 +272,7 @@ def servers_of(options: argparse.Namespace, collector: int, core: set[int]) -> I
 
 
 MEMORY_CALLS, IDLE_S = 499, 3
+DELAYS = {"median": 0.5, "p99": 0.99, "longest": 1.0}
 MEMORY = ("Rss", "Anonymous", "Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 
 
@@ -300,7 +329,11 @@ def measure_memory(options: argparse.Namespace, collector: Collector) -> None:
             each_us = 1e6 * took_s / spans
             print(f"{spans / passed_s:,.0f} spans a second, {each_us:.2f} us of the exporter's processor each")
         finally:
-            print(server.stop() or "no losses said")
+            print(server.stop(agent) or "no losses said")
+    count, delays = collector.delays()
+    late = ", ".join(f"{name} {delays[int(share * (len(delays) - 1))]:.2f} s" for name, share in DELAYS.items())
+    print(f"from the end of a request to the collector: {late}")
+    print(f"{count:,} of {(asked + 2) * (MEMORY_CALLS + 1):,} spans came to the collector")
 
 
 Turn = dict[str, list[float]]
@@ -356,7 +389,8 @@ def main() -> None:
     parser.add_argument("--rate", type=int, default=50_000, help="spans a second of that load")
     options = parser.parse_args()
     if options.memory:
-        measure_memory(options, Collector())
+        with tempfile.TemporaryFile() as bodies:
+            measure_memory(options, Collector(bodies))
         return
     if options.export:
         STATES.append(UNSENT)
