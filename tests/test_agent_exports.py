@@ -198,7 +198,7 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
     recorder.tell({"export": told(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
     exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
-    exported, exported_run = Exported(os.dup(recorder.memory_fd), exporter), ExportedRun({})
+    exported, exported_run = Exported(recorder.memory_fd, exporter), ExportedRun({})
     exported_run.members[0] = exported
 
     def look() -> bool:
@@ -235,11 +235,12 @@ def until_taken(memory: int) -> None:
 def test_a_recording_that_cannot_be_read_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     path = tmp_path / "damaged"
     path.write_bytes(bytes(1 << 20))
-    before = len([*Path("/proc/self/fd").iterdir()])
-    for _ in range(3):
-        with pytest.raises((TraceError, OSError)):
-            Exported(os.open(path, os.O_RDWR), Any)
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    with path.open("rb+") as damaged:
+        before = len([*Path("/proc/self/fd").iterdir()])
+        for _ in range(3):
+            with pytest.raises((TraceError, OSError)):
+                Exported(damaged.fileno(), Any)
+        assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 @pytest.mark.parametrize("settings", [{"headers": [["one"]]}, {"endpoint": 7}, {"headers": 5}], ids=str)

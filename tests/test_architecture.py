@@ -339,7 +339,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (289, 4),
-    "agent": (4_612, 19),
+    "agent": (4_621, 19),
     "chrome": (3_072, 9),
     "cli": (2_728, 15),
     "compat": (1_367, 6),
@@ -347,15 +347,15 @@ LINES_AND_FILES = {
     "docs": (0, 0),
     "instrumentors": (11_184, 43),
     "native": (9_752, 28),
-    "otlp": (5_025, 21),
+    "otlp": (5_021, 21),
     "profile": (2_492, 8),
     "proposal": (1_400, 5),
     "recorder": (2_578, 9),
-    "recording": (4_111, 19),
+    "recording": (4_098, 19),
     "report": (12_817, 47),
     "runtime": (2_616, 18),
-    "sessions": (7_304, 31),
-    "trace": (8_487, 30),
+    "sessions": (7_287, 31),
+    "trace": (8_570, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

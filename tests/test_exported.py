@@ -60,7 +60,7 @@ class Service:
         """Its recording as an exporter is given it."""
         exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
         exporter.start()
-        self.exported = Exported(os.dup(self.recorder.memory_fd), exporter)
+        self.exported = Exported(self.recorder.memory_fd, exporter)
         self.run = ExportedRun({})
         self.run.members[0] = self.exported
         self.exporter = exporter

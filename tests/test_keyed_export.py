@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -340,8 +341,9 @@ def test_of_a_recording_that_cannot_be_read_nothing_is_exported_and_the_service_
     session = begin(collector)
     monkeypatch.setattr(OwnExport, "look", lambda *_, **__: 1 // 0)
     shop.serve_all()
-    with pytest.raises(ZeroDivisionError):
+    with suppress(ZeroDivisionError):  # raised on the session's thread, where that has looked first
         session.flush(20)
+    assert FAULTS.counts()
     FAULTS.clear()
     shop.serve_all()
     instrument.stop()

@@ -179,12 +179,11 @@ class ExportLoop:
         (fd,) = descriptors
         try:
             wanted = None if settings is None else export_facts.settings_from(settings)
-            sender = self._exporter(wanted)
-        except BaseException:
+            sends = wanted is not None
+            self._recordings[number] = exported.Exported(fd, self._exporter(wanted), generation, sends=sends)
+            self._settings[number] = wanted
+        finally:
             os.close(fd)
-            raise
-        self._recordings[number] = exported.Exported(fd, sender, generation, sends=wanted is not None)
-        self._settings[number] = wanted
 
     def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
         """Return the exporter for a collector. None asks for one that has nowhere to send and is never started."""

@@ -7,7 +7,6 @@ is counted.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +67,7 @@ LAST_METRICS_S = 5.0
 
 
 class Exported:
-    """The export of one generation of a recording. It closes the descriptor. Generation 0 is the present one.
+    """The export of one generation of a recording, by a copy of the descriptor. Generation 0 is the present one.
 
     A generation ends as a later one begins. Without `sends`, kept spans go to no exporter. `facts` replaces the facts
     for the export that are in the recording. Raises `TraceError` and `OSError`. One thread alone reads and settles;
@@ -88,15 +87,12 @@ class Exported:
         self._told_facts = facts or (lambda: self._mapped.header.facts.get("export"))
         self._exporter = exporter
         self._lock = RLock()
+        self._place = ExportPlace(fd)
         try:
-            self._place = ExportPlace(fd)
-            try:
-                self._mapped = Mapped(fd)
-            except BaseException:
-                self._place.close()
-                raise
-        finally:
-            os.close(fd)
+            self._mapped = Mapped(fd)
+        except BaseException:
+            self._place.close()
+            raise
         self._generation = generation or self._mapped.generation
         self._progress = Progress()
         self._told: Counter[str] = Counter()

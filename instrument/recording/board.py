@@ -8,16 +8,15 @@ sees itself.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 
+from instrument.recording.claim import duplicate
+
 VARIABLE = "INSTRUMENT_RUN_BOARD"
 
 _NAME = "instrument-run"
-_FIRST_FD = 256
-"""Descriptors below are the service's: its own keep the numbers that they would have without us."""
 
 _BYTES = 1 << 20
 """More is not written: a mark is a line of 20 bytes, and each is written about once."""
@@ -40,7 +39,7 @@ def make() -> Callable[[], None]:
         made = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.write(made, (_IN_VAIN % 0).encode())
-            held = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
+            held = duplicate(made)
         finally:
             os.close(made)
     except (AttributeError, OSError):

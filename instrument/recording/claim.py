@@ -21,6 +21,14 @@ _LOCK_AT = 1 << 50
 """Beyond every byte of a recording: other locks on it mean other things."""
 
 
+def duplicate(fd: int) -> int:
+    """Return a copy of a descriptor under a high number, or any, where the process may not have as many."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+    except OSError:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
 class Claim:
     """A claim to a recording that may be taken; what is claimed is written to by `fileno`. Raises `OSError`."""
 
@@ -28,9 +36,7 @@ class Claim:
         # Opened anew: a lock belongs to what was opened, and who was given a descriptor shares that with the giver.
         opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._fd = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
-        except OSError:
-            self._fd = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)  # it may not have as many
+            self._fd = duplicate(opened)
         finally:
             os.close(opened)
         self._identity = self._identified()

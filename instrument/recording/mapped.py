@@ -7,7 +7,6 @@ nobody. Files are read and not mapped, for one that is cut short would end whoev
 
 from __future__ import annotations
 
-import fcntl
 import os
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording import memory_layout as layout
-from instrument.recording.claim import FIRST_FD
+from instrument.recording.claim import duplicate
 from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.mapped_facts import (
     FARTHEST_NS,
@@ -95,13 +94,6 @@ def _ring_type(object_bytes: int) -> np.dtype[np.void]:
     return _type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
-def _duplicate(fd: int) -> int:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)  # a service may read its own
-    except OSError:
-        return os.dup(fd)  # it may not have as many
-
-
 class _Ring(NamedTuple):
     slot: int
     number: int
@@ -117,7 +109,7 @@ class Mapped:
     """What a recording says at the moment when it is asked. Raises `TraceError` for a file that is none."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = _duplicate(fd)
+        self._fd = duplicate(fd)  # a service may read its own
         self._told: dict[int, Site] = {}
         self._told_until = 0, 0  # of which generation, and how many bytes of its facts
         self._known = -1, b""  # of which generation, and the nodes of the tree that is known

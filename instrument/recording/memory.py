@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 from instrument import clock
 from instrument.recording import memory_layout as layout
+from instrument.recording.claim import duplicate
 from instrument.runtime import atomic
-
-FIRST_FD = 256
 
 MFD_NOEXEC_SEAL = 8
 """It is no program: some systems allow no others (vm.memfd_noexec), and some note those that do not say so."""
@@ -66,7 +65,8 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
     else:
         raise OSError("this system has no memory that other processes could be given")
     try:
-        fd = _out_of_the_way(fd)
+        fd, low_fd = duplicate(fd), fd
+        os.close(low_fd)
         if path:
             fcntl.flock(fd, fcntl.LOCK_SH)
             os.posix_fallocate(fd, 0, size_bytes)
@@ -136,16 +136,6 @@ def _without_name() -> int:
         return os.memfd_create("instrument", flags | MFD_NOEXEC_SEAL)
     except OSError:  # a kernel before 6.3
         return os.memfd_create("instrument", flags)
-
-
-def _out_of_the_way(fd: int) -> int:
-    """The same file under a high number: the service's own descriptors have those that they would have without us."""
-    try:
-        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
-    except OSError:
-        return fd  # it may not have as many
-    os.close(fd)
-    return moved
 
 
 def _seal(fd: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _socket
 import errno
-import fcntl
 import os
 import select
 import time
@@ -21,6 +20,7 @@ from typing import Any
 from instrument import clock
 from instrument.profile.model import Recordings
 from instrument.recorder.recorder import RECORDER
+from instrument.recording.claim import duplicate
 from instrument.runtime import agent_launch, packets, run_folder
 from instrument.runtime.cheap_start import asdict, replace
 from instrument.runtime.unpatched import poll
@@ -30,9 +30,6 @@ from instrument.sessions.published_facts import NOTE_TOLD, NOTES_TOLD, Published
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving, templates
 from instrument.sessions.session_threads import SessionThreads
-
-FIRST_FD = 256
-"""Descriptors below are the service's: its own keep the numbers that they would have without us."""
 
 ALIVE_S, BEGIN_S = 0.5, 2.5
 """Seconds that an agent has to answer a goodbye: one that runs, and one that this process has begun just then."""
@@ -98,7 +95,7 @@ class Membership:
                 connection.setblocking(False)
                 connection.connect(self.path)
                 packets.send(connection, {"join": self._told()}, self._memory_if_there())
-                descriptor = _out_of_the_way(connection.fileno())
+                descriptor = duplicate(connection.fileno())
             finally:
                 connection.close()
             self._identity, self._fd = _identity(descriptor), descriptor
@@ -303,14 +300,6 @@ def _identity(descriptor: int) -> tuple[int, int]:
     except OSError:
         return (-1, -1)
     return facts.st_dev, facts.st_ino
-
-
-def _out_of_the_way(descriptor: int) -> int:
-    """A copy of a descriptor under a high number; under any, where the process may not have as many."""
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
-    except OSError:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 def _image() -> str:

@@ -5,14 +5,12 @@ What that needs, numpy among it, is imported where a session does so, and nowher
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
-from instrument.recording.claim import FIRST_FD
 from instrument.recording.spans import Span
 from instrument.runtime.cheap_start import LazyModule
 
@@ -63,11 +61,7 @@ class OwnExport:
             return
         from instrument.otlp.exported import Exported, ExportedRun
 
-        try:
-            memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
-        except OSError:
-            memory = fcntl.fcntl(memory_fd, fcntl.F_DUPFD_CLOEXEC, 3)  # it may not have as many
-        self._exported = Exported(memory, self._exporter, sends=self._sends, facts=self._facts)
+        self._exported = Exported(memory_fd, self._exporter, sends=self._sends, facts=self._facts)
         self._run = ExportedRun({0: self._exported})
 
     def after_fork_in_child(self) -> None:

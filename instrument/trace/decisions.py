@@ -183,22 +183,22 @@ class Decisions:
             (self.member(row).sampler, self._request(row), row) for row in parts if self.gathered.state[row] != OPEN
         ]
         is_kept = self._remembered.is_kept(self.trace_id(unit))
-        if is_kept or any(sampler.is_asked_for(its, is_part=row != unit) for sampler, its, row in ended):
+        if is_kept or any(sampler.is_asked_for(request, is_part=row != unit) for sampler, request, row in ended):
             self._keep(unit, kept)
             return
-        for sampler, its, row in ended:
-            if sampler.stands_out(its):
-                if sampler.is_allowed(its.end_ns):
-                    if its.root_id not in self.member(row).early:  # what came before those is long gone
-                        standing_out.append((int(self.gathered.member[row]), its.start_ns, its.end_ns))
+        for sampler, request, row in ended:
+            if sampler.stands_out(request):
+                if sampler.is_allowed(request.end_ns):
+                    if request.root_id not in self.member(row).early:  # what came before those is long gone
+                        standing_out.append((int(self.gathered.member[row]), request.start_ns, request.end_ns))
                     self._keep(unit, kept)
                 else:
                     self.member(row).counts[BEYOND_LIMIT] += 1
                     passed.add(unit)
                 return
-        for sampler, its, row in ended:
-            if sampler.is_early(its) and not (self.member(row).is_over or self._is_last):
-                self.member(row).early.add(its.root_id)
+        for sampler, request, row in ended:
+            if sampler.is_early(request) and not (self.member(row).is_over or self._is_last):
+                self.member(row).early.add(request.root_id)
                 return
         if self._is_last or self.trace_id(unit) not in undue_traces:
             passed.add(unit)

@@ -169,7 +169,7 @@ class UnsettledRows:
     @property
     def packed(self) -> int:
         """The number of rows that are packed."""
-        return sum(one.size for one in self._packed)
+        return sum(piece.size for piece in self._packed)
 
     # ---------------------------------------------------------------- reading
 
@@ -222,8 +222,8 @@ class UnsettledRows:
             return rows
         self.lingers = True
         self._packed.append(_PackedRows.of(rows[is_plain], thread_id))
-        others: NDArray[np.void] = rows[~is_plain]
-        return others
+        left_over: NDArray[np.void] = rows[~is_plain]
+        return left_over
 
     def unpack(self, horizon_ns: int = 1 << 62, most: int = 1 << 62) -> int:
         """Unpack the rows that had ended by a time, and no more once there are as many as `most`.
@@ -234,9 +234,9 @@ class UnsettledRows:
         count = end = 0
         while end < len(packed) and packed[end].first_ns <= horizon_ns and count < most:
             count, end = count + packed[end].size, end + 1
-        self._append([(one.rows(), one.thread_id) for one in packed[:end]])
+        self._append([(piece.rows(), piece.thread_id) for piece in packed[:end]])
         self._packed = packed[end:]
-        return min([horizon_ns, *(one.first_ns - 1 for one in self._packed[:1])])
+        return min([horizon_ns, *(piece.first_ns - 1 for piece in self._packed[:1])])
 
     def adopt(
         self,
