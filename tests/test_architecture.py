@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "report": (12_817, 47),
     "runtime": (2_616, 18),
     "sessions": (7_287, 31),
-    "trace": (8_570, 30),
+    "trace": (8_607, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
