@@ -351,7 +351,7 @@ LINES_AND_FILES = {
     "profile": (2_492, 8),
     "proposal": (1_400, 5),
     "recorder": (2_578, 9),
-    "recording": (4_098, 19),
+    "recording": (4_096, 19),
     "report": (12_817, 47),
     "runtime": (2_616, 18),
     "sessions": (7_287, 31),

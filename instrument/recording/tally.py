@@ -85,6 +85,9 @@ BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64
 
 _PACKED = np.dtype([("bucket", "<u4"), ("times", "<u8")])
 _ADDED = [Totals._fields.index(name) for name in SUMS]
+_EXTREMES = {
+    Totals._fields.index(name): choose for names, choose in ((LEAST, np.minimum), (MOST, np.maximum)) for name in names
+}
 
 
 class Row(NamedTuple):
@@ -408,17 +411,22 @@ def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) ->
 
 def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
     """Add up lines by group; below 0 it is none. Those without calls add nothing."""
-    sums = np.zeros(count, TOTALS)
-    counted = np.flatnonzero((groups >= 0) & (lines["calls"] != 0))
-    if not len(counted):
+    sums, table = np.zeros(count, TOTALS), numbers_of(lines)
+    is_counted = (groups >= 0) & (lines["calls"] != 0)
+    if not is_counted.all():
+        table, groups = table[is_counted], groups[is_counted]
+    if not len(groups):
         return sums
-    its_groups = groups[counted]
-    small = its_groups.astype(np.uint16) if count <= 1 << 16 else its_groups  # sorted in a sixth of the time
+    small = groups.astype(np.uint16) if count <= 1 << 16 else groups  # sorted in a sixth of the time
     order = np.argsort(small, kind="stable")
-    its_groups, counted = its_groups[order], counted[order]
-    firsts = np.flatnonzero(np.diff(its_groups, prepend=NOT_BELOW))
-    totals = _reduced(lines[counted], firsts)
-    sums[its_groups[firsts]] = totals
+    table, groups = table[order], groups[order]
+    firsts = np.flatnonzero(np.diff(groups, prepend=NOT_BELOW))
+    totals = np.add.reduceat(table, firsts)
+    for field, choose in _EXTREMES.items():
+        totals[:, field] = choose.reduceat(table[:, field], firsts)
+    numbers_of(sums)[groups[firsts]] = totals
+    for name in ("node", "thread_id"):
+        sums[name] = 0
     return sums
 
 
@@ -426,16 +434,6 @@ def total_of(lines: Records) -> Totals:
     """Add up some lines."""
     (total,) = summed(lines, np.zeros(len(lines), np.int64), 1).tolist()
     return Totals._make(total)
-
-
-def _reduced(lines: Records, firsts: Int64s) -> Records:
-    """Add up lines from each of `firsts` to the next."""
-    sums = np.zeros(len(firsts), TOTALS)
-    numbers_of(sums)[:, _ADDED] = np.add.reduceat(numbers_of(lines)[:, _ADDED], firsts)
-    for names, choose in ((LEAST, np.minimum), (MOST, np.maximum)):
-        for name in names:
-            sums[name] = choose.reduceat(lines[name], firsts)
-    return sums
 
 
 def _bounded(lines: Records) -> Records:

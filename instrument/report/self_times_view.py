@@ -296,7 +296,7 @@ def _own(tally: Tally) -> Records:
     """Return the lines whose time is their own: that of an interruption is a part of what it interrupted."""
     of_others = tally.tree.by_site(is_interruption)
     others = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
-    return np.asarray(tally.lines[~others])
+    return np.asarray(tally.lines[~others]) if others.any() else tally.lines
 
 
 WAITING = "waiting"
