@@ -75,7 +75,7 @@ static PyMemberDef Pass_members[] = {
 };
 
 static PyGetSetDef Pass_getset[] = {
-    {"on", (getter)Pass_on, NULL, "False, whoever asks; it is counted as a call", NULL},
+    {"on", (getter)Pass_on, NULL, "False for any caller; each read counts as a call", NULL},
     {NULL},
 };
 
@@ -122,7 +122,7 @@ release_frame(frame_t *frame)
         frame_count--;
         return;
     }
-    frame->start_ns = 0; /* whoever looks for open spans passes it */
+    frame->start_ns = 0; /* readers of open spans pass it */
     frame->above = free_frames;
     free_frames = frame;
 }
@@ -199,10 +199,10 @@ note_unless_hosts(const char *place)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* What is told of a call by its arguments: a new reference in `told`, NULL where nobody can tell. -1 with an exception
+/* Read facts of a call from its arguments: a new reference in `facts`, NULL where there are none. -1 with an exception
  * of the host's. */
 static int
-tell_by(PyObject *teller, const char *place, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **told)
+read_by(PyObject *reader, const char *place, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **facts)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf), named_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     PyObject *positional = PyTuple_New(count), *named = PyDict_New();
@@ -211,11 +211,11 @@ tell_by(PyObject *teller, const char *place, PyObject *const *args, size_t nargs
         PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
     for (Py_ssize_t i = 0; !failed && i < named_count; i++)
         failed = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[count + i]) < 0;
-    *told = failed ? NULL : PyObject_CallFunctionObjArgs(teller, positional, named, NULL);
+    *facts = failed ? NULL : PyObject_CallFunctionObjArgs(reader, positional, named, NULL);
     Py_XDECREF(positional);
     Py_XDECREF(named);
-    if (*told == Py_None)
-        Py_CLEAR(*told);
+    if (*facts == Py_None)
+        Py_CLEAR(*facts);
     return PyErr_Occurred() ? note_unless_hosts(place) : 0;
 }
 
@@ -231,48 +231,48 @@ argument_of_call(PyObject *name, Py_ssize_t position, PyObject *const *args, Py_
     return NULL;
 }
 
-/* What a call's span bears by its arguments, as `tell_by`. */
+/* What a call's span bears by its arguments, as `read_by`. */
 static int
-tell_attributes_of_call(PyObject *teller, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **told)
+read_attributes_of_call(PyObject *reader, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **facts)
 {
-    if (Py_TYPE(teller) == &KeysType) {
-        Keys *keys = (Keys *)teller;
+    if (Py_TYPE(reader) == &KeysType) {
+        Keys *keys = (Keys *)reader;
         Py_ssize_t count = PyVectorcall_NARGS(nargsf);
         PyObject *value = argument_of_call(keys->parameter, keys->position, args, count, names), *weighed = value;
         if (value != NULL && keys->weighed != Py_None)
             weighed = argument_of_call(keys->weighed, keys->weighed_position, args, count, names);
-        *told = weighed == NULL ? NULL : told_below(keys, value, weighed);
-        if (*told != NULL || PyErr_Occurred())
-            return *told != NULL ? 0 : -1;
-        teller = keys->otherwise;
+        *facts = weighed == NULL ? NULL : facts_below(keys, value, weighed);
+        if (*facts != NULL || PyErr_Occurred())
+            return *facts != NULL ? 0 : -1;
+        reader = keys->otherwise;
     }
-    return tell_by(teller, "attributes", args, nargsf, names, told);
+    return read_by(reader, "attributes", args, nargsf, names, facts);
 }
 
 enum { GIVEN, INNERMOST, REQUEST };
 
 static int set_attributes(Core *, int, Frame *, PyObject *, PyObject *, PyObject *const *);
 
-/* Let the innermost span bear what its result tells. -1 with an exception of the host's. */
+/* Add to the innermost span what its result says. -1 with an exception of the host's. */
 static int
-tell_result(Core *core, PyObject *teller, PyObject *result)
+read_result(Core *core, PyObject *reader, PyObject *result)
 {
-    PyObject *told = PyObject_CallOneArg(teller, result);
-    int failed = told == NULL ? note_unless_hosts("results") : 0;
-    if (told != NULL && PyDict_CheckExact(told) && PyDict_GET_SIZE(told) > 0)
-        failed = set_attributes(core, INNERMOST, NULL, told, NULL, NULL);
-    Py_XDECREF(told);
+    PyObject *facts = PyObject_CallOneArg(reader, result);
+    int failed = facts == NULL ? note_unless_hosts("results") : 0;
+    if (facts != NULL && PyDict_CheckExact(facts) && PyDict_GET_SIZE(facts) > 0)
+        failed = set_attributes(core, INNERMOST, NULL, facts, NULL, NULL);
+    Py_XDECREF(facts);
     return failed;
 }
 
 static SELDOM int
 begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    PyObject *told = NULL;
-    int failed = self->works != NULL ? tell_by(self->works, "device timer", args, nargsf, names, &told) : 0;
+    PyObject *facts = NULL;
+    int failed = self->works != NULL ? read_by(self->works, "device timer", args, nargsf, names, &facts) : 0;
     if (!failed)
-        failed = begin_on_device(self->core, frame, told);
-    Py_XDECREF(told);
+        failed = begin_on_device(self->core, frame, facts);
+    Py_XDECREF(facts);
     return failed;
 }
 
@@ -301,7 +301,7 @@ end_otherwise(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t 
     return result;
 }
 
-/* Call what is wrapped inside a span, whatever there is to it. `path` remembers where the site was met, which is
+/* Call what is wrapped inside a span, of any kind. `path` remembers where the site was met, which is
  * borrowed; NULL where nobody does. */
 static __attribute__((noinline)) PyObject *
 call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
@@ -317,14 +317,14 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
         PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
         return NULL;
     }
-    PyObject *told = NULL;
+    PyObject *facts = NULL;
     if (self->attributes != NULL) {
-        if (tell_attributes_of_call(self->attributes, args, nargsf, names, &told) < 0)
+        if (read_attributes_of_call(self->attributes, args, nargsf, names, &facts) < 0)
             return NULL;
-        if (told != NULL && (current = current_of(core, &ring)) != NULL)
-            Py_SETREF(told, with_link(current, told));
+        if (facts != NULL && (current = current_of(core, &ring)) != NULL)
+            Py_SETREF(facts, with_link(current, facts));
         if ((current = current_of(core, &ring)) == NULL) { /* each may have run code of the host's */
-            Py_XDECREF(told);
+            Py_XDECREF(facts);
             return lose(core) < 0 ? NULL : PyObject_Vectorcall(self->wrapped, args, nargsf, names);
         }
     }
@@ -333,10 +333,10 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     frame_t *frame = take_frame();
     if (frame == NULL) {
         count(core, NO_MEMORY);
-        Py_XDECREF(told);
+        Py_XDECREF(facts);
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
-    frame->attributes = told;
+    frame->attributes = facts;
     identify(core, ring, current, frame, site, path, OPEN);
     Py_INCREF(self);
     Py_INCREF(ring);
@@ -352,7 +352,7 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     __builtin_prefetch(totals, 1);
     if (!is_timed_on_device(core, frame) || begin_call_on_device(self, frame, args, nargsf, names) == 0)
         result = call_wrapped(self, args, nargsf, names);
-    if (self->results != NULL && result != NULL && tell_result(core, self->results, result) < 0)
+    if (self->results != NULL && result != NULL && read_result(core, self->results, result) < 0)
         Py_CLEAR(result);
     /* What the end needs comes from memory while the clock is read. */
     __builtin_prefetch(frame, 1);
@@ -410,7 +410,7 @@ find_known_step(const path_t *path, const node_t *parent, node_t **step)
 
 /* Call a function of Python's inside a span that is timed by the monotonic clock alone, below one that is open or the
  * root, at a path where it was met before: what most calls are. All others go the other way. Neither the function nor
- * its recorder is looked at after the call, so that neither has to be held for it. */
+ * its recorder is looked at after the call, so that neither needs a reference for it. */
 static inline __attribute__((always_inline)) PyObject *
 call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names,
              span_call otherwise)
@@ -654,7 +654,7 @@ site_of_instance(Function *self, PyObject *instance, PyObject **found)
         PyObject *evaluator = self->evaluate == NULL ? NULL : PyObject_CallOneArg(self->evaluate, Py_None);
         PyObject *decided = PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->decide, instance);
         site = decided == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
-        Py_XDECREF(decided); /* what it has decided for good stands in `sites` now */
+        Py_XDECREF(decided); /* a decision for good is in `sites` now */
         if (evaluator != NULL) {
             PyObject *type, *raised, *traceback;
             PyErr_Fetch(&type, &raised, &traceback);

@@ -1,4 +1,4 @@
-/* Hot: what is counted beside the spans, the clock, and memory by cache lines. A part of `_recorder.c`. */
+/* Hot: what is counted besides the spans, the clock, and memory by cache lines. A part of `_recorder.c`. */
 
 static inline void
 count(Core *core, reason_t reason)
@@ -132,7 +132,7 @@ read_both(int64_t *ticks, int64_t *ns)
 
 /* ------------------------------------------------------------------ cache lines */
 
-/* Zeroed memory that begins with a line; NULL without any. Its own address lies before it. */
+/* Zeroed memory that begins with a line; NULL without any. Its own address is before it. */
 static void *
 new_lines(size_t size)
 {

@@ -339,9 +339,9 @@ follow(Core *core, Ring *ring, PyThreadState *state)
             return NULL;
         }
         if (current->eager && core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None) {
-            PyObject *ask = Py_NewRef(core->tells_of_tasks), *tells = PyObject_CallNoArgs(ask);
-            current->is_told = tells == Py_True;
-            Py_XDECREF(tells);
+            PyObject *ask = Py_NewRef(core->tells_of_tasks), *answer = PyObject_CallNoArgs(ask);
+            current->is_told = answer == Py_True;
+            Py_XDECREF(answer);
             Py_DECREF(ask);
             if (forgive() < 0) {
                 Py_DECREF(current);
@@ -535,7 +535,7 @@ publish_begun(Core *core, Current *current, frame_t *frame)
         publish(core, current, frame);
 }
 
-/* A span has ended, or stands still. */
+/* A span has ended, or is paused. */
 static void
 publish_rest(Core *core, Current *current, uint64_t ended_id)
 {

@@ -6,13 +6,13 @@ is_timed_on_device(const Core *core, const frame_t *frame)
     return core->times_devices && (frame->node->is_device || core->watches_all);
 }
 
-/* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. `told` is
+/* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. `facts` is
  * what the timer is to know in place of the span's attributes, or NULL. */
 static int
-begin_on_device(Core *core, frame_t *frame, PyObject *told)
+begin_on_device(Core *core, frame_t *frame, PyObject *facts)
 {
     PyObject *begin = Py_NewRef(core->begin_device);
-    PyObject *attributes = told != NULL ? told : frame->attributes;
+    PyObject *attributes = facts != NULL ? facts : frame->attributes;
     PyObject *args[] = {frame->node->site, attributes != NULL ? attributes : Py_None,
                         PyLong_FromUnsignedLongLong(frame->span_id)};
     PyObject *pair = args[2] == NULL ? NULL : PyObject_Vectorcall(begin, args, 3, NULL);
@@ -64,7 +64,7 @@ end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
         failed = tell_pair(str_end, args, 6);
     else
         PyErr_Clear(); /* for want of memory */
-    if (failed) { /* perhaps before anything was done: told again, or the pair would never end */
+    if (failed) { /* perhaps before anything was done: tried again, or the pair would never end */
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
         if (tell_pair(str_end, args, 6) < 0)
@@ -156,7 +156,7 @@ record_unless_captured(mark_t *mark)
  *
  * The driver may wait here, for room in a full queue or for a lock that the thread of a host function holds, and a host
  * function may wait for the interpreter's lock: a caller who keeps it (`releases` is 0) has to know that there are
- * none. To let go of it costs the wait for whoever takes it meanwhile, so it is let go of once for all three calls. */
+ * none. To release it costs the wait for a thread that takes it meanwhile, so it is released once for all three calls. */
 static PyObject *
 mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
@@ -202,8 +202,8 @@ lead_of_clock(const Core *core)
 }
 
 /* Record an event on a stream that nothing else uses, and ask for it until it has happened or a time has passed: when
- * it was asked for and when it was seen, which is what the device's clock is held against. Without the interpreter's
- * lock, or whoever computes in Python meanwhile would have milliseconds pass between the two. */
+ * it was asked for and when it was seen, which is what the device's clock is compared with. Without the interpreter's
+ * lock, or a thread that computes in Python meanwhile would let milliseconds pass between the two. */
 static PyObject *
 Core_read_event(Core *self, PyObject *args)
 {

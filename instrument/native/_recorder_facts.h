@@ -1,5 +1,5 @@
 /* Cold: what outside readers cannot follow an object for, as JSON: what sites are, and what few rows have. A part of
- * `_recorder.c`. Nothing here runs code of the host's: of values those are told whose types are Python's own. */
+ * `_recorder.c`. Nothing here runs code of the host's: only values whose types are Python's own are written. */
 
 #define DETAIL_LEAST_BYTES 128 /* of a block, for a record to begin there */
 #define FACT_TEXT_BYTES 8192
@@ -167,17 +167,17 @@ typedef struct {
     PyObject *name;
     size_t length;
     char text[NAME_TEXT_BYTES];
-} told_name_t;
+} cached_name_t;
 
-static told_name_t told_names[NAMES_AT_HAND];
+static cached_name_t cached_names[NAMES_AT_HAND];
 
 static void
 put_name(text_t *text, PyObject *name)
 {
-    told_name_t *told = &told_names[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
-    if (told->name == name && text->end - text->at >= NAME_TEXT_BYTES) {
-        memcpy(text->at, told->text, NAME_TEXT_BYTES);
-        text->at += told->length;
+    cached_name_t *cached = &cached_names[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
+    if (cached->name == name && text->end - text->at >= NAME_TEXT_BYTES) {
+        memcpy(text->at, cached->text, NAME_TEXT_BYTES);
+        text->at += cached->length;
         return;
     }
     char *before = text->at;
@@ -186,9 +186,9 @@ put_name(text_t *text, PyObject *name)
     size_t length = (size_t)(text->at - before);
     if (text->full || length > NAME_TEXT_BYTES || !PyUnicode_CHECK_INTERNED(name))
         return;
-    memcpy(told->text, before, length);
-    told->length = length;
-    Py_XSETREF(told->name, Py_NewRef(name));
+    memcpy(cached->text, before, length);
+    cached->length = length;
+    Py_XSETREF(cached->name, Py_NewRef(name));
 }
 
 static void
@@ -200,7 +200,7 @@ put_pair(text_t *text, PyObject *name, PyObject *value)
     put_value(text, value, 0);
 }
 
-/* Attributes by their names; objects that are names of ours alone are not told. */
+/* Attributes by their names; those named by an object that only we have are left out. */
 static void
 put_attributes(text_t *text, PyObject *attributes)
 {
@@ -231,7 +231,7 @@ padded(size_t bytes)
     return (bytes + 7) & ~(size_t)7;
 }
 
-/* What a row has beside its numbers, all but the brace at the end. Returns where the attributes begin. */
+/* Write what a row has besides its numbers, all but the brace at the end. Returns where the attributes begin. */
 static char *
 put_detail(text_t *text, PyObject *error, PyObject *attributes)
 {
@@ -282,7 +282,7 @@ write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, P
     __atomic_store_n(&part->used, used + detail->size_bytes, __ATOMIC_RELEASE);
 }
 
-/* Tell the attributes of an open span where its frame lies, as many as there is room for: who it is, should it never end.
+/* Write the attributes of an open span where its frame is, up to the room there: they name it, should it never end.
  * Of a request that has more all are among the details of rows as well. */
 static SELDOM void
 tell_attributes(Core *core, const frame_t *frame)
@@ -293,10 +293,10 @@ tell_attributes(Core *core, const frame_t *frame)
     if (!PyDict_Check(frame->attributes))
         return;
     if (slot < frames->slots) {
-        attributes_t *told = (attributes_t *)(part_at(core->memory, PART_ATTRIBUTES) + slot * part->stride);
-        text_t text = {.at = (char *)(told + 1), .end = (char *)told + part->stride};
+        attributes_t *slot_of_frame = (attributes_t *)(part_at(core->memory, PART_ATTRIBUTES) + slot * part->stride);
+        text_t text = {.at = (char *)(slot_of_frame + 1), .end = (char *)slot_of_frame + part->stride};
         PyObject *name, *value;
-        __atomic_store_n(&told->span_id, 0, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&slot_of_frame->span_id, 0, __ATOMIC_SEQ_CST);
         put_character(&text, '{');
         is_whole = 1;
         for (Py_ssize_t at = 0; PyDict_Next(frame->attributes, &at, &name, &value);) {
@@ -310,8 +310,8 @@ tell_attributes(Core *core, const frame_t *frame)
             }
         }
         put_character(&text, '}');
-        told->text_bytes = (uint64_t)(text.at - (char *)(told + 1));
-        __atomic_store_n(&told->span_id, frame->span_id, __ATOMIC_RELEASE);
+        slot_of_frame->text_bytes = (uint64_t)(text.at - (char *)(slot_of_frame + 1));
+        __atomic_store_n(&slot_of_frame->span_id, frame->span_id, __ATOMIC_RELEASE);
     }
     if (!is_whole && frame->node->is_request)
         write_detail(core, frame->span_id, -1, NULL, frame->attributes);

@@ -37,7 +37,7 @@ Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyO
         PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
         return NULL;
     }
-    if (self->attributes != NULL && tell_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
+    if (self->attributes != NULL && read_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
         return NULL;
     Py_INCREF(self);
     Py_INCREF(core);
@@ -46,7 +46,7 @@ Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyO
     PyObject *result = NULL, *type = NULL, *raised = NULL, *traceback = NULL;
     if (frame != NULL || lose(core) == 0) {
         result = call_wrapped(self, args, nargsf, names);
-        if (frame != NULL && result != NULL && self->results != NULL && tell_result(core, self->results, result) < 0)
+        if (frame != NULL && result != NULL && self->results != NULL && read_result(core, self->results, result) < 0)
             Py_CLEAR(result);
     }
     if (frame != NULL) {
@@ -79,7 +79,7 @@ Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyO
     int passes = does_pass(self, args, nargsf);
     if (passes != 0)
         return passes < 0 ? NULL : call_wrapped(self, args, nargsf, names);
-    if (self->attributes != NULL && tell_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
+    if (self->attributes != NULL && read_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
         return NULL;
     Py_INCREF(self);
     made = call_wrapped(self, args, nargsf, names);

@@ -84,7 +84,7 @@ move_frame(frame_t *frame, Ring *ring, uint64_t task)
     }
 }
 
-/* A scope stands still with its generator: what is awaited around that meanwhile is none of its waiting. */
+/* A scope pauses with its generator: what is awaited around that meanwhile is none of its waiting. */
 static void
 leave_steps(frame_t *frame, int64_t now_ns)
 {
@@ -139,7 +139,7 @@ resume(Stretch *self)
             return 0;
         }
         self->frame->stretch = self;
-        leave_stepped(self->frame); /* who resumes it may wait while it stands still */
+        leave_stepped(self->frame); /* who resumes it may wait while it is paused */
         self->resumed_ns = self->frame->frame->start_ns;
         return 0;
     }
@@ -259,7 +259,7 @@ suspend(Stretch *self)
     return 0;
 }
 
-/* The body stands still, for it has yielded an item. */
+/* The body is paused, for it has yielded an item. */
 static int
 yielded(Stretch *self)
 {

@@ -6,7 +6,7 @@
 
 #define KEY_LIMIT 128 /* characters: as in spans.py */
 
-/* Where keys lie below a value: the names of the steps to them, NULL for none, and of those from each item, None without
+/* Where keys are below a value: the names of the steps to them, NULL for none, and of those from each item, None without
  * items. */
 typedef struct {
     PyObject *steps, *of_each;
@@ -26,7 +26,7 @@ typedef struct {
     int is_batch;
 } Keys;
 
-/* What lies some steps below a value: a new reference. NULL for what is not plain, with an exception or without. */
+/* Return what is some steps below a value: a new reference. NULL for what is not plain, with an exception or without. */
 static PyObject *
 part_below(PyObject *value, PyObject *steps)
 {
@@ -98,17 +98,17 @@ items_below(PyObject *value, key_path_t path, PyObject **values)
 
 /* Set a value under a name, taking its reference: that may be NULL, as where something went wrong before. */
 static int
-put_told(PyObject *told, PyObject *name, PyObject *value)
+put_fact(PyObject *facts, PyObject *name, PyObject *value)
 {
-    int failed = value == NULL || PyDict_SetItem(told, name, value) < 0;
+    int failed = value == NULL || PyDict_SetItem(facts, name, value) < 0;
     Py_XDECREF(value);
     return failed;
 }
 
-/* As many weights as there are keys, as they are told: a new reference. NULL without an exception where these are none;
+/* Return one weight per key, as they were read: a new reference. NULL without an exception where these are none;
  * `*asked` says that Python is to look at them. */
 static PyObject *
-told_weights(PyObject *weights, Py_ssize_t count, int *asked)
+weights_of_call(PyObject *weights, Py_ssize_t count, int *asked)
 {
     if (PyList_GET_SIZE(weights) < count)
         return NULL;
@@ -130,19 +130,19 @@ told_weights(PyObject *weights, Py_ssize_t count, int *asked)
 
 /* The attributes of a span that serves what is named below a value: a new dict. NULL for what is not plain. */
 static PyObject *
-told_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys, key_path_t weights, PyObject *cut)
+facts_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys, key_path_t weights, PyObject *cut)
 {
-    PyObject *told = PyDict_New(), *its = NULL, *items, *found;
-    int failed = told == NULL, asked = weights.steps != NULL; /* what a rule names as weights is named if it is none */
+    PyObject *facts = PyDict_New(), *its = NULL, *items, *found;
+    int failed = facts == NULL, asked = weights.steps != NULL; /* what a rule names as weights is named if it is none */
     if (!is_batch) {
         found = failed ? NULL : part_below(value, keys.steps);
         PyObject *text = found == NULL ? NULL : text_of_key(found, cut);
         Py_XDECREF(found);
         if (text != NULL && PyUnicode_GET_LENGTH(text) == 0)
             Py_CLEAR(text);
-        if (failed || put_told(told, str_key, text))
-            Py_CLEAR(told);
-        return told;
+        if (failed || put_fact(facts, str_key, text))
+            Py_CLEAR(facts);
+        return facts;
     }
     items = failed ? NULL : items_below(value, keys, &its);
     for (Py_ssize_t i = 0; items != NULL && i < PyList_GET_SIZE(items); i++) {
@@ -157,37 +157,37 @@ told_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys, 
         Py_XSETREF(its, items_below(weighed, weights, NULL));
         failed = its == NULL;
     }
-    failed |= items == NULL || put_told(told, str_batch_keys, PyList_AsTuple(items));
-    found = failed || its == NULL ? NULL : told_weights(its, PyList_GET_SIZE(items), &asked);
+    failed |= items == NULL || put_fact(facts, str_batch_keys, PyList_AsTuple(items));
+    found = failed || its == NULL ? NULL : weights_of_call(its, PyList_GET_SIZE(items), &asked);
     if (found != NULL)
-        failed |= put_told(told, str_batch_weights, found);
+        failed |= put_fact(facts, str_batch_weights, found);
     else
         failed |= its != NULL && asked;
     if (failed || PyErr_Occurred())
-        Py_CLEAR(told);
+        Py_CLEAR(facts);
     Py_XDECREF(items);
     Py_XDECREF(its);
-    return told;
+    return facts;
 }
 
 /* The same of what is given in code: of a batch a list, a tuple or a dict. */
 static PyObject *
-told_of_given(PyObject *value, int is_batch)
+facts_of_given(PyObject *value, int is_batch)
 {
     if (is_batch && !PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !PyDict_CheckExact(value))
         return NULL;
-    return told_of_keys(value, value, is_batch, (key_path_t){NULL, Py_None}, (key_path_t){NULL, Py_None}, Py_None);
+    return facts_of_keys(value, value, is_batch, (key_path_t){NULL, Py_None}, (key_path_t){NULL, Py_None}, Py_None);
 }
 
 /* The same of what the keys of a rule are read of. NULL without an exception for what is not plain, and with one of the
  * host's: a signal handler's. */
 static PyObject *
-told_below(Keys *self, PyObject *value, PyObject *weighed)
+facts_below(Keys *self, PyObject *value, PyObject *weighed)
 {
-    PyObject *told = told_of_keys(value, weighed, self->is_batch, self->keys, self->weights, self->cut);
-    if (told == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+    PyObject *facts = facts_of_keys(value, weighed, self->is_batch, self->keys, self->weights, self->cut);
+    if (facts == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
         PyErr_Clear();
-    return told;
+    return facts;
 }
 
 /* What (args, kwargs) have for an argument: borrowed, NULL for nothing. */
@@ -204,7 +204,7 @@ static PyObject *
 Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    PyObject *told = NULL, *value = NULL, *weighed;
+    PyObject *facts = NULL, *value = NULL, *weighed;
     if (self->parameter == Py_None && count == 1)
         value = args[0];
     else if (count == 2)
@@ -213,8 +213,8 @@ Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
     if (value != NULL && self->weighed != Py_None)
         weighed = count == 2 ? argument_in(args, self->weighed, self->weighed_position) : NULL;
     if (weighed != NULL)
-        told = told_below(self, value, weighed);
-    return told != NULL || PyErr_Occurred() ? told : PyObject_Vectorcall(self->otherwise, args, nargsf, names);
+        facts = facts_below(self, value, weighed);
+    return facts != NULL || PyErr_Occurred() ? facts : PyObject_Vectorcall(self->otherwise, args, nargsf, names);
 }
 
 static PyObject *

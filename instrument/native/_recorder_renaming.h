@@ -53,7 +53,7 @@ note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
         const Stretch *stretch = frame->self == NULL ? NULL : ((Frame *)frame->self)->stretch;
         open_t *span = &open->spans[open->count++];
         *span = (open_t){.frame = frame, .node = frame->node, .owner = owner};
-        /* A generator's span stays below the one that it began in, whoever resumes it. */
+        /* A generator's span stays below the one that it began in, also when another span resumes it. */
         span->above = stretch != NULL && stretch->has_parent ? nearest_above(NULL, &span->owner, stretch->parent)
                                                              : nearest_above(frame->above, &span->owner, base);
         frame->place = open->count;
@@ -146,7 +146,7 @@ is_inner_now(const open_spans_t *open, const open_t *span)
 }
 
 /* The same for the innermost span of this context, below which nothing has begun elsewhere: the way of nearly every
- * request, whatever else is open. 0 where it is another one. */
+ * request, also with others open. 0 where it is another one. */
 static int
 rename_alone(Core *core, frame_t *frame, PyObject *site)
 {

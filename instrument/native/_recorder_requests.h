@@ -60,7 +60,7 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
 
 #define LENGTH_DIGITS 18 /* what fits into 63 bits, however large */
 
-/* Note the length that a request's header tells, in bytes or text: digits alone, or it tells none. */
+/* Note the length that a request's header gives, in bytes or text: digits alone, or it gives none. */
 static int
 put_length(PyObject *facts, PyObject *header)
 {

@@ -81,7 +81,7 @@ set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *na
     return forgive();
 }
 
-/* As `set_attributes`, and tell them to who reads what is open. */
+/* As `set_attributes`, and write them for readers of open spans. */
 static int
 annotate_open(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
 {
@@ -139,11 +139,11 @@ Core_bind(Core *self, PyObject *key)
 {
     if (!self->on)
         Py_RETURN_NONE;
-    PyObject *told = told_of_given(key, 0);
-    if (told == NULL)
+    PyObject *facts = facts_of_given(key, 0);
+    if (facts == NULL)
         return PyErr_Occurred() ? NULL : PyObject_CallMethodOneArg((PyObject *)self, str_bind_innermost, key);
-    int failed = annotate_open(self, INNERMOST, NULL, told, NULL, NULL) < 0;
-    Py_XDECREF(told);
+    int failed = annotate_open(self, INNERMOST, NULL, facts, NULL, NULL) < 0;
+    Py_XDECREF(facts);
     if (failed)
         return NULL;
     Py_RETURN_NONE;
@@ -283,7 +283,7 @@ static PyMethodDef Scope_methods[] = {
 };
 
 /* `__enter__` and `__exit__`, as a class has them and bound to a scope. A `with` binds both, and up to Python 3.13 the
- * bound methods of C functions that it makes and gives up cost more than the span: of these, the last ones are kept. */
+ * bound methods of C functions that it makes and gives up cost more than the span. The last ones are kept. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall, bound;
@@ -532,11 +532,11 @@ place_of_name(const Core *core, PyObject *name)
     return &core->named[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
 }
 
-/* Keep a name, and its site. The address of a text tells it as long as it is held. */
+/* Keep a name, and its site. The address of a text identifies it while there is a reference. */
 static void
 keep_name(Core *core, PyObject *name, PyObject *site)
 {
-    if (core->named == NULL) /* not where nobody tells that the sites by name have changed */
+    if (core->named == NULL) /* not where no one reports changes of the sites by name */
         core->named = follow_changes(core->user_sites) ? PyMem_Calloc(NAMES_AT_HAND, sizeof(named_t)) : NULL;
     if (core->named == NULL)
         return;
@@ -558,16 +558,16 @@ scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
     if (site == NULL || Py_TYPE(site) == (PyTypeObject *)self->scope_type)
         return NULL;
     Py_INCREF(site);
-    PyObject *told = told_of_given(args[1], word == str_batch_word);
-    if (told == NULL) {
+    PyObject *facts = facts_of_given(args[1], word == str_batch_word);
+    if (facts == NULL) {
         Py_DECREF(site);
         return NULL;
     }
     Scope *scope = new_scope(self, site);
     if (scope != NULL)
-        scope->attributes = told;
+        scope->attributes = facts;
     else
-        Py_DECREF(told);
+        Py_DECREF(facts);
     return scope;
 }
 

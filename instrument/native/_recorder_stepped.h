@@ -120,7 +120,7 @@ Stepped_dealloc(Stepped *self)
 }
 
 static int
-told(PyObject *none)
+released(PyObject *none)
 {
     Py_XDECREF(none);
     return none == NULL ? -1 : 0;
@@ -163,7 +163,7 @@ begin_own(Stepped *self)
             return 0;
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
-        if (told(close_body(self->awaited)) < 0)
+        if (released(close_body(self->awaited)) < 0)
             PyErr_Clear(); /* of two that handlers raised, the first */
         PyErr_Restore(type, raised, traceback);
         return -1;
@@ -208,7 +208,7 @@ end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
         Py_XDECREF(innermost);
         return ended;
     }
-    if (ended == PYGEN_RETURN && self->results != NULL && tell_result(self->core, self->results, *result) < 0) {
+    if (ended == PYGEN_RETURN && self->results != NULL && read_result(self->core, self->results, *result) < 0) {
         Py_CLEAR(*result);
         ended = PYGEN_ERROR;
     }
@@ -382,14 +382,14 @@ Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
 {
-    static PyObject *closed; /* what a coroutine that is closed is told */
+    static PyObject *closed; /* the result of close() */
     Stepped *around;
     if (!self->has_begun || self->is_running)
         return close_body(self->awaited);
     if ((closed == NULL && (closed = PyObject_CallNoArgs(PyExc_GeneratorExit)) == NULL) || begin_step(self, &around) < 0)
         return NULL;
     PyObject *result = NULL;
-    if (told(close_body(self->awaited)) < 0) {
+    if (released(close_body(self->awaited)) < 0) {
         end_step(self, around, PYGEN_ERROR, &result);
         return NULL;
     }
@@ -402,7 +402,7 @@ Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* What shows of coroutines that await one another where each stands: of what is awaited here, as if we were it. */
+/* What shows where each of some coroutines is that await one another: of what is awaited here, as if we were it. */
 static PyObject *
 Stepped_getattro(Stepped *self, PyObject *name)
 {
