@@ -354,8 +354,8 @@ LINES_AND_FILES = {
     "recording": (4_096, 19),
     "report": (12_817, 47),
     "runtime": (2_616, 18),
-    "sessions": (7_287, 31),
-    "trace": (8_607, 30),
+    "sessions": (7_285, 31),
+    "trace": (8_617, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -253,6 +253,7 @@ def test_verdicts_outlive_a_process_that_ends_without_a_goodbye(tmp_path: Path, 
     while not (saved := list(tmp_path.glob("**/*-died.npz"))):  # the agent saves it, after the command
         assert time.monotonic() < until
         time.sleep(0.02)
-    notes = file.load(saved[0]).trace.notes
-    assert "1 target was never called: __main__:idle" in notes
-    assert any(note.startswith("lacking:x: waiting") for note in notes)
+    trace = file.load(saved[0]).trace
+    assert "1 target was never called: __main__:idle" in trace.notes
+    assert any(note.startswith("lacking:x: waiting") for note in trace.notes)
+    assert trace.own_notes.uncalled == ("__main__:idle",), "in a report of all it is no note where another calls it"

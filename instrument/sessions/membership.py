@@ -26,7 +26,7 @@ from instrument.runtime.cheap_start import asdict, replace
 from instrument.runtime.unpatched import poll
 from instrument.sessions import files
 from instrument.sessions.deadline import LEAST_S, Deadline
-from instrument.sessions.published_facts import NOTE_TOLD, NOTES_TOLD, PublishedFacts
+from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving, templates
 from instrument.sessions.session_threads import SessionThreads
@@ -38,9 +38,6 @@ SCRAPE_S = 2.0
 """The longest that a scrape of the run waits for the agent, and again for its exporter, which may have to begin."""
 
 OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
-
-MARKS_TOLD = 200
-"""The most marks of rules, and the most targets, that the run's agent gets at the end."""
 
 NOBODY = "nobody listens there"
 
@@ -367,19 +364,12 @@ class RunFacts:
             "is_timed": self._session.times_devices,
             "losses": dict(self._session.account.losses()),
             "notes": self._facts.notes_in_short(of_all=files.is_main()),
-            "own_notes": self._own_notes(),
+            "own_notes": self._facts.own_notes_in_short(of_all=files.is_main()),
             "unmet": self._session.account.unmet(),
             "requests": self._session.selection.has_requests(),
             "cost": asdict(self._session.cost()),
             "files": [str(path) for path in self._saving.newest],
         }
-
-    def _own_notes(self) -> dict[str, Any]:
-        """The notes that hold for this process alone; a packet has no room for much of it."""
-        found = self._session.account.own_notes(of_all=files.is_main())
-        waiting = tuple((mark, note[:NOTE_TOLD]) for mark, note in found.waiting[:NOTES_TOLD])
-        uncalled = found.uncalled if len(found.uncalled) <= MARKS_TOLD else ()
-        return asdict(replace(found, at_work=found.at_work[:MARKS_TOLD], waiting=waiting, uncalled=uncalled))
 
     def save(self, path: str) -> None:
         """Save all that is held, for the report of the run."""

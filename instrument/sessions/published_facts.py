@@ -39,8 +39,8 @@ SHARE = 20
 VERDICTS_EVERY_NS = 10_000_000_000
 """Nanoseconds after which the verdicts on the rules are published again, at the longest."""
 
-NOTES_TOLD, NOTE_TOLD = 50, 500
-"""The most notes that other processes get, and the most characters of each."""
+NOTES_TOLD, NOTE_TOLD, MARKS_TOLD = 50, 500, 200
+"""The most notes that other processes get, the most characters of each, and the most marks of rules and targets."""
 
 
 class PublishedFacts:
@@ -57,6 +57,7 @@ class PublishedFacts:
         """True where the process reads its own recording for scrapes alone."""
         self._gpus: Sequence[Gpu] = ()
         self._notes: tuple[str, ...] = ()
+        self._own_notes: Mapping[str, Any] = {}
         self._resource: dict[str, object] = {}
         self._verdicts_until_ns = self._books_ns = self._marks_until_ns = 0
         self._books: MeteredFacts | None = None
@@ -70,7 +71,7 @@ class PublishedFacts:
         recorded, profile = self._recorded, self._recorded.profile
         exporter = recorded.exporter
         facts: dict[str, Any] = {"origin": asdict(recorded.origin()), "gpus": [asdict(gpu) for gpu in self._gpus]}
-        facts["notes"] = self._notes
+        facts["notes"], facts["own_notes"] = self._notes, self._own_notes
         is_read = self.has_agent() and self.wants_agent  # and not only once a scrape has asked for it
         facts["is_awaited"] = exporter is not None or is_read
         if exporter is not None or self.is_metered_elsewhere:
@@ -205,6 +206,13 @@ class PublishedFacts:
         """Return the notes as other processes get them: the first 50, each cut at 500 characters."""
         return tuple(note[:NOTE_TOLD] for note in self._recorded.account.notes(of_all=of_all)[:NOTES_TOLD])
 
+    def own_notes_in_short(self, *, of_all: bool = False) -> Mapping[str, Any]:
+        """Return the fields of the notes that are true of this process alone; a packet has no room for many."""
+        own_notes = self._recorded.account.own_notes(of_all=of_all)
+        waiting = tuple((mark, note[:NOTE_TOLD]) for mark, note in own_notes.waiting[:NOTES_TOLD])
+        uncalled = own_notes.uncalled if len(own_notes.uncalled) <= MARKS_TOLD else ()
+        return asdict(replace(own_notes, at_work=own_notes.at_work[:MARKS_TOLD], waiting=waiting, uncalled=uncalled))
+
     def publish_verdicts(self) -> None:
         """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
 
@@ -217,7 +225,7 @@ class PublishedFacts:
             report_to_check(asked, RECORDER.calls, recorded.profile, recorded.account.verdicts(of_all=False))
         notes = self.notes_in_short()
         if notes != self._notes:
-            self._notes = notes
+            self._notes, self._own_notes = notes, self.own_notes_in_short()
             self.publish()
         rest_ns = min((began_ns - recorded.start_ns) // 10, VERDICTS_EVERY_NS)
         self._verdicts_until_ns = began_ns + max(rest_ns, SHARE * (time.monotonic_ns() - began_ns))

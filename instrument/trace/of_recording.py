@@ -17,7 +17,7 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Detail, Header, OpenSpan, RingRows
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
 from instrument.recording.rows import SPAN_ID, START_NS, STREAM, Block, Row, Taken, more_of, packed_row, row_of
-from instrument.recording.spans import AttributeValue, Origin, Site
+from instrument.recording.spans import AttributeValue, Origin, OwnNotes, Site
 from instrument.trace.columns import (
     FARTHEST_NS,
     AttributesOfRows,
@@ -30,6 +30,7 @@ from instrument.trace.columns import (
 )
 from instrument.trace.forest import NONE
 from instrument.trace.layout import as_tuples
+from instrument.trace.metadata import own_notes_of
 from instrument.trace.self_times import self_times_of
 from instrument.trace.trace import Trace
 
@@ -252,6 +253,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         threads=mapped.threads(),
         losses=losses,
         notes=header.notes,
+        own_notes=_own_notes(header),
         held_from_ns=max(overwritten, default=0),
         gpus=header.gpus,
         samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
@@ -286,6 +288,14 @@ def _with_tuples(detail: Detail) -> Detail:
     if detail is NO_MORE:
         return detail
     return detail._replace(attributes={name: as_tuples(value) for name, value in detail.attributes.items()})
+
+
+def _own_notes(header: Header) -> OwnNotes:
+    """Return the notes that are true of this process alone, none where they are damaged."""
+    try:
+        return own_notes_of(header.facts.get("own_notes") or {})
+    except (AttributeError, TypeError, ValueError):
+        return OwnNotes()
 
 
 def _open_row(span: OpenSpan) -> Row:
