@@ -406,10 +406,11 @@ def test_a_reader_that_finds_no_memory_is_told_so_and_nothing_is_lost() -> None:
     readers = {
         "newest": lambda: ring.newest(0), "usage": ring.usage, "totals": ring.copied_totals,
         "open": recorder.open_rows, "nodes": lambda: recorder.nodes_from(0), "rings": recorder.rings,
-        "counts": recorder.counts,
+        "counts": recorder.counts, "lines": lambda: recorder.lines_by_place(places, True),
     }
+    places = recorder.paths().located().places
     if sys.version_info < (3, 12):  # later ones crash of themselves where an object's attributes find no memory
-        readers |= {"tally": recorder.tally, "spans": recorder.spans}
+        readers |= {"spans": recorder.spans}
     before = ring.newest(0), ring.copied_totals()
     for name, read in readers.items():
         raised = 0
