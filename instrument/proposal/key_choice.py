@@ -44,31 +44,31 @@ class _Path:
 
     label: str
     path: str
-    seen: SeenPath
+    ids: SeenPath
 
     @property
     def rank(self) -> tuple[bool, bool, bool, int, str]:
         is_inside = self.path.startswith("self.")
-        return bool(self.seen.of_class), is_inside, not ID.match(_last_name(self.path)), self.path.count("."), self.path
+        return bool(self.ids.of_class), is_inside, not ID.match(_last_name(self.path)), self.path.count("."), self.path
 
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     """Give the rules of the choice their keys and batches, and add rules for these alone."""
-    within = _nodes_by_label(choice.requests)
-    binder = _binder(observation, choice, within)
+    inside = _nodes_by_label(choice.requests)
+    binder = _binder(observation, choice, inside)
     if binder is None:
         return
-    known = binder.seen.digests
+    bound = binder.ids.digests
     outside = _nodes_by_label(choice.units)
-    others = [
-        _Path(label, path, seen)
-        for label in outside.keys() - within.keys()
-        for path, seen in observation.keys.get(label, {}).items()
-        if _shares(seen, known)
+    shared = [
+        _Path(label, path, ids)
+        for label in outside.keys() - inside.keys()
+        for path, ids in observation.keys.get(label, {}).items()
+        if _shares(ids, bound)
     ]
-    singles = _best([path for path in others if not path.seen.many])
+    singles = _best([path for path in shared if not path.ids.many])
     # A function with one request as its argument serves that one, even if its object has others.
-    many = [path for path in others if path.seen.many and not (path.label in singles and path.path.startswith("self."))]
+    many = [path for path in shared if path.ids.many and not (path.label in singles and path.path.startswith("self."))]
     batches = _batches(many, singles, outside)
     base_ns = sum(node.total_ns for node in choice.units)
     batches = {
@@ -82,11 +82,11 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     for label, candidate in batches.items():
         rule = _rule(choice, label, outside[label])
         rule.batch = candidate.path
-        rule.weights = candidate.seen.weights
+        rule.weights = candidate.ids.weights
         if rule.kind == "op" and any(unit.called.label == label for unit in choice.units):
             rule.kind = "step"
-        mean = candidate.seen.items / max(candidate.seen.looks, 1)
-        rule.reasons.append(f"serves {mean:.1f} requests at a time, at most {candidate.seen.largest}")
+        mean = candidate.ids.items / max(candidate.ids.looks, 1)
+        rule.reasons.append(f"serves {mean:.1f} requests at a time, at most {candidate.ids.largest}")
     for label, candidate in sorted(singles.items(), key=lambda item: (_first_ns(outside[item[0]]), item[0])):
         nodes = outside[label]
         if label in batches or _is_below(nodes, batches) or _is_below(nodes, singles):
@@ -95,46 +95,46 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
             rule = _rule(choice, label, nodes)
             rule.batch = candidate.path
             rule.reasons.append("serves one request at a time, beside the batches")
-        elif added < KEYS and _calls(nodes) <= 2 * len(candidate.seen.digests & known):
+        elif added < KEYS and _calls(nodes) <= 2 * len(candidate.ids.digests & bound):
             added += 1
             rule = _rule(choice, label, nodes)
             rule.key = candidate.path
             rule.reasons.append(f"{candidate.path} names the request here")
             if rule.kind == "op":
                 rule.kind = "phase"  # between it and the request's own phases is transport
-    if batches or added or not binder.seen.of_class:
-        rule = _rule(choice, binder.label, within[binder.label])
+    if batches or added or not binder.ids.of_class:
+        rule = _rule(choice, binder.label, inside[binder.label])
         rule.key = binder.path
         rule.reasons.append(f"{_what(binder.path)} names the request")
     choice.rules.sort(key=lambda rule: rule.order)
 
 
-def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[str, list[ObservedNode]]) -> _Path | None:
+def _binder(observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]) -> _Path | None:
     """Return the path below the requests that names them, and that most other functions share."""
     count = sum(node.calls for node in choice.requests)
     shared: dict[str, set[str]] = {}
     for label, paths in observation.keys.items():
-        if label not in within:
-            shared[label] = set().union(*(seen.digests for seen in paths.values()))
+        if label not in inside:
+            shared[label] = set().union(*(ids.digests for ids in paths.values()))
     candidates = []
-    for label in within:
-        for path, seen in observation.keys.get(label, {}).items():
-            is_told_apart = len(seen.digests) >= max(DISTINCT * min(seen.looks, count), 2)
-            if seen.many or seen.looks < LOOKS or not is_told_apart:
+    for label in inside:
+        for path, ids in observation.keys.get(label, {}).items():
+            is_told_apart = len(ids.digests) >= max(DISTINCT * min(ids.looks, count), 2)
+            if ids.many or ids.looks < LOOKS or not is_told_apart:
                 continue
-            if _calls(within[label]) > 1.5 * count:
+            if _calls(inside[label]) > 1.5 * count:
                 continue
-            elsewhere = sum(len(seen.digests & digests) >= LOOKS for digests in shared.values())
+            elsewhere = sum(len(ids.digests & digests) >= LOOKS for digests in shared.values())
             if elsewhere or ID.match(_last_name(path)):  # an `id` that nobody else has may be of anything
-                candidates.append((_Path(label, path, seen), elsewhere))
+                candidates.append((_Path(label, path, ids), elsewhere))
     if not candidates:
         return None
     # A function that only some requests pass, such as streamed ones, would leave the others without a key.
-    passed = max(_calls(within[candidate.label]) for candidate, _ in candidates)
+    passed = max(_calls(inside[candidate.label]) for candidate, _ in candidates)
     candidates = [
         (candidate, elsewhere)
         for candidate, elsewhere in candidates
-        if _calls(within[candidate.label]) >= PASSED * passed
+        if _calls(inside[candidate.label]) >= PASSED * passed
     ]
     most = max(elsewhere for _, elsewhere in candidates)
     best = [candidate for candidate, elsewhere in candidates if elsewhere >= most]
@@ -143,7 +143,7 @@ def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[st
         key=lambda candidate: (
             *candidate.rank[:2],
             candidate.path != RETURN,
-            _depth(within[candidate.label]),
+            _depth(inside[candidate.label]),
             candidate.rank,
             candidate.label,
         ),
@@ -151,26 +151,26 @@ def _binder(observation: Observation, choice: FunctionChoice, within: Mapping[st
 
 
 def _batches(
-    found: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, list[ObservedNode]]
+    paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, list[ObservedNode]]
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches.
 
     Parts replace a whole where they, with those of `singles`, take its time.
     """
-    best = _best(found)
+    best = _best(paths)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
     chosen: dict[str, _Path] = {}
     for label in sorted(best, key=lambda label: (_depth(outside[label]), -total[label], label)):
         if _is_below(outside[label], chosen):
             continue
         below = [
-            other
-            for other in {**singles, **best}
-            if other != label
-            and any(node.called.label == label for candidate in outside[other] for node in candidate.above())
+            part
+            for part in {**singles, **best}
+            if part != label
+            and any(node.called.label == label for candidate in outside[part] for node in candidate.above())
         ]
-        parts = [other for other in below if not _is_below(outside[other], below)]
-        has_batch = any(other in best for other in parts)
+        parts = [part for part in below if not _is_below(outside[part], below)]
+        has_batch = any(part in best for part in parts)
         names_it_itself = not best[label].path.startswith("self.")
         if has_batch and not names_it_itself and sum(total[part] for part in parts) >= COVERED * total[label]:
             continue
@@ -178,16 +178,16 @@ def _batches(
     return dict(list(chosen.items())[:BATCHES])
 
 
-def _best(found: Iterable[_Path]) -> dict[str, _Path]:
+def _best(paths: Iterable[_Path]) -> dict[str, _Path]:
     best: dict[str, _Path] = {}
-    for candidate in found:
+    for candidate in paths:
         if candidate.label not in best or candidate.rank < best[candidate.label].rank:
             best[candidate.label] = candidate
     return best
 
 
-def _shares(seen: SeenPath, known: set[str]) -> bool:
-    return bool(seen.digests) and len(seen.digests & known) >= max(SHARED * len(seen.digests), 2)
+def _shares(ids: SeenPath, bound: set[str]) -> bool:
+    return bool(ids.digests) and len(ids.digests & bound) >= max(SHARED * len(ids.digests), 2)
 
 
 def _rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
@@ -205,12 +205,12 @@ def _rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> Func
 
 
 def _nodes_by_label(tops: Iterable[ObservedNode]) -> dict[str, list[ObservedNode]]:
-    found: dict[str, list[ObservedNode]] = {}
+    nodes: dict[str, list[ObservedNode]] = {}
     for top in tops:
         for node in top.walk():
-            if node.called.label and node.calls and node not in found.setdefault(node.called.label, []):
-                found[node.called.label].append(node)
-    return found
+            if node.called.label and node.calls and node not in nodes.setdefault(node.called.label, []):
+                nodes[node.called.label].append(node)
+    return nodes
 
 
 def _is_below(nodes: Iterable[ObservedNode], labels: Iterable[str]) -> bool:
