@@ -347,14 +347,14 @@ LINES_AND_FILES = {
     "docs": (0, 0),
     "instrumentors": (11_184, 43),
     "native": (9_752, 28),
-    "otlp": (5_021, 21),
+    "otlp": (4_999, 20),
     "profile": (2_492, 8),
     "proposal": (1_400, 5),
     "recorder": (2_578, 9),
-    "recording": (4_096, 19),
+    "recording": (4_078, 19),
     "report": (12_817, 47),
     "runtime": (2_616, 18),
-    "sessions": (7_285, 31),
+    "sessions": (7_282, 31),
     "trace": (8_617, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -21,10 +21,9 @@ from instrument import clock
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
-from instrument.otlp.interval_join import DeviceTimes
 from instrument.otlp.kept_files import KeptFiles
 from instrument.otlp.metering import Metering
-from instrument.otlp.recording_reader import RecordingReader
+from instrument.otlp.recording_reader import DeviceTimes, RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recording import export_place
 from instrument.recording.export_place import (
@@ -36,7 +35,7 @@ from instrument.recording.export_place import (
     Progress,
     give_up,
 )
-from instrument.recording.mapped import Mapped, MappedIntervals
+from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
 from instrument.recording.rows import REQUEST_BIT, is_sampled
 from instrument.recording.slot_ring import NOTHING_TO_COME
@@ -504,7 +503,7 @@ class _Reading:
         self.left_over = 0
         """Rows that the reader before had read, and whose fates nobody knows."""
         self.reader = RecordingReader(mapped, progress, facts)
-        self.times = DeviceTimes(lambda: MappedIntervals(mapped))
+        self.times = DeviceTimes(mapped)
         self.interruptions = Interruptions()
         self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self._facts.resource)
         self.derived = replace(self.source, counts=Counter())

@@ -1,9 +1,11 @@
-"""The reader of one recording: its new rows, taken as columns into the rows that wait to be settled, and its totals."""
+"""The reader of one recording: its new rows as columns, which wait to be settled, device times, and totals."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +16,12 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacked_rows, with_more
+from instrument.recording.slot_ring import intervals_by_span
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
+from instrument.trace.columns import Columns
 from instrument.trace.tail_sampling import TailSampler
+from instrument.trace.trace import device_columns
 from instrument.trace.unsettled import Details, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
@@ -27,6 +32,9 @@ AHEAD_ROWS = 30_000
 
 DEVICE_WAIT_NS = 2 * 10**9
 """Nanoseconds for which spans wait for their device times before they are sent without."""
+
+INTERVALS_KNOWN = 4_096
+"""The past looks that say which device intervals came after the begin of a span."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 
@@ -157,6 +165,43 @@ class RecordingReader:
             yield rings
             places = {ring.ring: ring.head for ring in rings}
             until = {ring: head for ring, head in until.items() if ring in places}
+
+
+class DeviceTimes:
+    """Joins rows of a recording with their device times. Used by one thread.
+
+    `untimed` counts the spans that were sent before it was known whether they have any.
+    """
+
+    def __init__(self, mapped: Mapped) -> None:
+        self._mapped = mapped
+        self._counts: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
+        self.untimed = 0
+
+    def look(self) -> None:
+        """Note the count of intervals by now. At each look, before anybody asks for what is settled."""
+        count = self._mapped.interval_count()
+        if not self._counts or self._counts[-1][1] != count:
+            self._counts.append((time.monotonic_ns(), count))
+
+    def join(self, trace: Columns, settled_ns: int) -> Columns:
+        """Return the rows with their intervals, which are all there of those that had ended by `settled_ns`.
+
+        Of many at once: each time goes through all intervals since the first of these rows began.
+        """
+        asking = np.flatnonzero(trace.of_sites([bool(site.device) for site in trace.sites]))
+        if not len(asking):
+            return trace
+        first_ns = int(trace.start_ns[asking].min())
+        since = next((count for at_ns, count in reversed(self._counts) if at_ns <= first_ns), 0)
+        row_of = dict(zip(trace.span_id[asking].tolist(), asking.tolist(), strict=True))
+        cells = self._mapped.intervals(since)
+        cells = cells[np.isin(cells["span_id"], np.fromiter(row_of, np.uint64, len(row_of)))]
+        intervals = intervals_by_span(cells.tolist(), row_of)
+        by_row = sorted((row_of[span_id], of_span) for span_id, of_span in intervals.items())
+        timed = np.array([row for row, of_span in by_row if of_span], np.int64)
+        self.untimed += int(np.count_nonzero(trace.end_ns[np.setdiff1d(asking, timed)] > settled_ns))
+        return replace(trace, device=device_columns(by_row)) if len(timed) else trace
 
 
 def row_of_open(span: OpenSpan) -> Row:

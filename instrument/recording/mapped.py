@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,8 +37,8 @@ from instrument.recording.mapped_facts import (
     site_of,
 )
 from instrument.recording.paths import CallTree
-from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, intervals_by_span, value_of
-from instrument.recording.spans import GAUGES, HOST, DeviceInterval, Sample, Site
+from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, value_of
+from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, buckets_of
 
 LARGEST_BYTES = 1 << 40
@@ -565,21 +565,3 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
         sound &= rows[name] >> np.uint64(63) == 0
     sound &= (rows["end_ns"] >= rows["start_ns"]) & (rows["end_ns"] < FARTHEST_NS)
     return np.asarray(sound & (rows["children_ns"] > -FARTHEST_NS) & (rows["children_ns"] < FARTHEST_NS))
-
-
-class MappedIntervals:
-    """The device intervals that a recording has now."""
-
-    def __init__(self, mapped: Mapped) -> None:
-        self._mapped = mapped
-
-    @property
-    def count(self) -> int:
-        """Return the number of all intervals ever written."""
-        return self._mapped.interval_count()
-
-    def of(self, span_ids: Collection[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
-        """Return the intervals still here that came after the first `since`, by span id, each span's by time."""
-        found = self._mapped.intervals(since)
-        wanted = found[np.isin(found["span_id"], np.fromiter(span_ids, np.uint64, len(span_ids)))]
-        return intervals_by_span(wanted.tolist(), span_ids)

@@ -34,9 +34,9 @@ from instrument.sessions.session_threads import SessionThreads
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp import exposition, interval_join
+    from instrument.otlp import exposition, recording_reader
 else:
-    otlp, interval_join = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.interval_join")
+    otlp, recording_reader = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.recording_reader")
 
 FLUSH_S = 0.01
 """How often it is looked whether the agent has sent everything."""
@@ -109,8 +109,6 @@ class Exporting:
         self._exporter, self._own, self.handover = recorded.exporter, recorded.own, recorded.handover
         self.lock = SessionLock()
         """Held by whoever reads on in the recording, or changes what the session goes by."""
-        self._scrape: OwnExport | None = None
-        """The reader of the recording for scrapes alone, where nothing else in this run reads it."""
         self._scraped_here: exposition.Metered | None = None
         """The last metrics of this process alone that a scrape got."""
         self._scraped: dict[bool, str] = {}
@@ -122,9 +120,7 @@ class Exporting:
         self._requests_told = 0
         if self._own is not None:
             self._own.after_fork_in_child()
-        if self._scrape is not None:
-            self._scrape.after_fork_in_child()
-            self._scrape = None
+            self._own = self._own if self._own.sends else None
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self._recorded.origin()
@@ -167,8 +163,8 @@ class Exporting:
     @property
     def reading(self) -> OwnExport | None:
         """The reader of this process's own recording, None where nothing reads it here, or it has ended."""
-        own = self._own if self.handover.is_here and self._own is not None else self._scrape
-        return own if own is not None and not (own.is_over or own.is_broken) else None
+        reader = self._own if self.handover.is_here else None
+        return reader if reader is not None and not (reader.is_over or reader.is_broken) else None
 
     def _read_own(self, read: Callable[[], bool]) -> bool:
         """Read on in the recording, and return what `read` does. Of one that cannot be read nothing is exported."""
@@ -282,7 +278,7 @@ class Exporting:
             if openmetrics in self._scraped:
                 return self._scraped[openmetrics]
             why_alone = "for its agent does not answer"
-        if self._own is None and self._scrape is None and RECORDER.memory_fd >= 0:
+        if self._own is None and RECORDER.memory_fd >= 0:
             FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, self._begin_scrapes))
             self._threads().start()
         nothing = exposition.Metered(self._recorded.origin(), None, [], ())
@@ -292,11 +288,11 @@ class Exporting:
 
     def _begin_scrapes(self) -> None:
         """From now on read the recording for scrapes alone, of which nothing is exported."""
-        scrape = OwnExport(
+        reader = OwnExport(
             otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False), sends=False
         )
-        scrape.prepare()
-        self._scrape, self._facts.is_scraped = scrape, True
+        reader.prepare()
+        self._own, self._facts.is_scraped = reader, True
         self._facts.publish()
 
     def _metered_here(self) -> exposition.Metered | None:
@@ -330,7 +326,7 @@ class Exporting:
         self.pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
-        if (own := self.reading) is not None and self.handover.is_here:
+        if (own := self.reading) is not None:
             self._flush_here(own, end)
         elif not self.handover.is_here:
             return self.flush_by_agent(end)[0]
@@ -338,7 +334,9 @@ class Exporting:
 
     def _await_device_times(self, end: float) -> None:
         if (timing := self._recorded.timing) is not None:
-            timing.await_settled(time.monotonic_ns(), min(end, time.monotonic() + interval_join.SETTLE_NS / 1e9))
+            timing.await_settled(
+                time.monotonic_ns(), min(end, time.monotonic() + recording_reader.DEVICE_WAIT_NS / 1e9)
+            )
 
     def _flush_here(self, own: OwnExport, end: float) -> None:
         """Offer all that has finished, as far as there is room in the exporter before the time is up."""
@@ -413,7 +411,7 @@ class Exporting:
 
     def read_to_end(self, end: float) -> None:
         """Read and offer all that is recorded, where the session reads it, until a time at most."""
-        if (own := self.reading) is not None and self.handover.is_here:
+        if (own := self.reading) is not None:
             self._read_own(partial(own.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:
@@ -423,9 +421,8 @@ class Exporting:
             if own is not None:
                 FAULTS.attempt("end of the export", own.release)
             self._exporter.stop(0)
-        for reader in (own, self._scrape):
-            if reader is not None:
-                FAULTS.attempt("end of the export", reader.finish)
+        if own is not None:
+            FAULTS.attempt("end of the export", own.finish)
 
 
 def rows_recorded() -> int:

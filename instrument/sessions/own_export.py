@@ -35,14 +35,14 @@ UNREAD_S = 1.0
 class OwnExport:
     """Reads what this process records, and hands it to the session's exporter. One thread at a time uses it.
 
-    Without `sends` it counts metrics alone. `facts` say how, where the recording does not. `note_sent` alone may be
-    called by another thread meanwhile.
+    Without `sends` it counts metrics for scrapes alone. `facts` say how, where the recording does not. Another thread
+    may call `note_sent` meanwhile, and nothing else.
     """
 
     def __init__(self, exporter: otlp.Exporter, facts: Callable[[], Any] | None = None, *, sends: bool = True) -> None:
         self._exporter = exporter
         self._facts = facts
-        self._sends = sends
+        self.sends = sends
         self._exported: Exported | None = None
         self._run: ExportedRun | None = None
         self._fates: Mapping[str, int] = {}
@@ -61,7 +61,7 @@ class OwnExport:
             return
         from instrument.otlp.exported import Exported, ExportedRun
 
-        self._exported = Exported(memory_fd, self._exporter, sends=self._sends, facts=self._facts)
+        self._exported = Exported(memory_fd, self._exporter, sends=self.sends, facts=self._facts)
         self._run = ExportedRun({0: self._exported})
 
     def after_fork_in_child(self) -> None:
