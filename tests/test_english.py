@@ -31,7 +31,7 @@ MOST = {
     "compat": (0, 13, 18, 4),
     "device": (0, 38, 36, 0),
     "docs": (0, 0, 0, 0),
-    "instrumentors": (0, 113, 267, 7),
+    "instrumentors": (0, 75, 256, 7),
     "native": (0, 56, 0, 0),
     "otlp": (44, 91, 166, 7),
     "profile": (0, 8, 33, 0),

@@ -130,7 +130,7 @@ class Requests:
         return {f"requests {rule.text}": rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Give servers and routers their own functions back; the verdicts still tell what was met."""
+        """Give servers and routers their own functions back; the verdicts keep their seams."""
         for exchanges in self._exchanges:
             exchanges.is_on = False
         undo_all(self._undos)

@@ -8,7 +8,7 @@ A request span is named by its method and the template of its route, such as `GE
 the route is found, and where there is none, it is named by its method alone; a method that HTTP does not know is
 `_OTHER`, and `HTTP` in the name (OpenTelemetry, semantic conventions for HTTP spans). Over gRPC the method is all there
 is, `package.Service/Method`; methods that no server has are `_OTHER`, and `grpc` in the name. The number of endpoints
-is bounded, whatever callers ask for.
+is bounded.
 """
 
 from __future__ import annotations
@@ -372,21 +372,21 @@ class Arrivals:
         self._read_all = read_all
         self._methods: dict[Arrival, Method] = {}
 
-    def begun(self, told: Any) -> Exchange | None:
+    def begun(self, request: Any) -> Exchange | None:
         """Begin the span of a request; None where it is not to be recorded, or for a fault of ours. Never raises."""
         exchanges = self.exchanges
         current = CURRENT.get()  # as `wanted`, a call of which would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
-            return None if exchanges.is_on or exchanges.next is None else self._of(exchanges.next).begun(told)
+            return None if exchanges.is_on or exchanges.next is None else self._of(exchanges.next).begun(request)
         try:
-            if exchanges.ignores and exchanges.ignored(self._read_path(told)):
+            if exchanges.ignores and exchanges.ignored(self._read_path(request)):
                 return None
             if self._is_plain:
-                arrival, caller, length = self._read_plain(told)
+                arrival, caller, length = self._read_plain(request)
                 method = self._methods.get(arrival) or self._first_by(arrival)
                 facts: dict[Any, Any] = method.facts.copy() if method.facts else {}
             else:
-                arrival, headers, named = self._read_all(told, exchanges.named)
+                arrival, headers, named = self._read_all(request, exchanges.named)
                 method = self._methods.get(arrival) or self._first_by(arrival)
                 facts = {**method.facts, **named}
                 caller, length = exchanges.caller_in(headers, facts), headers.get(b"content-length")

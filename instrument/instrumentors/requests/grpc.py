@@ -46,7 +46,7 @@ _attached: list[Arrivals] = []
 _interceptors: weakref.WeakKeyDictionary[Any, _Service] = weakref.WeakKeyDictionary()
 
 
-class _Told(NamedTuple):
+class _Arrived(NamedTuple):
     """A call by its server. `name` replaces a method that the server does not have."""
 
     details: Any
@@ -92,7 +92,7 @@ class _Service:
 
     def refused(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
         """A call has no handler. Callers make up such methods, so all of them are one endpoint. Never raises."""
-        exchange = arrivals.begun(_Told(details, self, name=""))
+        exchange = arrivals.begun(_Arrived(details, self, name=""))
         if exchange is not None:
             exchange.facts[STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
@@ -180,7 +180,7 @@ class _Call:
     def _begin(self, context: Any) -> Exchange | None:
         """Begin its span; None for a fault of ours."""
         self._is_begun = True
-        self.exchange = self._arrivals.begun(_Told(self._details, self._service, context))
+        self.exchange = self._arrivals.begun(_Arrived(self._details, self._service, context))
         return self.exchange
 
     def _returned(self, context: Any) -> None:
@@ -363,8 +363,8 @@ def _address(peer: str) -> str:
     return address if kind == "unix" else address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
 
 
-def _read(told: _Told, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
-    details, service, context, name = told
+def _read(call: _Arrived, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    details, service, context, name = call
     headers, facts = _headers(details.invocation_metadata), service.facts()
     for asked in names:
         if asked == "user_agent.original" and b"user-agent" in headers:
@@ -447,7 +447,7 @@ def _attach(
         if arrivals in _attached:
             _attached.remove(arrivals)
 
-    arrivals = exchanges.arrivals("grpc", lambda told: _text(told.details.method), None, _read)
+    arrivals = exchanges.arrivals("grpc", lambda call: _text(call.details.method), None, _read)
     _attached.append(arrivals)
     return [forget, restore, listening("add_insecure_port"), listening("add_secure_port")]
 

@@ -202,11 +202,11 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
     arrivals = asgi.arrivals(exchanges)
-    calls = exchanges.arrivals("ray_serve", lambda told: "/" + _method(told), None, _read)
+    calls = exchanges.arrivals("ray_serve", lambda call: "/" + _method(call), None, _read)
 
     @takes_place(wrapper, "call_http_entrypoint")
-    async def undo_http(self: Any, metadata: Any, told: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
-        batches = http(self, metadata, told, scope, receive)
+    async def undo_http(self: Any, metadata: Any, request: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
+        batches = http(self, metadata, request, scope, receive)
         exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begun(scope)
         if exchange is None:
             async for messages in batches:
@@ -224,7 +224,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         batches = SteppedItems(exchange, batches)
         try:
             async for messages in batches:
-                await told_of(talk, messages)
+                await read_messages(talk, messages)
                 yield messages
         except BaseException as error:
             if isinstance(error, GeneratorExit) and isinstance(talk, _Answer) and talk.is_complete:
@@ -237,7 +237,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             talk.end()
         exchange.end()
 
-    async def told_of(talk: asgi.Talk, messages: Any) -> None:
+    async def read_messages(talk: asgi.Talk, messages: Any) -> None:
         try:
             for message in messages:
                 await talk.send(message)
@@ -315,15 +315,15 @@ def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
     return attach
 
 
-def _method(told: tuple[Any, Any]) -> str:
-    wrapper, metadata = told
+def _method(call: tuple[Any, Any]) -> str:
+    wrapper, metadata = call
     return f"{wrapper._deployment_id.name}/{metadata.call_method}"
 
 
-def _read(told: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
-    context = getattr(told[1], "tracing_context", None) or {}  # a handle sends it where Ray's own tracing is on
+def _read(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    context = getattr(call[1], "tracing_context", None) or {}  # a handle sends it where Ray's own tracing is on
     headers = {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
-    return (_method(told), None, None, None), headers, {}
+    return (_method(call), None, None, None), headers, {}
 
 
 class _Answer(asgi.Http):

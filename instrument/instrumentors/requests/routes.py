@@ -1,6 +1,6 @@
 """Routers of web frameworks: where each has found the route of a request, and before it calls the handler.
 
-They tell the exchange that their context works for; where there is none, nothing happens.
+They note the exchange that their context works for; where there is none, nothing happens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from instrument.instrumentors.requests.exchange import CURRENT, Exchange
 from instrument.runtime.faults import FAULTS
 
 
-def _meet(owner: Any, method: str, tell: Callable[..., None], *, after: bool = False) -> Undo:
-    """Call `tell(exchange, *args)` before each call of a method in an exchange, or with the result after it."""
+def _meet(owner: Any, method: str, note: Callable[..., None], *, after: bool = False) -> Undo:
+    """Call `note(exchange, *args)` before each call of a method in an exchange, or with the result after it."""
     original = _function(owner, method)
 
     @takes_place(owner, method)
@@ -24,7 +24,7 @@ def _meet(owner: Any, method: str, tell: Callable[..., None], *, after: bool = F
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open:
             try:
-                tell(exchange, *((result,) if after else args))
+                note(exchange, *((result,) if after else args))
             except Exception as fault:
                 FAULTS.note("route of a request", fault)
         return result if after else original(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Servers of ASGI and WSGI: where each calls the app that it serves.
 
 What `ASGI` and `WSGI` have for a module, an `Attach`, is called when the host has imported it, before anybody can have
-taken a name from it. What stands in for an app passes everything through once its rule is gone.
+taken a name from it. A wrapper of an app passes everything through once its rule is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
     return kind(inner, exchanges)  # those of rules that are gone are left out
 
 
-def _told(class_name: str, method: str, kind: Any) -> Attach:
+def _passed(class_name: str, method: str, kind: Any) -> Attach:
     """A server that passes the app to a method with each request. One kept stand-in spares 0.5 us a request."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -42,8 +42,8 @@ def _told(class_name: str, method: str, kind: Any) -> Attach:
         @takes_place(owner, method)
         def undo(self: Any, app: Any) -> Any:
             nonlocal last
-            told, found = last
-            if told is not app or found is None:
+            app_before, found = last
+            if app_before is not app or found is None:
                 found = _served(app, kind, exchanges)
                 last = app, found
             return run(self, found)
@@ -139,8 +139,8 @@ def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 ASGI: Mapping[str, Attach] = {
-    "uvicorn.protocols.http.h11_impl": _told("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
-    "uvicorn.protocols.http.httptools_impl": _told("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+    "uvicorn.protocols.http.h11_impl": _passed("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+    "uvicorn.protocols.http.httptools_impl": _passed("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.websockets_impl": _kept("WebSocketProtocol", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.websockets_sansio_impl": _kept("WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.wsproto_impl": _kept("WSProtocol", "run_asgi", asgi.AsgiApp),
@@ -157,7 +157,7 @@ ASGI: Mapping[str, Attach] = {
 WSGI: Mapping[str, Attach] = {
     "gunicorn.workers.base": _gunicorn,
     "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
-    "wsgiref.handlers": _told("BaseHandler", "run", wsgi.WsgiApp),
+    "wsgiref.handlers": _passed("BaseHandler", "run", wsgi.WsgiApp),
     "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
     "granian.wsgi": _given("_callback_wrapper", 0, wsgi.WsgiApp),
     "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),

@@ -224,8 +224,8 @@ def _headers(request: Any) -> dict[bytes, bytes]:
         found = json.loads(context) if context else {}
     except ValueError:
         found = {}
-    told = found.items() if isinstance(found, dict) else ()
-    return {name.lower().encode(): text.encode() for name, text in told if isinstance(text, str)}
+    headers = found.items() if isinstance(found, dict) else ()
+    return {name.lower().encode(): text.encode() for name, text in headers if isinstance(text, str)}
 
 
 def _error_of(response: Any) -> str | None:

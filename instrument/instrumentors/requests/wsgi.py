@@ -41,14 +41,14 @@ class WsgiApp(ServedApp):
         if exchange is None:
             return app(environ, start_response)  # type: ignore[no-any-return]
 
-        def start(*told: Any, **named: Any) -> Any:
+        def start(*arguments: Any, **named: Any) -> Any:
             try:
-                exchange.answer(_lines[told[0]])
+                exchange.answer(_lines[arguments[0]])
             except Exception:
-                exchange.answer(_status_of(told))
-            if named or len(told) != 2:
-                return start_response(*told, **named)
-            status, headers = told
+                exchange.answer(_status_of(arguments))
+            if named or len(arguments) != 2:
+                return start_response(*arguments, **named)
+            status, headers = arguments
             return start_response(status, headers)  # to hand on whatever there is would take 0.1 us more
 
         try:
@@ -78,9 +78,9 @@ class InterleavedApp(WsgiApp):
         return _BodyInContext(body, context) if type(body) is _Body else body
 
 
-def _status_of(told: Sequence[Any]) -> int:
+def _status_of(arguments: Sequence[Any]) -> int:
     """Return the status in a status line, the first argument of an app; 0 without one."""
-    line = told[0] if told else None
+    line = arguments[0] if arguments else None
     if not isinstance(line, str):
         return 0
     status = STATUSES.get(str.__getitem__(line, slice(3)), 0)
