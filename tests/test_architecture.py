@@ -352,7 +352,7 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_578, 9),
     "recording": (4_078, 19),
-    "report": (12_817, 47),
+    "report": (12_816, 45),
     "runtime": (2_616, 18),
     "sessions": (7_282, 31),
     "trace": (8_617, 30),

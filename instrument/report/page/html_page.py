@@ -287,10 +287,7 @@ def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-SCRIPTS = (
-    "page_parts.js", "page_tables.js", "lane_chart.js", "request_pages.js", "calls_icicle.js",
-    "device_page.js", "page_main.js",
-)  # fmt: skip
+SCRIPTS = ("page_parts.js", "lane_chart.js", "request_pages.js", "calls_icicle.js", "page_main.js")
 """The scripts of the page in the order in which they run, after d3."""
 
 MOST_BYTES = 5_000_000

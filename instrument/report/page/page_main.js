@@ -1,3 +1,107 @@
+// What each stream of each device did over the whole window, and what the gauges read.
+
+const device = columnsOf(report.device, ["start", "length", "lane", "name", "span", "label"], ["start", "span"]);
+const DEVICE_COLOURS = ["own-1", "layer", "own-3", "comm", "own-5", "copy", "own-2", "step", "loader", "own-4"];
+
+/** The stretches of each span of the page, by its place. */
+const stretchesOf = new Map();
+for (let at = 0; at < device.start.length; at++) if (device.span[at] >= 0) push(stretchesOf, device.span[at], at);
+
+function intervalBar(at, zero) {
+  const start = device.start[at] - zero, name = report.device.names[device.name[at]];
+  return { start, end: start + device.length[at], colour: DEVICE_COLOURS[device.name[at] % DEVICE_COLOURS.length], text: name, interval: at };
+}
+
+/** The lanes of streams that worked for some spans. */
+function deviceLanesOf(bars, zero) {
+  const lanes = new Map();
+  for (const span of bars.keys()) for (const at of stretchesOf.get(span) ?? []) push(lanes, device.lane[at], intervalBar(at, zero));
+  return [...lanes].sort((a, b) => a[0] - b[0]).map(([lane, its]) => ({ label: report.device.lanes[lane], bars: its }));
+}
+
+function tellInterval(bar, facts) {
+  const at = bar.interval, label = device.label[at];
+  facts.push(["on", report.device.lanes[device.lane[at]]]);
+  if (label >= 0) facts.push(["label", report.device.labels[label]]);
+  if (device.span[at] >= 0) facts.push(["span", siteLabel(spans.site[device.span[at]])]);
+  return [bar.text, facts];
+}
+
+function startDevices() {
+  const box = byId("device-lanes");
+  if (!device.start.length) {
+    box.append(element("p", { class: "empty" }, report.device.why || "No device time was recorded."));
+  } else {
+    const lanes = report.device.lanes.map((label) => ({ label, bars: [] }));
+    for (let at = 0; at < device.start.length; at++) lanes[device.lane[at]].bars.push(intervalBar(at, 0));
+    const detail = element("div", { class: "detail", role: "status" }, "Hover over a stretch, or choose one. Drag to move, Ctrl and the wheel to zoom.");
+    let until = report.about.window_ns;
+    for (let at = 0; at < device.start.length; at++) until = Math.max(until, device.start[at] + device.length[at]);
+    const tell = (bar) => tellInterval(bar, [["at", timeText(bar.start)], ["took", timeText(bar.end - bar.start)]]);
+    const chart = new LaneChart({ label: "What devices did", lanes, length: until, tell, pick: (bar) => {
+      const [title, facts] = tell(bar);
+      detail.replaceChildren(element("b", {}, title), factsList(facts));
+    } });
+    const found = element("span", { class: "muted", role: "status" });
+    const search = element("input", { type: "search", placeholder: "Find a kernel or span", autocomplete: "off", spellcheck: "false" });
+    search.addEventListener("input", () => {
+      const word = search.value.trim().toLowerCase();
+      const hits = chart.find(word ? (bar) => bar.text.toLowerCase().includes(word) : null);
+      found.textContent = word ? counted(hits.length, "stretch").replace("stretchs", "stretches") : "";
+    });
+    box.append(element("div", { class: "tools" }, element("label", { class: "search" }, element("span", { class: "sr" }, "Find"), search), found, chart.buttons()),
+      chart.node, legendOfNames(), detail);
+    chart.resize();
+  }
+  startGauges();
+}
+
+/** The names with most device time and their colours. */
+function legendOfNames() {
+  const sums = new Float64Array(report.device.names.length);
+  for (let at = 0; at < device.start.length; at++) sums[device.name[at]] += device.length[at];
+  const most = [...sums.keys()].filter((name) => sums[name] > 0).sort((a, b) => sums[b] - sums[a]).slice(0, DEVICE_COLOURS.length);
+  return element("div", { class: "legend" }, ...most.map((name) => element("span", {}, swatch(DEVICE_COLOURS[name % DEVICE_COLOURS.length]), report.device.names[name])));
+}
+
+const SIZES = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+
+function gaugeText(value, unitOf) {
+  if (unitOf === "bytes" || unitOf === "bytes/s") {
+    const [name, scale] = SIZES.find(([, size]) => Math.abs(value) >= size) ?? ["B", 1];
+    return `${compact(value / scale)} ${name}${unitOf === "bytes/s" ? "/s" : ""}`;
+  }
+  return unitOf === "%" ? `${compact(value)}%` : `${compact(value)} ${unitOf}`;
+}
+
+/** A line for each gauge that was read more than once, over the window. */
+function startGauges() {
+  const gauges = report.device.gauges.filter((gauge) => gauge.values.length > 1);
+  for (const gauge of gauges) gauge.at = summedNumbersOf(gauge.at);
+  const box = byId("gauges");
+  for (const of of new Set(gauges.map((gauge) => gauge.of))) {
+    const grid = element("div", { class: "gauges" });
+    for (const gauge of gauges.filter((one) => one.of === of)) {
+      const x = d3.scaleLinear([0, Math.max(report.about.window_ns, gauge.at[gauge.at.length - 1], 1)], [0, 100]);
+      const most = gauge.values.reduce((a, b) => Math.max(a, b)), least = Math.min(0, gauge.values.reduce((a, b) => Math.min(a, b)));
+      const y = d3.scaleLinear([least, most > least ? most : least + 1], [54, 2]);
+      const line = d3.line((_, at) => x(gauge.at[at]), (value) => y(value));
+      const picture = d3.create("svg").attr("viewBox", "0 0 100 56").attr("preserveAspectRatio", "none").attr("aria-hidden", "true");
+      picture.append("line").attr("x1", 0).attr("x2", 100).attr("y1", 55.5).attr("y2", 55.5).attr("stroke", "var(--line)").attr("vector-effect", "non-scaling-stroke");
+      picture.append("path").attr("d", line(gauge.values));
+      const svg = picture.node();
+      svg.addEventListener("pointermove", (event) => {
+        const edges = svg.getBoundingClientRect(), at = d3.bisectCenter(gauge.at, x.invert((100 * (event.clientX - edges.left)) / edges.width));
+        showTip([gauge.name, [["at", timeText(gauge.at[at])], ["reads", gaugeText(gauge.values[at], gauge.unit)], ["", gauge.about]]], event.clientX, event.clientY);
+      });
+      svg.addEventListener("pointerleave", hideTip);
+      grid.append(element("div", { class: "gauge", role: "group", "aria-label": `${gauge.name}, at most ${gaugeText(most, gauge.unit)}` },
+        element("div", { class: "name" }, element("span", {}, gauge.name), element("span", { class: "muted" }, `max ${gaugeText(most, gauge.unit)}`)), svg));
+    }
+    box.append(element("h3", {}, `Gauges of ${of}`), grid);
+  }
+}
+
 // The page: its head, its summary, what was left out; and each part in turn.
 
 function startSummary() {
