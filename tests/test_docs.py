@@ -86,6 +86,11 @@ def test_no_comment_of_an_example_has_a_private_word(path: Path) -> None:
     assert PRIVATE_WORD.findall(comments) == []
 
 
+def test_the_readme_links_every_topic() -> None:
+    text = README.read_text("utf-8")
+    assert [path.name for path in topics().values() if f"(instrument/docs/{path.name})" not in text] == []
+
+
 def test_the_readme_is_short() -> None:
     lines = README.read_text("utf-8").splitlines()
     assert len(lines) <= 200
