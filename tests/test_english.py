@@ -41,7 +41,7 @@ MOST = {
     "report": (0, 361, 504, 37),
     "runtime": (1, 3, 20, 2),
     "sessions": (114, 256, 206, 14),
-    "trace": (0, 142, 563, 1),
+    "trace": (0, 142, 526, 1),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

@@ -28,29 +28,29 @@ class Apart:
         self._taken: set[int] = set()
         self._next = 0
 
-    def number(self, own: int, owner: Hashable) -> int:
+    def number(self, own_number: int, owner: Hashable) -> int:
         """Return the new number of an owner's number."""
-        found = self._given.get((owner, own))
-        if found is None:
-            found = self._next if own in self._taken else own
-            self._given[owner, own] = found
-            self._taken.add(found)
-            self._next = max(self._next, found + 1)
-        return found
+        number = self._given.get((owner, own_number))
+        if number is None:
+            number = self._next if own_number in self._taken else own_number
+            self._given[owner, own_number] = number
+            self._taken.add(number)
+            self._next = max(self._next, number + 1)
+        return number
 
-    def column(self, its: NDArray[Any], owner: Hashable) -> Int64s:
+    def column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
         """Return the new numbers of one owner's numbers."""
-        return _each(its, lambda own: self.number(own, owner))
+        return _each(numbers, lambda number: self.number(number, owner))
 
     def owned(self, owner: Hashable) -> dict[int, int]:
         """The own numbers of an owner by what they are now."""
-        return {number: own for (whose, own), number in self._given.items() if whose == owner}
+        return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
 
-def _each(its: NDArray[Any], become: Callable[[int], int]) -> Int64s:
+def _each(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
     """Return the new numbers, each distinct one asked for once."""
-    known, places = ranked(its)
-    return np.array(list(map(become, known.tolist())), dtype=np.int64)[places]
+    distinct, places = ranked(numbers)
+    return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
 
 
 class JoinedSites:
@@ -65,7 +65,7 @@ class JoinedSites:
         place = self._places.setdefault(site.key, len(self._found))
         if place == len(self._found):
             self._found.append([])
-        if not any(site is one or site.attributes == one.attributes for one in self._found[place]):
+        if not any(site is known_site or site.attributes == known_site.attributes for known_site in self._found[place]):
             self._found[place].append(site)
         return place
 
@@ -77,19 +77,19 @@ class JoinedSites:
 
 def _joined(same: Sequence[Site]) -> Site:
     first = same[0]
-    shared = [one for one in first.attributes if all(one in other.attributes for other in same)]
+    shared = [pair for pair in first.attributes if all(pair in site.attributes for site in same)]
     flags: dict[str, Any] = {name: any(getattr(site, name) for site in same) for name in _FLAGS}
     return replace(first, attributes=tuple(shared), **flags)
 
 
-_FLAGS = [known.name for known in fields(Site) if known.type == "bool"]
+_FLAGS = [item.name for item in fields(Site) if item.type == "bool"]
 
 
 def linked_ids(link: Any) -> Int64s | None:
     """The ids of the span and of the root to which a root is linked, None for a value that is no such link."""
     if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
         return None
-    return np.array(link, dtype=np.int64) if all(-1 << 63 <= one < 1 << 63 for one in link) else None
+    return np.array(link, dtype=np.int64) if all(-1 << 63 <= number < 1 << 63 for number in link) else None
 
 
 class ApartFile:
@@ -104,20 +104,20 @@ class ApartFile:
 
     def sites(self) -> list[Site]:
         """All that it names: those of its spans, of its totals and of its start-up."""
-        found = [*self.trace.sites]
+        sites = [*self.trace.sites]
         if self.saved.tally is not None:
-            found += self.saved.tally.sites()
+            sites += self.saved.tally.sites()
         startup = self.saved.trace.startup
         if startup is not None:
-            found += [call.site for call in (*startup.firsts, *filter(None, [startup.request]))]
-        return found
+            sites += [call.site for call in (*startup.firsts, *filter(None, [startup.request]))]
+        return sites
 
     def called_sites(self) -> set[Site]:
         """The sites of its spans and of its totals, which were called."""
-        found = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
+        sites = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
         if self.saved.tally is not None:
-            found |= {row.path[-1] for row in self.saved.tally.rows() if row.totals.calls}
-        return found
+            sites |= {row.path[-1] for row in self.saved.tally.rows() if row.totals.calls}
+        return sites
 
     @property
     def of_all(self) -> slice:
@@ -150,37 +150,37 @@ class Numbers:
         places = [self._sites.place(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
 
-    def thread(self, own: int, part: ApartFile) -> int:
+    def thread(self, number: int, part: ApartFile) -> int:
         """Return the number of a thread in the joined trace. Number 0 is for threads of its process that have ended."""
-        return self._threads.number(own, part.process)
+        return self._threads.number(number, part.process)
 
     def threads_of(self, part: ApartFile) -> Int64s:
         """The thread of each row."""
         return self._threads.column(part.trace.thread_id, part.process)
 
-    def threads(self, its: NDArray[Any], part: ApartFile) -> Int64s:
+    def threads(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
         """Return the new numbers of threads; 0, which stands for none, stays."""
-        found = np.zeros(len(its), dtype=np.int64)
-        of_some = its != 0
-        found[of_some] = self._threads.column(its[of_some], part.process)
-        return found
+        threads = np.zeros(len(numbers), dtype=np.int64)
+        of_some = numbers != 0
+        threads[of_some] = self._threads.column(numbers[of_some], part.process)
+        return threads
 
-    def streams(self, its: NDArray[Any], part: ApartFile) -> Int64s:
+    def streams(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
         """Return the new numbers of streams."""
-        return self._streams.column(its, part.process)
+        return self._streams.column(numbers, part.process)
 
-    def devices(self, its: NDArray[Any], part: ApartFile) -> Int64s:
+    def devices(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
         """Return the new numbers of devices."""
-        return _each(its, lambda own: self.device(own, part))
+        return _each(numbers, lambda number: self.device(number, part))
 
-    def device(self, own: int, part: ApartFile) -> int:
-        """The number of a device: one GPU has one, whichever processes use it, where its UUID is known."""
-        if own == HOST:
-            return own
-        uuid = next((gpu.uuid for gpu in part.saved.trace.gpus if gpu.device == own), "")
-        number = self._devices.number(own, uuid or part.process)
-        self._own_devices.setdefault(part.process, {})[number] = own
-        return number
+    def device(self, number: int, part: ApartFile) -> int:
+        """Return the number of a device: all processes that use a GPU of a known UUID have one number for it."""
+        if number == HOST:
+            return number
+        uuid = next((gpu.uuid for gpu in part.saved.trace.gpus if gpu.device == number), "")
+        joined = self._devices.number(number, uuid or part.process)
+        self._own_devices.setdefault(part.process, {})[joined] = number
+        return joined
 
     def of_process(self, process: int) -> dict[str, dict[int, int]]:
         """The threads, devices and streams of a process as it calls them, by what they are now."""
@@ -203,11 +203,11 @@ def process_key(saved: Saved) -> Hashable:
 
 def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
     """The recordings of each process, by which came first; a merged file counts as those that it was made of."""
-    found: dict[Hashable, list[Saved]] = {}
+    groups: dict[Hashable, list[Saved]] = {}
     for saved in files:
         for part in unmerged(saved):
-            found.setdefault(process_key(part), []).append(part)
-    return list(found.values())
+            groups.setdefault(process_key(part), []).append(part)
+    return list(groups.values())
 
 
 def unmerged(saved: Saved) -> list[Saved]:
@@ -215,11 +215,11 @@ def unmerged(saved: Saved) -> list[Saved]:
     processes = saved.trace.processes
     if not processes:
         return [saved]
-    of_thread = {thread: number for number, one in enumerate(processes) for thread in one.threads}
-    known, places = ranked(saved.trace.columns.thread_id)
-    of_row = np.array([of_thread.get(thread, 0) for thread in known.tolist()], dtype=np.int64)[places]
+    of_thread = {thread: number for number, process in enumerate(processes) for thread in process.threads}
+    threads, places = ranked(saved.trace.columns.thread_id)
+    of_row = np.array([of_thread.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)[places]
     tallies = _tallies(saved, of_thread)
-    found = []
+    recordings = []
     for number, process in enumerate(processes):
         # One id may be in several windows: a span that was open at their edges. Totals are of all of them together.
         starts = np.array([start_ns for start_ns, _ in process.windows], dtype=np.int64) + process.moved_ns
@@ -228,20 +228,21 @@ def unmerged(saved: Saved) -> list[Saved]:
         for at, (start_ns, end_ns) in enumerate(process.windows):
             columns = _columns(saved.trace.columns, of_row, (of_row == number) & (window == at), process)
             samples = facts.samples if at == 0 else ()
-            its = replace(facts, start_ns=start_ns, end_ns=end_ns, samples=samples)
-            found.append(Saved(its.with_columns(columns), tallies[number] if is_one and tallies is not None else None))
-    return found
+            part = replace(facts, start_ns=start_ns, end_ns=end_ns, samples=samples)
+            tally = tallies[number] if is_one and tallies is not None else None
+            recordings.append(Saved(part.with_columns(columns), tally))
+    return recordings
 
 
-def _own(numbers: NDArray[Any], known: Mapping[int, int]) -> Int64s:
+def _own(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
     """Return the numbers that a process gave, by the merged ones; an unknown number stays."""
-    return _each(numbers, lambda number: known.get(number, number))
+    return _each(numbers, lambda number: own_numbers.get(number, number))
 
 
 def _columns(trace: Columns, of_row: Int64s, wanted: Bools, process: MergedProcess) -> Columns:
     """The wanted rows of a process with the numbers that it gave; `of_row` are the processes of all rows."""
     rows = np.flatnonzero(wanted)
-    its, moved_ns = trace.with_attributes(wanted), process.moved_ns
+    columns, moved_ns = trace.with_attributes(wanted), process.moved_ns
     # A parent or a root in another process was not known to this one, which had the topmost of its own spans instead.
     is_apart = trace.parent != NONE
     is_apart &= of_row != of_row[trace.parent] if len(trace) else is_apart
@@ -250,20 +251,20 @@ def _columns(trace: Columns, of_row: Int64s, wanted: Bools, process: MergedProce
     has_root = (root != NONE) & (of_row[root] == of_row) if len(trace) else is_apart
     root_id = np.where(has_root | (root == NONE), trace.root_id, trace.span_id[top] if len(trace) else trace.root_id)
     device = replace(
-        its.device,
-        device=_own(its.device.device, process.devices),
-        stream=_own(its.device.stream, process.streams),
-        start_ns=its.device.start_ns - moved_ns,
-        end_ns=its.device.end_ns - moved_ns,
+        columns.device,
+        device=_own(columns.device.device, process.devices),
+        stream=_own(columns.device.stream, process.streams),
+        start_ns=columns.device.start_ns - moved_ns,
+        end_ns=columns.device.end_ns - moved_ns,
     )
     return replace(
-        its,
-        span_id=its.own_id,
+        columns,
+        span_id=columns.own_id,
         parent_id=_own_ids(trace, np.where(is_apart, 0, trace.parent_id)[rows], process),
         root_id=_own_ids(trace, root_id[rows], process),
-        thread_id=_own(its.thread_id, process.threads),
-        start_ns=its.start_ns - moved_ns,
-        end_ns=its.end_ns - moved_ns,
+        thread_id=_own(columns.thread_id, process.threads),
+        start_ns=columns.start_ns - moved_ns,
+        end_ns=columns.end_ns - moved_ns,
         device=device,
         attributes=_own_attributes(trace, rows, process),
     )
@@ -286,10 +287,9 @@ def _own_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Att
 
 
 def _tallies(saved: Saved, of_thread: Mapping[int, int]) -> list[Tally] | None:
-    """The totals of each process, by whose thread they are of; None where the file has none."""
-    if saved.tally is None:
+    """Return the totals of each process, by the process of their thread; None where the file has none."""
+    if (tally := saved.tally) is None:
         return None
-    tally = saved.tally
     return [_tally_of(tally, process, number, of_thread) for number, process in enumerate(saved.trace.processes)]
 
 
@@ -300,9 +300,9 @@ def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapp
         return process.threads.get(thread, thread) if of_thread.get(thread, 0) == number else None
 
     names = {
-        its: process.facts.threads.get(its, name)
+        own_thread: process.facts.threads.get(own_thread, name)
         for thread, name in tally.threads.items()
-        if (its := own(thread)) is not None
+        if (own_thread := own(thread)) is not None
     }
     return tally.placed(thread_of=own, threads=names, moved_ns=-process.moved_ns)
 
@@ -310,20 +310,20 @@ def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapp
 def _facts(facts: Trace, number: int) -> Trace:
     """The facts of a process, with the devices that it has, and readings of a device that no process before it has."""
     process = facts.processes[number]
-    before = {device for one in facts.processes[:number] for device in one.devices}
-    its, moved_ns = process.devices, process.moved_ns
+    before = {device for other_process in facts.processes[:number] for device in other_process.devices}
+    devices, moved_ns = process.devices, process.moved_ns
 
     def is_first(sample: Sample) -> bool:
-        return (number == 0) if sample.device not in its else sample.device not in before
+        return (number == 0) if sample.device not in devices else sample.device not in before
 
     return replace(
         process.facts,
         samples=[
-            replace(one, device=its.get(one.device, one.device), at_ns=one.at_ns - moved_ns)
-            for one in facts.samples
-            if (one.device != HOST or number == 0) and is_first(one)
+            replace(sample, device=devices.get(sample.device, sample.device), at_ns=sample.at_ns - moved_ns)
+            for sample in facts.samples
+            if (sample.device != HOST or number == 0) and is_first(sample)
         ],
-        gpus=[replace(gpu, device=its[gpu.device]) for gpu in facts.gpus if gpu.device in its],
+        gpus=[replace(gpu, device=devices[gpu.device]) for gpu in facts.gpus if gpu.device in devices],
         **(
             moved_watched(
                 facts,
