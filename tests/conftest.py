@@ -20,7 +20,7 @@ import instrument
 from instrument.instrumentors import contexts, loaders
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
-from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recorder.recorder import RECORDER, RING_BYTES, Recorder
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.imports import Finder
 
@@ -192,6 +192,8 @@ def recorder(make_recorder: Any) -> Any:
 @pytest.fixture
 def recording() -> Iterator[Any]:
     """The process's recorder, switched on: what decorators and scopes record into."""
+    if RECORDER.memory is None:
+        RECORDER.begin(RING_BYTES, {})
     RECORDER.on = True
     yield RECORDER
     RECORDER.on = False

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 torch = pytest.importorskip("torch")
 
@@ -55,7 +56,7 @@ def attached(recorder: Recorder) -> Iterator[Any]:
 def shown(recorder: Recorder) -> list[str]:
     """Each copy as direction, bytes, what is not the usual, and the call that made it."""
     lines = []
-    for span in sorted(recorder.spans(), key=lambda span: span.span_id):
+    for span in sorted(spans_in(recorder), key=lambda span: span.span_id):
         facts = dict(span.site.attributes)
         assert span.site.name == f"memcpy {facts['direction']}"
         assert (span.site.kind, span.site.module) == ("copy", "torch")
@@ -157,7 +158,7 @@ def test_non_blocking_is_understood_wherever_it_stands(
 ) -> None:
     attached(CopyRule(DIRECTIONS))
     torch.zeros(2).to(*args, **kwargs)
-    assert [dict(span.site.attributes)["sync"] for span in recorder.spans()] == [sync]
+    assert [dict(span.site.attributes)["sync"] for span in spans_in(recorder)] == [sync]
 
 
 def test_copies_of_one_call_that_wait_and_that_do_not_are_counted_apart(recorder: Recorder, attached: Any) -> None:
@@ -221,7 +222,7 @@ def test_rules_choose_by_direction_size_and_framework(recorder: Recorder, attach
 def test_nothing_is_asked_before_the_framework_uses_its_device(recorder: Recorder, attached: Any) -> None:
     attached(CopyRule(), ready=lambda: False)
     torch.zeros(10).to(NAME)
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
 
 
 def test_batches_that_a_loader_pins_are_copies_of_the_thread_that_pins(
@@ -237,7 +238,7 @@ def test_batches_that_a_loader_pins_are_copies_of_the_thread_that_pins(
     thread.start()
     thread.join()
     assert shown(recorder) == ["h2h 16 pinned Tensor.pin_memory", "h2h 8 pinned Tensor.pin_memory"]
-    assert {span.thread_id for span in recorder.spans()} != {threading.get_native_id()}
+    assert {span.thread_id for span in spans_in(recorder)} != {threading.get_native_id()}
 
 
 def test_storages_and_what_is_loaded_from_files_are_copies(recorder: Recorder, attached: Any) -> None:
@@ -258,7 +259,7 @@ def test_a_failing_copy_raises_as_before(recorder: Recorder, attached: Any) -> N
         torch.zeros(2, device="meta").to("cpu")
     with pytest.raises(TypeError):
         torch.zeros(2).copy_()
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
 
 
 def test_stand_ins_that_torch_traces_with_are_no_copies(recorder: Recorder, attached: Any) -> None:

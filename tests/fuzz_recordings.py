@@ -25,6 +25,8 @@ import time
 from functools import partial
 from typing import Any
 
+from readback import rows_in
+
 from instrument.errors import TraceError
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory_layout
@@ -52,9 +54,8 @@ def copied(recorder: Any, times: int = 40) -> int:
     for _ in range(times):
         function(3)
     intervals = IntervalRing(1 << 14, partial(recorder.room_for, "intervals"))
-    for ring in recorder.rings():
-        for row in ring.newest(0)[0]:
-            intervals.add(row[1], 0, 7, row[5], row[6], "exclusive")
+    for row in rows_in(recorder):
+        intervals.add(row[1], 0, 7, row[5], row[6], "exclusive")
     Readings(partial(recorder.room_for, "samples")).add([Sample("power", 0, 5 + at_ns, 1.5) for at_ns in range(50)])
     thread = threading.Thread(target=function, args=(2,))
     thread.start()

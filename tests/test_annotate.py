@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import pytest
 from otlp_spans import ORIGIN, messages_of
+from readback import spans_in
 
 import instrument
 from instrument import chrome
@@ -47,7 +48,7 @@ def attributes(recorder: Any) -> dict[str, dict[str, object]]:
     items = {ITEMS, FIRST_ITEM, LAST_ITEM, LONGEST_GAP}
     return {
         span.site.name: {name: value for name, value in span.attributes.items() if name not in items}
-        for span in recorder.spans()
+        for span in spans_in(recorder)
     }
 
 
@@ -162,7 +163,7 @@ def test_outside_of_a_span_and_while_nothing_is_recorded_it_does_nothing(recorde
         span.rename("y")
         span.set_status("error")
         recorder.annotate_innermost(x=1)
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
     assert recorder.counts() == {}
 
 
@@ -175,7 +176,10 @@ def test_spans_do_not_share_what_they_are_annotated_with(recorder: Any) -> None:
     with scope:
         pass
     scope.annotate(late=1)
-    assert [dict(span.attributes) for span in recorder.spans()] == [{"given": 1, "first": 1, "second": 2}, {"given": 1}]
+    assert [dict(span.attributes) for span in spans_in(recorder)] == [
+        {"given": 1, "first": 1, "second": 2},
+        {"given": 1},
+    ]
     assert before[10] == {"given": 1, "first": 1}
 
 
@@ -219,7 +223,7 @@ def test_values_that_opentelemetry_has_are_kept_and_others_are_counted(recorder:
         recorder.annotate_innermost(x=given, y=1)
     wanted = {"y": 1} if kept is None else {"x": kept, "y": 1}
     assert attributes(recorder) == {"scope": wanted}
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert all(type(span.attributes[name]) is type(value) for name, value in wanted.items())
     assert recorder.counts() == ({} if kept is not None else {"attributes of a kind that no span has": 1})
     assert (FAULTS.counts_of_rules() != {}) == (kept is None)
@@ -232,7 +236,7 @@ def test_a_tensor_is_kept_where_it_is_one_number_of_the_host(recorder: Any) -> N
         recorder.annotate_innermost(whole=torch.tensor(7), part=torch.tensor(0.5, requires_grad=True))
         recorder.annotate_innermost(truth=torch.tensor(True), several=torch.tensor([1]))
         recorder.annotate_innermost(elsewhere=torch.empty((), device="meta"))
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert span.attributes == {"whole": 7, "part": 0.5, "truth": True}
     assert recorder.counts() == {"attributes of a kind that no span has": 2}
 
@@ -302,7 +306,7 @@ def test_a_span_has_so_many_attributes_and_no_more(recorder: Any) -> None:
         for number in range(ATTRIBUTE_LIMIT + 5):
             recorder.annotate_innermost(**{f"a{number}": number})
         recorder.annotate_innermost(a0="changed")
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert len(span.attributes) == ATTRIBUTE_LIMIT
     assert span.attributes["a0"] == "changed"
     assert recorder.counts() == {"attributes beyond the limit of a span": 5}
@@ -321,7 +325,7 @@ def test_a_renamed_span_and_what_is_below_it_count_under_the_new_name(recorder: 
         span.rename("last")
     found = {tuple(site.name for site in row.path): row.totals.calls for row in recorder.tally().rows()}
     assert found == {("call of a kind",): 1, ("call of a kind", "below"): 1, ("last",): 1}
-    (site,) = [span.site for span in recorder.spans() if span.site.name == "call of a kind"]
+    (site,) = [span.site for span in spans_in(recorder) if span.site.name == "call of a kind"]
     assert (site.kind, site.function, site.line) == ("op", "service.call", 3)
     assert recorder.counts() == {}
 
@@ -385,7 +389,7 @@ def test_a_status_says_whether_a_span_failed(
                 wrapped()
         except ValueError:
             assert raised
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     assert [span.error for span in spans] == [error] * 2
     assert sum(row.totals.errors for row in recorder.tally().rows()) == (2 if error else 0)
     for message in exported(spans):
@@ -399,7 +403,7 @@ def test_a_status_that_is_none_is_counted(recorder: Any) -> None:
     with recorder.make_scope("scope") as span:
         span.set_status("fine")
         span.set_status(None)
-    assert recorder.spans()[0].error is None
+    assert spans_in(recorder)[0].error is None
     assert recorder.counts() == {"states that no span has": 2}
 
 
@@ -421,7 +425,7 @@ def test_what_is_annotated_is_in_trace_files_and_at_the_collector(recording: Any
             instrument.set_status("error", "no room", error_type="overloaded")
             instrument.rename_span("work of a kind")
         request.annotate(streamed=True)
-    spans = recording.spans()
+    spans = spans_in(recording)
     work, root = spans
     assert (work.site.name, work.error) == ("work of a kind", "overloaded")
     by_name = {message.name: said(message) for message in exported(spans)}
@@ -474,7 +478,7 @@ def test_while_garbage_is_collected_at_every_step_attributes_are_kept(recorder: 
                     recorder.annotate_innermost(number=number)
     finally:
         gc.set_threshold(*before)
-    found = [span.attributes["number"] for span in recorder.spans() if span.site.name == "scope"]
+    found = [span.attributes["number"] for span in spans_in(recorder) if span.site.name == "scope"]
     assert sorted(found) == list(range(200))
 
 
@@ -512,7 +516,7 @@ def test_nothing_large_that_a_service_gives_is_kept_alive_by_rows(recorder: Any)
         kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(recorder.spans()) == 9
+    assert len(spans_in(recorder)) == 9
     assert [one() for one in held] == [None] * len(held)
     assert kept_bytes < large // 5
     assert {name for name, kept in attributes(recorder)["scope"].items()} == {"text", "n" * 253 + "...", "l"}

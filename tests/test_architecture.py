@@ -345,17 +345,17 @@ LINES_AND_FILES = {
     "compat": (1_367, 6),
     "device": (3_685, 11),
     "docs": (0, 0),
-    "instrumentors": (11_184, 43),
-    "native": (9_752, 28),
+    "instrumentors": (11_190, 43),
+    "native": (9_128, 28),
     "otlp": (4_999, 20),
     "profile": (2_492, 8),
     "proposal": (1_400, 5),
-    "recorder": (2_578, 9),
-    "recording": (4_078, 19),
+    "recorder": (2_579, 10),
+    "recording": (4_022, 19),
     "report": (12_816, 45),
     "runtime": (2_616, 18),
-    "sessions": (7_282, 31),
-    "trace": (8_617, 30),
+    "sessions": (7_224, 30),
+    "trace": (8_586, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 pytest.importorskip("prometheus_client")
 
@@ -91,7 +92,7 @@ def test_metrics_reports_and_live_agree_on_what_has_failed_and_what_was_cancelle
         for _ in range(times):
             serve(way)
     session = instrument.session()
-    requests = [span for span in RECORDER.spans() if span.site.kind == "request"]  # a loop may have been blocked, too
+    requests = [span for span in spans_in(RECORDER) if span.site.kind == "request"]  # a loop may have been blocked, too
     ways = ((span.error or "", span.attributes.get("instrument.outcome", "")) for span in requests)
     assert Counter((error, "" if error else str(outcome)) for error, outcome in ways) == ENDED
     statuses = Counter(span.attributes.get("http.response.status_code") for span in requests)

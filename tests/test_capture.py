@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from kept import Kept
+from readback import spans_in
 from trees import outline, tree_of
 
 from instrument.profile.keys import loads
@@ -138,7 +139,7 @@ def test_rows_that_wait_for_their_time_are_packed_and_come_out_as_they_were_reco
     reader.read()
     assert (reader.rows.packed, reader.rows.waiting) == (3 * LEAST_PACKED, 3 * LEAST_PACKED + len(requests))
     assert {int(span_id) for span_id in reader.rows.rows["span_id"]} == requests
-    spans = {span.span_id: (span.root_id, span.parent_id, span.start_ns, span.end_ns) for span in recorder.spans()}
+    spans = {span.span_id: (span.root_id, span.parent_id, span.start_ns, span.end_ns) for span in spans_in(recorder)}
     if is_asked_for:
         assert reader.rows.has(next(iter(spans.keys() - requests)))
         assert (reader.rows.packed, reader.rows.waiting) == (0, len(spans))
@@ -214,7 +215,7 @@ def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Any) -> No
     long_ago = serve(recorder)
     just_before = serve(recorder)
     failed = serve(recorder, error=True)
-    times = {span.span_id: (span.start_ns, span.end_ns) for span in recorder.spans()}
+    times = {span.span_id: (span.start_ns, span.end_ns) for span in spans_in(recorder)}
     between_ns = (times[long_ago][1] + times[just_before][1]) // 2
     kept.change(Capture(sample=0.0, errors=True, before_ns=times[failed][0] - between_ns), 100)
     roots = [spans[0].span_id for spans in kept.read()]
@@ -430,7 +431,7 @@ def test_of_5000_recorded_requests_all_slow_ones_are_kept_and_others_only_where_
         span_id = serve(recorder, 3, sleep_s=0.03 if number in planted else 0.0)
         if number in planted:
             wanted.add(span_id)
-    for span in recorder.spans():
+    for span in spans_in(recorder):
         if span.site is REQUEST:
             took_ns[span.span_id] = span.total_ns
     p99_ns = sorted(took_ns.values())[round(len(took_ns) * 0.99) - 1]
@@ -480,7 +481,7 @@ def test_requests_of_one_trace_are_kept_with_one_that_fails(recorder: Any, fails
 def test_a_request_that_nobody_keeps_is_dropped_a_decision_wait_after_its_end(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=0.0))
     serve(recorder)
-    ended_ns = recorder.spans()[0].end_ns
+    ended_ns = spans_in(recorder)[0].end_ns
     kept.settle(at_once=False)
     assert kept.rows.waiting == 2
     assert kept.settling.settle(ended_ns + DECISION_WAIT_NS - 1) == {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from readback import spans_in
 
 from instrument.instrumentors.copies import torch_copies as room
 from instrument.instrumentors.copies.transfers import Transfers
@@ -46,7 +47,7 @@ def test_copies_to_and_from_a_real_gpu(recorder: Recorder) -> None:
     finally:
         places.undo()
     assert values == (0.0, [0.0, 0.0], 1024)
-    spans = sorted(recorder.spans(), key=lambda span: span.span_id)
+    spans = sorted(spans_in(recorder), key=lambda span: span.span_id)
     facts = [dict(span.site.attributes) for span in spans]
     assert [
         (fact["direction"], span.attributes["bytes"], fact["sync"], fact.get("pinned"))

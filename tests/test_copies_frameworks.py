@@ -30,10 +30,12 @@ from instrument.recorder.recorder import RECORDER
 ALL = "copies: [{{directions: [h2d, d2h, d2d, p2p, h2h], frameworks: {framework}}}]"
 selection = Selection(loads(ALL))
 selection.attach()
+RECORDER.begin(1 << 24, {{}})
 RECORDER.on = True
+sys.path.append("{here}")
 """
 END = """
-for span in sorted(RECORDER.spans(), key=lambda span: span.span_id):
+for span in sorted(spans_in(RECORDER), key=lambda span: span.span_id):
     facts = dict(span.site.attributes)
     words = [facts["direction"], str(span.attributes["bytes"]), *["async"] * (not facts["sync"])]
     print(*words, *["pinned"] * bool(facts.get("pinned")), span.site.function)
@@ -53,7 +55,7 @@ assert left == [], left
 
 def run(framework: str, program: str, **environ: str) -> str:
     """What a program copies, a line each: direction, bytes, what is not the usual, and the call that made it."""
-    text = START.format(framework=framework) + textwrap.dedent(program) + END.format(framework=framework)
+    text = START.format(framework=framework, here=HERE) + textwrap.dedent(program) + END.format(framework=framework)
     done = subprocess.run(
         [sys.executable, "-c", text],
         capture_output=True,
@@ -216,7 +218,7 @@ def test_one_copy_that_passes_through_two_frameworks_is_one_span(driver: Callabl
         from cuda.bindings import driver
         from numba import cuda
         cuda.to_device(numpy.arange(8.0))
-        assert len(RECORDER.spans()) == 1
+        assert len(spans_in(RECORDER)) == 1
     """
     text = run("numba", program.replace("import numpy", "import numpy", 1), **driver())
     assert text == "h2d 64 numba.host_to_device"

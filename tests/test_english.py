@@ -32,16 +32,16 @@ MOST = {
     "device": (0, 38, 36, 0),
     "docs": (0, 0, 0, 0),
     "instrumentors": (0, 75, 256, 7),
-    "native": (0, 56, 0, 0),
+    "native": (0, 45, 0, 0),
     "otlp": (44, 91, 166, 7),
     "profile": (0, 8, 33, 0),
     "proposal": (0, 5, 20, 0),
-    "recorder": (0, 12, 45, 1),
-    "recording": (23, 142, 131, 8),
+    "recorder": (0, 7, 43, 1),
+    "recording": (22, 133, 130, 8),
     "report": (0, 361, 504, 37),
     "runtime": (1, 3, 20, 2),
-    "sessions": (114, 256, 206, 14),
-    "trace": (0, 142, 526, 1),
+    "sessions": (110, 241, 199, 14),
+    "trace": (0, 138, 524, 1),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

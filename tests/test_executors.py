@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 import instrument
 from instrument import profiled, scope
@@ -45,7 +46,7 @@ def request(recorder: Any, name: str) -> Any:
 
 def in_requests(recorder: Any) -> dict[str, list[str]]:
     """The names of what ran in each request, by its name; the rest by ''."""
-    spans = {span.span_id: span for span in recorder.spans()}
+    spans = {span.span_id: span for span in spans_in(recorder)}
     found: dict[str, list[str]] = {}
     for span in spans.values():
         if span.site.kind != "request":

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from otlp_collectors import Collector, Handler, collecting, refuse_with
+from readback import rows_in
 
 from instrument.otlp import export_facts, exported, recording_reader
 from instrument.otlp.export_facts import UNMETERED, MeteredFacts
@@ -227,7 +228,7 @@ class Device(Service):
 
     def settle(self, until_ns: int, spans: int) -> None:
         """Have the device times come of so many spans that ended last by then."""
-        for row in [row for ring in self.recorder.rings() for row in ring.newest(0)[0] if row[6] <= until_ns][-spans:]:
+        for row in [row for row in rows_in(self.recorder) if row[6] <= until_ns][-spans:]:
             self.intervals.add(row[1], 0, 7, row[5], row[5] + MS, "exclusive")
         self.intervals.tell_settled(until_ns)
 

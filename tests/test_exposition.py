@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from otlp_spans import ORIGIN
+from readback import spans_in
 
 import instrument
 from instrument.instrumentors.requests import asgi
@@ -258,7 +259,9 @@ def test_openmetrics_has_exemplars_of_the_traces_that_are_kept() -> None:
             found = [sample for sample in family.samples if sample.exemplar]
         ids = instrument.session().recorded.ids()
         kept = {
-            f"{ids.span_id(span.span_id):016x}": span for span in RECORDER.spans() if span.error and not span.parent_id
+            f"{ids.span_id(span.span_id):016x}": span
+            for span in spans_in(RECORDER)
+            if span.error and not span.parent_id
         }
         for sample in found:
             assert sample.labels["http_response_status_code"] == "500"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from readback import spans_in
 from trees import tree
 
 from instrument.instrumentors.selection import Selection
@@ -158,7 +159,7 @@ def test_threads_that_call_one_object_each_record_their_own_calls(
     select("frameworks: [sklearn]")
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: model.predict_proba([[2.0]]), range(200)))
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     assert len(spans) == 200
     assert {span.site.name for span in spans} == {"LogisticRegression.predict_proba"}
     assert len({span.site for span in spans}) == 1

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 from instrument.instrumentors.frameworks.jax import FUNCTIONS
@@ -45,7 +46,7 @@ def test_calls_of_a_jitted_function_are_spans_under_its_own_name(
     for _ in range(2):
         assert np.allclose(step(X), np.sin(X) * 2)
     assert tree(recorder) == "step\nstep" or tree(recorder).endswith(".step\n" + tree(recorder).split("\n")[0])
-    site = recorder.spans()[0].site
+    site = spans_in(recorder)[0].site
     assert (site.kind, site.file, site.module) == ("op", __file__, __name__)
 
 
@@ -132,7 +133,7 @@ def test_functions_made_of_the_same_code_share_a_site_and_none_is_kept_alive(
 
     made = [make(float(n)) for n in range(3)]
     assert [function(X)[0].item() for function in made] == [0, 1, 2]
-    assert len({span.site for span in recorder.spans()}) == 1
+    assert len({span.site for span in spans_in(recorder)}) == 1
     gone = weakref.ref(made.pop().__wrapped__)
     jax.clear_caches()
     gc.collect()
@@ -163,12 +164,12 @@ def test_a_late_start_reaches_what_the_hosts_modules_name_and_gives_it_back(
     host.half(X)
     kept(X)
     other[0](X)
-    assert len(recorder.spans()) == 2
+    assert len(spans_in(recorder)) == 2
     selection.undo()
     assert (host.jit, host.double) == before
     assert type(host.half) is type(kept)
     assert host.half(X).tolist() == (X / 2).tolist()
-    assert len(recorder.spans()) == 2
+    assert len(spans_in(recorder)) == 2
 
 
 def test_undo_restores_the_very_same_functions_and_jax_keeps_its_own(select: Callable[[str], Selection]) -> None:
@@ -187,7 +188,7 @@ def test_what_was_jitted_while_we_watched_works_after_the_end_and_records_in_no_
     kept = [jax.jit(lambda x: x + 1)]
     selection.undo()
     assert kept[0](X).tolist() == (X + 1).tolist()
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
 
 
 def test_an_exception_passes_and_marks_the_span(recorder: Recorder, select: Callable[[str], Selection]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 if importlib.util.find_spec("keras") is None:
@@ -71,7 +72,7 @@ def test_layers_record_by_path_and_type_under_the_names_that_lead_to_them(
           block second
         """
     )
-    site = next(span.site for span in recorder.spans() if span.site.name == "block")
+    site = next(span.site for span in spans_in(recorder) if span.site.name == "block")
     assert (site.kind, site.qualname, site.file) == ("layer", "Block.call", keras_models.__file__)
     states = [str(verdict) for verdict in selection.verdicts()]
     assert {"first.*: first.up: attached", "first.*: first.down: attached"} <= set(states)
@@ -89,7 +90,7 @@ def test_functional_and_sequential_models_show_their_layers_and_building_one_rec
     made = [functional(), sequential()] if built == "before" else []
     select("{frameworks: [keras], layers: [{type: Dense}, {type: Functional}]}")
     made = made or [functional(), sequential()]
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
     for model in made:
         model(X)
     assert tree(recorder, text).split("\n") == [
@@ -186,7 +187,7 @@ def test_undo_restores_the_very_same_methods(recorder: Recorder, select: Callabl
     selection.undo()
     assert (vars(keras.Layer)["__call__"], vars(trainer)["predict"], vars(trainer)["predict_on_batch"]) == before
     functional()(X)
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 from instrument.instrumentors.frameworks import ONNXRUNTIME as MODULE
@@ -78,7 +79,7 @@ def test_each_way_to_run_a_session_is_a_span_named_by_the_models_file(
         onnxruntime.run_with_iobinding tiny.onnx
         """
     )
-    site = recorder.spans()[0].site
+    site = spans_in(recorder)[0].site
     assert (site.kind, site.module, site.qualname) == ("op", MODULE, "Session.run")
     assert site.attributes == (("providers", ("CPUExecutionProvider",)),)
 
@@ -105,7 +106,7 @@ def test_sessions_of_the_same_model_share_a_site(recorder: Recorder, select: Cal
     select("frameworks: [onnxruntime]")
     for _ in range(3):
         session().run(None, {"x": X})
-    assert len({span.site for span in recorder.spans()}) == 1
+    assert len({span.site for span in spans_in(recorder)}) == 1
 
 
 def test_an_error_passes_and_marks_the_span(recorder: Recorder, select: Callable[[str], Selection]) -> None:
@@ -143,4 +144,4 @@ def test_a_session_switched_off_records_nothing(recorder: Recorder, select: Call
     select("frameworks: [onnxruntime]")
     recorder.on = False
     session().run(None, {"x": X})
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 from instrument.instrumentors.frameworks.sklearn import METHODS
@@ -61,7 +62,7 @@ def test_a_pipeline_shows_its_steps_as_children(recorder: Recorder, select: Call
           LogisticRegression.decision_function
         """
     )
-    site = next(span.site for span in recorder.spans() if span.site.name == "LogisticRegression.predict_proba")
+    site = next(span.site for span in spans_in(recorder) if span.site.name == "LogisticRegression.predict_proba")
     assert (site.kind, site.module, site.qualname) == (
         "op",
         "sklearn.linear_model._logistic",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 from instrument.instrumentors.selection import Selection
@@ -82,7 +83,7 @@ def test_generate_is_named_by_the_class_of_the_model(recorder: Recorder, select:
           LlamaMLP model.layers.0.mlp
         """
     )
-    site = next(span.site for span in recorder.spans() if not span.parent_id)
+    site = next(span.site for span in spans_in(recorder) if not span.parent_id)
     assert (site.kind, site.qualname) == ("op", "GenerationMixin.generate")
     assert site.file.endswith("generation/utils.py")
 
@@ -119,7 +120,7 @@ def test_sentences_are_encoded_as_before(recorder: Recorder, select: Callable[[s
     select("frameworks: [sentence_transformers]")
     assert (model.encode(["a", "bcd"]) == expected).all()
     assert tree(recorder, text) == "sentence_transformers.encode SentenceTransformer"
-    assert recorder.spans()[0].site.line > 0
+    assert spans_in(recorder)[0].site.line > 0
 
 
 def test_an_error_passes_and_marks_the_span(recorder: Recorder, select: Callable[[str], Selection]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
@@ -43,7 +44,7 @@ def test_profiled_with_and_without_a_name_and_with_a_kind(recording: Recorder) -
         compute phase
         """
     )
-    site = recording.spans()[0].site
+    site = spans_in(recording)[0].site
     assert (site.module, site.file, site.line > 0) == (__name__, __file__, True)
     assert site.qualname.endswith("named")
 
@@ -156,7 +157,7 @@ def test_scopes_nest_with_functions_in_with_blocks_of_both_kinds(recording: Reco
           fails !ZeroDivisionError
         """
     )
-    (request,) = [span for span in recording.spans() if span.site.kind == "request"]
+    (request,) = [span for span in spans_in(recording) if span.site.kind == "request"]
     assert request.attributes == {"tokens": 3}
     assert request.site.file == __file__
 
@@ -188,7 +189,7 @@ def test_scope_start_in_one_thread_and_scope_end_in_another_is_recorded(recordin
     thread = threading.Thread(target=scope_end, args=(handle,))
     thread.start()
     thread.join()
-    assert [span.site.name for span in recording.spans() if not span.clipped] == ["handed over"]
+    assert [span.site.name for span in spans_in(recording) if not span.clipped] == ["handed over"]
     recording.forget_current()
 
 
@@ -199,7 +200,7 @@ def test_scope_starts_that_never_end_stop_growing(recording: Recorder, monkeypat
     assert recording.counts() == {"scopes not begun because too many are open": 3}
     for _ in range(5):
         scope_end()
-    assert len(recording.spans()) == 5
+    assert len(spans_in(recording)) == 5
 
 
 def test_off_by_environment_returns_the_very_function_and_records_nothing() -> None:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from readback import spans_in
 
 import instrument
 from instrument.profile.model import Limits, Profile, RequestsRule
@@ -33,7 +34,7 @@ def quiet() -> Iterator[None]:
 
 
 def collections() -> list[Span]:
-    return [span for span in RECORDER.spans() if is_collection(span.site)]
+    return [span for span in spans_in(RECORDER) if is_collection(span.site)]
 
 
 def test_a_collection_that_takes_longer_is_recorded_with_its_generation() -> None:
@@ -46,7 +47,7 @@ def test_a_collection_that_takes_longer_is_recorded_with_its_generation() -> Non
     assert begun_ns <= found.start_ns < found.end_ns <= ended_ns
     assert found.attributes["cpython.gc.generation"] == 2
     assert found.parent_id == 0
-    [work] = [span for span in RECORDER.spans() if span.site.name == "work"]
+    [work] = [span for span in spans_in(RECORDER) if span.site.name == "work"]
     assert work.self_ns == work.total_ns, "its time is also that of whom it interrupted"
     told = "\n".join(ops(session.recording(), Options()).lines())
     assert "work" in told

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Site, Span
 
@@ -15,7 +16,7 @@ FACTS = {ITEMS, FIRST_ITEM, LAST_ITEM, LONGEST_GAP}
 
 
 def only_span(recorder: Any) -> Span:
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     return span  # type: ignore[no-any-return]
 
 

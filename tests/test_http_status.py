@@ -14,6 +14,7 @@ import pytest
 from kept import Kept
 from otlp_spans import messages_of
 from otlp_spans import span as span_of
+from readback import spans_in
 
 from instrument.profile.model import Capture
 from instrument.recorder.outcomes import ANSWERS, STATUS
@@ -53,7 +54,7 @@ def raised_in_request(recorder: Any, error: BaseException) -> tuple[Any, Any, li
         wrap(recorder, handle, REQUEST)()
     assert caught.value is error
     kept = [spans[0].site.name for spans in trees.read()]
-    found = {span.site: span for span in recorder.spans()}
+    found = {span.site: span for span in spans_in(recorder)}
     return found[REQUEST], found[WORK], kept
 
 
@@ -156,7 +157,7 @@ def test_every_kind_of_function_and_scope_tells_an_answer_from_an_error(recorder
                 raise error
 
     asyncio.run(main())
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     assert len(spans) == 8
     assert {span.error for span in spans} == {None}
     assert {(span.site.kind, span.attributes.get(STATUS)) for span in spans} == {("request", 404), ("op", None)}
@@ -167,7 +168,7 @@ def test_what_a_span_was_given_stays_beside_the_status(recorder: Any) -> None:
     given = {"route": "/a"}
     with contextlib.suppress(type(error)), recorder.span_of(REQUEST, given)():
         raise error
-    (request,) = recorder.spans()
+    (request,) = spans_in(recorder)
     assert (request.attributes, given) == ({"route": "/a", STATUS: 302}, {"route": "/a"})
 
 
@@ -253,7 +254,7 @@ def test_a_function_that_exits_has_failed_where_it_says_so(recorder: Any, given:
     with pytest.raises(SystemExit) as caught:
         wrap(recorder, leave, WORK)()
     assert caught.value.code == (given[0] if given else None)
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert (span.error, span.attributes) == (error, {} if error else {OUTCOME: "stopped"})
 
 
@@ -285,7 +286,7 @@ def test_what_is_broken_off_from_outside_has_not_failed_and_says_how_it_ended(
     else:
         with pytest.raises(type(error)):
             scoped() if way == "scope" else wrap(recorder, fail, site)()
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert span.error == (None if outcome else type(error).__name__)
     assert span.attributes == ({"tenant": "x"} if way == "scope" else {}) | ({OUTCOME: outcome} if outcome else {})
     (row,) = [row for row in recorder.tally().rows() if row.path]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 import instrument
@@ -61,7 +62,7 @@ def test_layers_by_path_record_with_class_and_path(recorder: Recorder, attached:
     model(torch.zeros(1, 4))
     assert tree(recorder, path) == "MLP layers.0\nMLP layers.1"
     assert [len(selected) for _, selected in layers._at_work] == [2]
-    site = recorder.spans()[0].site
+    site = spans_in(recorder)[0].site
     assert (site.kind, site.qualname, site.file) == ("layer", "MLP.forward", torch_models.__file__)
 
 
@@ -201,7 +202,7 @@ def test_undo_restores_every_class_and_models_built_before_stay_usable(recorder:
     layers.undo()
     assert (nn.Linear.forward, MLP.forward, Stack.forward) == before
     model(torch.zeros(1, 4))
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
 
 
 def test_a_module_that_has_gone_gives_its_identity_back(recorder: Recorder, attached: Any) -> None:
@@ -212,7 +213,7 @@ def test_a_module_that_has_gone_gives_its_identity_back(recorder: Recorder, atta
     gc.collect()
     assert not layers._sites
     assert set(layers._paths._places) <= others
-    assert len(recorder.spans()) == 50
+    assert len(spans_in(recorder)) == 50
 
 
 def test_layers_made_anew_in_every_call_share_a_site_and_do_not_walk_the_heap_each_time(
@@ -227,8 +228,8 @@ def test_layers_made_anew_in_every_call_share_a_site_and_do_not_walk_the_heap_ea
         nn.ReLU()(torch.zeros(2))
     assert 2 * VAIN_WALKS <= len(walks) < 20
     assert [len(selected) for _, selected in layers._at_work] == [1, 0]
-    assert len({span.site for span in recorder.spans()}) == 1
-    assert len(recorder.spans()) == 200
+    assert len({span.site for span in spans_in(recorder)}) == 1
+    assert len(spans_in(recorder)) == 200
 
 
 def test_a_fault_of_ours_does_not_reach_the_definition_of_a_class(
@@ -252,7 +253,7 @@ def test_switched_off_layers_record_nothing(recorder: Recorder, attached: Any) -
     attached(LayerRule(types=("Linear",)))
     recorder.on = False
     Stack()(torch.zeros(1, 4))
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
 
 
 def test_layers_that_were_recorded_are_not_called_unreachable_after_the_end() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 from instrument.instrumentors.layers import Layers
@@ -276,7 +277,7 @@ def test_a_region_is_one_span_and_the_layers_inside_are_named(
     part(X)
     assert run(recorder, lambda: part(X)) == outline(BODY_ONE)
     assert run(recorder, lambda: whole(X)) == "Model"
-    region = {span.site.attributes for span in recorder.spans()}
+    region = {span.site.attributes for span in spans_in(recorder)}
     assert region == {(("region", "scripted" if "Script" in why else "compiled"),)}
     # Two in the body of one; body, both of its own, and head in the other.
     state = "compiled" if why == "inside a compiled region" else "unreachable"
@@ -457,10 +458,10 @@ import torch
 assert "torch._dynamo.eval_frame" not in sys.modules
 model = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="eager")
 model(torch.ones(1, 2))
-RECORDER.reset()
+RECORDER.begin(1 << 24, {})
 RECORDER.on = True
 model(torch.ones(1, 2))
-print([(span.site.name, span.site.instance, dict(span.site.attributes)) for span in RECORDER.spans()])
+print([(site.name, site.instance, dict(site.attributes)) for site in RECORDER.site_calls()])
 RECORDER.on = False
 from torch._dynamo.eval_frame import OptimizedModule
 assert hasattr(OptimizedModule.__call__, "__wrapped__")

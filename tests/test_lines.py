@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from readback import snapshot_of, spans_in
 from tallies import Tally, Totals, of_all_threads
 
 import instrument
@@ -224,9 +225,9 @@ def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> Non
     recorder = make_recorder()
     record(recorder, chance)
     tally = recorder.tally()
-    live = Recording(lambda: tally, pytest.fail, make_totals=lambda merged: recorder.totals(merged=merged))
+    live = Recording(lambda: tally, pytest.fail)
     apart = Recording(lambda: tally, pytest.fail)
-    together = Recording(lambda: tally, pytest.fail, make_totals=lambda merged: tally.merged())
+    together = Recording(lambda: tally.merged(), pytest.fail)
     for _ in range(10):
         options = Options(
             tracer_option=chance.choice(TRACER_OPTIONS), state=chance.choice(STATES), unit="ns",
@@ -244,11 +245,10 @@ def test_views_that_are_asked_for_again_leave_nothing_more_in_the_call_tree(make
     trace = Trace(Origin(1, "", 0, 0), 0, 1, [])
 
     def look() -> int:
-        live = Recording(recorder.tally, lambda: trace, make_totals=lambda merged: recorder.totals(merged=merged),
-                         make_cost=lambda: Cost(1, 50, 1))  # fmt: skip
+        live = Recording(recorder.tally, lambda: trace, make_cost=lambda: Cost(1, 50, 1))
         for view in (*VIEWS.values(), cost):
             text(view(live, Options()))
-        return len(recorder.totals().tree._said)
+        return len(recorder.tally().tree._said)
 
     assert look() == look()
 
@@ -275,14 +275,13 @@ def test_what_is_held_is_told_without_making_spans(make_recorder: Any) -> None:
     for _ in range(500):
         recorder.close(recorder.open(SITES[5]))
     open_one = recorder.open(SITES[5])
-    held, spans = recorder.held(0, ()), recorder.spans()
+    held, spans = snapshot_of(recorder), spans_in(recorder)
     recorder.close(open_one)
-    assert held.spans == len(spans)
-    assert sorted(held.asking) == sorted(span.span_id for span in spans if span.site.device)
-    oldest: dict[int, int] = {}
-    for span in spans:
-        oldest[span.thread_id] = min(oldest.get(span.thread_id, span.end_ns), span.end_ns)
-    assert held.oldest_ns == oldest
+    assert held.size == len(spans)
+    assert held.ids_of(lambda site: site.device) == {span.span_id for span in spans if span.site.device}
+    assert held.held_from_ns(0, time.monotonic_ns()) == max(
+        min(span.end_ns for span in spans if span.thread_id == thread_id) for thread_id in held.wrapped
+    )
 
 
 def test_paths_that_were_learnt_ahead_are_told_as_if_they_were_not(make_recorder: Any) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 from instrument import TargetError, loader, scope
@@ -64,7 +65,7 @@ def test_each_next_is_a_span_of_kind_loader_and_what_runs_inside_is_in_it(record
         read
         """
     )
-    kinds = {span.site.kind for span in recording.spans() if span.site.name == "read"}
+    kinds = {span.site.kind for span in spans_in(recording) if span.site.name == "read"}
     assert kinds == {"loader"}
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzz_recordings import copied, look_at_all, used_of
+from readback import rows_in, spans_in
 from tallies import rows_of
 
 from instrument import clock, native
@@ -40,6 +41,7 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_place import Progress
 from instrument.recording.mapped import ROWS, Mapped
+from instrument.recording.mapped_facts import Detail, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE
 from instrument.recording.slot_ring import INTERVAL_BYTES, LABELS, IntervalRing, Readings
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
@@ -87,6 +89,11 @@ def lines(tally: Tally) -> list[Any]:
         )
         for path, thread_id, totals in rows_of(tally)
     ]
+
+
+def details_of(mapped: Mapped) -> dict[int, Detail]:
+    found, _ = mapped.details_since(0)
+    return {span_id: detail_of(active_ns, facts_in(text)) for span_id, (active_ns, text) in found.items()}
 
 
 def read(recorder: Any) -> Mapped:
@@ -162,7 +169,7 @@ def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows
     assert lines(mapped.tally()) == lines(recorder.tally())
     assert mapped.tally().threads == recorder.tally().threads
     assert mapped.threads() == recorder.threads()
-    rows = {row[1]: row for ring in recorder.rings() for row in ring.newest(0)[0]}
+    rows = {row[1]: row for row in rows_in(recorder)}
     assert ids_of(mapped) == sorted(rows)
     tree = mapped.tree()
     for ring in mapped.rows():
@@ -172,7 +179,7 @@ def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows
             assert [int(row[name]) for name in ("parent_id", "root_id", "start_ns", "end_ns", "children_ns")] == [
                 known[2], known[3], known[5], known[6], known[7]
             ]  # fmt: skip
-    details = mapped.details()
+    details = details_of(mapped)
     told = {span_id: (row[9], row[10] or {}) for span_id, row in rows.items() if row[9] or row[10]}
     assert {span_id: (one.error, one.attributes) for span_id, one in details.items()} == told
     assert {site.name: site.attributes for site in mapped.sites()}["outer"] == (("rank", 3),)
@@ -245,7 +252,7 @@ def test_a_look_at_a_run_tells_what_devices_have_worked_since_the_one_before(rec
         for _ in range(times):
             function()
             (ring,) = recorder.rings()
-            (row,) = ring.newest(ring.head - 1)[0]
+            (*_, row) = rows_in(recorder)
             assert recorder.count_device(ring, row[0], row[6] - row[5], 5_000_000, row[6] - row[5])
         screen = looker.look([member])
         assert [(place.name, place.calls, place.device_ns) for place in screen.places] == [
@@ -374,7 +381,7 @@ def test_batches_of_many_keys_are_told_whole_and_what_is_too_long_is_counted(rec
     ):
         raise KeyError
     mapped = read(recorder)
-    told = sorted(mapped.details().items())
+    told = sorted(details_of(mapped).items())
     assert [one.attributes for _, one in told[:-2]] == [
         {BATCH_KEYS: [*batch], BATCH_WEIGHTS: [*batch.values()]} for batch in batches
     ]
@@ -415,7 +422,7 @@ def test_rows_and_open_spans_bear_the_tasks_that_the_process_itself_tells(record
         tasks = [asyncio.ensure_future(one(event, go)) for event in begun]
         for event in begun:
             await event.wait()
-        own = {row[1]: row[4] for ring in recorder.rings() for row in ring.newest(0)[0]}
+        own = {row[1]: row[4] for row in rows_in(recorder)}
         own.update({row[1]: row[4] for _, row in recorder.open_rows()})
         columns = saved_of(read(recorder)).trace.columns
         go.set()
@@ -598,7 +605,7 @@ def test_a_recording_begins_with_its_session_also_after_that_has_said_more_of_it
         pass
     recorder.tell({"gpus": []})
     assert read(recorder).header.begun_ns == begun_ns
-    assert saved_of(read(recorder)).trace.start_ns == begun_ns <= recorder.spans()[0].start_ns
+    assert saved_of(read(recorder)).trace.start_ns == begun_ns <= spans_in(recorder)[0].start_ns
     recorder.begin(1 << 22, {})
     assert read(recorder).header.begun_ns > begun_ns
 
@@ -633,7 +640,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
     remote = by_name["request"].remote
     assert remote is not None
     assert f"{remote.trace_id:x}" == "af7651916cd43dd8448eb211c80319c"
-    ours = {span.site.name: span for span in recorder.spans()}
+    ours = {span.site.name: span for span in spans_in(recorder)}
     for name in ("request", "items", "failing"):
         for number in ("span_id", "parent_id", "root_id", "start_ns", "end_ns", "active_ns", "self_ns", "thread_id"):
             assert getattr(by_name[name], number) == getattr(ours[name], number), (name, number)

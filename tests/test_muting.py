@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from readback import spans_in
 
 from instrument.recording.spans import Site
 
@@ -279,7 +280,7 @@ class Machine:
         assert (self.recorder.open_rows(), self.recorder.current_id()) == ([], 0)
 
     def recorded_paths(self) -> list[tuple[str, ...]]:
-        spans = {span.span_id: span for span in self.recorder.spans()}
+        spans = {span.span_id: span for span in spans_in(self.recorder)}
 
         def path(span: Any) -> tuple[str, ...]:
             above = spans.get(span.parent_id)

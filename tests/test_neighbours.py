@@ -348,11 +348,12 @@ from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 selection = Selection(loads('functions: [{match: "served_late:f"}, {match: "served:g"}]', environ={}))
 undo = selection.attach()
+RECORDER.begin(1 << 24, {})
 RECORDER.on = True
 import served_late
 before = served_late.f
 assert (served_late.f(1), served.g(2)) == (1, 2)
-assert sorted(span.site.name for span in RECORDER.spans()) == ["f", "g"]
+assert sorted(site.name for site in RECORDER.site_calls()) == ["f", "g"]
 assert [verdict.state for verdict in selection.verdicts()] == ["attached", "attached"]
 undo()
 assert not hasattr(served_late.f, "__instrument__") and not hasattr(served.g, "__instrument__")

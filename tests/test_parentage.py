@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from kept import Kept
 from otlp_spans import links_of, messages_of
+from readback import spans_in
 from trees import tree_of
 
 from instrument import chrome
@@ -27,7 +28,7 @@ from instrument.instrumentors.requests import model_servers
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp import packing
 from instrument.profile.model import Capture, RequestsRule
-from instrument.recording.remote_parents import LINK, RemoteParent
+from instrument.recording.remote_parents import LINK, RemoteParent, noted
 from instrument.recording.spans import Origin, Site, Span
 from instrument.trace.trace import Trace
 
@@ -37,7 +38,7 @@ def wrapped(recorder: Any, name: str, kind: str = "user") -> Callable[[Any], Any
 
 
 def spans_by_name(recorder: Any) -> dict[str, Span]:
-    return {span.site.name: span for span in recorder.spans()}
+    return {span.site.name: span for span in spans_in(recorder)}
 
 
 def tallied(recorder: Any) -> dict[str, int]:
@@ -49,7 +50,7 @@ def tallied(recorder: Any) -> dict[str, int]:
 
 
 def trace_of(recorder: Any) -> str:
-    return tree_of(recorder.spans())
+    return tree_of(spans_in(recorder))
 
 
 # -------------------------------------------------------------------- owners without a span of their own
@@ -79,7 +80,7 @@ def test_what_a_task_starts_between_its_spans_hangs_below_what_the_task_came_fro
     asyncio.run(request())
     expected = {"request": 1, "request > awaited": 3, "request > awaited > leaf": 3, "request > leaf": 3}
     assert tallied(recorder) == expected
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     root = next(span for span in spans if span.site.name == "request")
     assert {span.root_id for span in spans} == {root.span_id}
     assert sum(span.parent_id == root.span_id for span in spans) == 6
@@ -138,7 +139,7 @@ def test_a_task_made_past_its_loop_is_of_the_request_that_made_it(recorder: Any)
             await made
 
     asyncio.run(main())
-    spans = {span.span_id: span for span in recorder.spans()}
+    spans = {span.span_id: span for span in spans_in(recorder)}
     roots = [spans[span.root_id].site.name for span in spans.values() if span.site.name == "leaf"]
     assert sorted(roots) == ["request"] * 3 + ["stream"] * 2
     assert recorder.counts() == {}
@@ -253,7 +254,7 @@ def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it
     trees.take()
     expected = {"request": 5, "request > batch": 1, "request > batch > leaf": 1, "batch": 4, "batch > leaf": 4}
     assert tallied(recorder) == expected
-    spans = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    spans = sorted(spans_in(recorder), key=lambda span: span.start_ns)
     first, *_ = (span for span in spans if span.site.name == "request")
     under, *later = (span for span in spans if span.site.name == "batch")
     assert (under.parent_id, under.root_id, dict(under.attributes)) == (first.span_id, first.span_id, {})
@@ -291,7 +292,7 @@ def test_batches_of_a_long_lived_task_hang_below_what_is_open_around_the_request
         "main > batch": 2,
         "main > batch > leaf": 2,
     }
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     main = spans_by_name(recorder)["main"]
     batches = sorted((span for span in spans if span.site.name == "batch"), key=lambda span: span.start_ns)
     assert [batch.parent_id == main.span_id for batch in batches] == [False, True, True]
@@ -299,17 +300,17 @@ def test_batches_of_a_long_lived_task_hang_below_what_is_open_around_the_request
 
 
 def test_a_link_to_a_request_of_another_tracers_trace_names_that_trace(recorder: Any) -> None:
-    recorder.remote_parent = lambda: RemoteParent(0xABC << 64, 0xDEF)
+    recorder.remote_parent = lambda: noted(RemoteParent(0xABC << 64, 0xDEF))
     serve_batches(recorder, 2)
     ids = packing.Ids()
-    batch = max((span for span in recorder.spans() if span.site.name == "batch"), key=lambda span: span.start_ns)
-    first = min((span for span in recorder.spans() if span.site.name == "request"), key=lambda span: span.start_ns)
+    batch = max((span for span in spans_in(recorder) if span.site.name == "batch"), key=lambda span: span.start_ns)
+    first = min((span for span in spans_in(recorder) if span.site.name == "request"), key=lambda span: span.start_ns)
     assert links_of(batch, ids) == [(0xABC << 64, ids.span_id(first.span_id), "")]
 
 
 def test_a_trace_file_keeps_the_link(recorder: Any, tmp_path: Path) -> None:
     serve_batches(recorder, 2)
-    spans = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    spans = sorted(spans_in(recorder), key=lambda span: span.start_ns)
     first = next(span.span_id for span in spans if span.site.name == "request")
     origin = Origin(1, "chat", spans[0].start_ns, 0)
     trace = Trace(origin, spans[0].start_ns, max(span.end_ns for span in spans), spans)
@@ -349,7 +350,7 @@ def test_every_kind_of_span_says_what_its_context_came_from(recorder: Any, how: 
     for _ in range(2):
         copies[0].run(ways[how])
     origin = spans_by_name(recorder)["first"]
-    late = [span for span in recorder.spans() if span.site.name == "late"]
+    late = [span for span in spans_in(recorder) if span.site.name == "late"]
     given = {"rows": 3} if how in ("scope", "record") else {}
     link = {LINK: (origin.span_id, origin.span_id)}
     assert [(span.parent_id, dict(span.attributes)) for span in late] == 2 * [(0, {**given, **link})]
@@ -379,7 +380,7 @@ def test_what_an_orphaned_task_starts_between_its_spans_is_linked_to_where_the_t
 
     asyncio.run(main())
     assert tallied(recorder) == {"request": 1, "leaf": 3}
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     origin = next(span.span_id for span in spans if span.site.name == "request")
     links = [dict(span.attributes) for span in spans if span.site.name == "leaf"]
     assert links == 3 * [{LINK: (origin, origin)}]
@@ -418,7 +419,7 @@ def test_a_request_that_begins_where_an_ended_one_left_off_is_no_part_of_it(reco
         "request > task > nested > leaf": 2,
         "request > task > leaf": 1,
     }
-    spans = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    spans = sorted(spans_in(recorder), key=lambda span: span.start_ns)
     root = next(span for span in spans if span.site.name == "request")
     inside, after = (span for span in spans if span.site.name == "nested")
     assert (inside.root_id, after.root_id) == (root.span_id, after.span_id)
@@ -532,7 +533,7 @@ def test_of_two_tasks_that_run_in_one_context_each_span_knows_its_own(recorder: 
         await asyncio.gather(first, loop.create_task(work("second"), context=context))
 
     asyncio.run(main())
-    spans = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    spans = sorted(spans_in(recorder), key=lambda span: span.start_ns)
     first, second = (next(span for span in spans if span.site.name == name) for name in ("first", "second"))
     leaves = [span for span in spans if span.site.name == "leaf"]
     # What the context's variables say: the second began while the first was the context's current span.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import outline, tree
 
 from instrument import scope
@@ -63,9 +64,9 @@ def test_a_step_is_the_outermost_forwards_one_backward_and_one_optimizer(phases:
     model = Nested()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
     assert tree(recording, named) == "forward Nested\nforward MSELoss\nbackward\noptimizer SGD"
-    kinds = {(span.site.kind, dict(span.site.attributes)["phase"]) for span in recording.spans()}
+    kinds = {(span.site.kind, dict(span.site.attributes)["phase"]) for span in spans_in(recording)}
     assert kinds == {("phase", "forward"), ("phase", "backward"), ("phase", "optimizer")}
-    (forward, *_) = (span for span in recording.spans() if span.site.instance == "Nested")
+    (forward, *_) = (span for span in spans_in(recording) if span.site.instance == "Nested")
     assert (forward.site.module, forward.site.qualname, forward.site.file) == (
         "torch_models",
         "Nested",
@@ -133,7 +134,7 @@ def test_what_a_checkpoint_computes_again_is_a_part_of_backward(
           recompute Nested
         """
     )
-    (again,) = (span for span in recording.spans() if span.site.name == "recompute")
+    (again,) = (span for span in spans_in(recording) if span.site.name == "recompute")
     assert (again.site.kind, again.site.attributes) == ("op", ())
 
 
@@ -167,7 +168,7 @@ def test_threads_have_phases_of_their_own(phases: Phases, recording: Recorder) -
 
     model.body.register_forward_hook(forward)
     model(X)
-    threads = {span.thread_id: span.site.instance for span in recording.spans()}
+    threads = {span.thread_id: span.site.instance for span in spans_in(recording)}
     assert sorted(threads.values()) == ["Linear", "Nested"]
 
 
@@ -295,7 +296,7 @@ def test_undo_gives_back_the_very_same_objects_also_of_optimizers_that_came_late
     late.step()
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert torch.equal(again(X), model(X))
-    assert len(recording.spans()) == 3
+    assert len(spans_in(recording)) == 3
 
 
 def test_layers_and_scopes_lie_below_their_phase(recording: Recorder) -> None:
@@ -326,7 +327,7 @@ def test_layers_and_scopes_lie_below_their_phase(recording: Recorder) -> None:
         )
         selection.change(loads("layers: [{type: Linear}]", environ={}))
         model(X)
-        assert len([span for span in recording.spans() if span.site.name == "forward"]) == 1
+        assert len([span for span in spans_in(recording) if span.site.name == "forward"]) == 1
     finally:
         selection.undo()
 

@@ -16,6 +16,7 @@ from kept import Kept
 from otlp_spans import messages_of
 from programs import Machine, Tracked, program, recursive
 from raw_spans import counted
+from readback import read_rows, spans_in
 from tallies import by_keys
 
 from instrument.otlp import packing
@@ -158,7 +159,8 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
         machine = Machine([recorder], look=trees.take)
         machine.run_program(steps, in_loop=in_loop)
         trees.take()
-        spans = [recorder.span(row, thread_id) for thread_id, rows in cursor.read() for row in rows]
+        spans = spans_in(recorder)
+        assert len(read_rows(cursor)) == len(spans)
         assert cursor.lost == 0
         about = f"program {seed}: {steps}"
         assert recorded_tree(spans) == expected_tree(machine.spans), about
@@ -187,5 +189,5 @@ def test_spans_of_random_programs_that_recur_count_as_they_were_counted_live(
     for seed in seeds:
         steps = recursive(program(seed, in_loop=in_loop), 1 + seed % 3, sites)
         Machine([recorder]).run_program(steps, in_loop=in_loop)
-        assert by_keys(recorder.tally()) == by_keys(counted(recorder.spans())), f"program {seed}: {steps}"
+        assert by_keys(recorder.tally()) == by_keys(counted(spans_in(recorder))), f"program {seed}: {steps}"
         recorder.reset()

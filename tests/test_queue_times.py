@@ -18,8 +18,8 @@ from test_agent import agents, begin, children_of, folder, until
 
 from instrument.recorder.meter import Books, Meter
 from instrument.recording.distributions import Distribution
-from instrument.recording.rows import Row, span_of
-from instrument.recording.spans import Site
+from instrument.recording.rows import Row
+from instrument.recording.spans import Site, Span
 from instrument.runtime import run_folder
 from instrument.runtime.environment import TEMPORALITY
 
@@ -240,6 +240,11 @@ class _Rows:
         raise AssertionError("no calls are counted")
 
 
+def ended(error: str | None, attributes: dict[str, Any]) -> Span:
+    site = _Rows().site_of((0, 1, 0, 1, 0, 100, 900, 0, -1, error, attributes))
+    return Span(site, 1, 0, 1, 1, 0, 100, 900, 800, 800, error, attributes)
+
+
 def meter_of(*generations: str) -> Meter:
     found = Meter(_Rows(), Books(dict, dict, dict))
     found.generations = generations
@@ -247,8 +252,7 @@ def meter_of(*generations: str) -> Meter:
 
 
 def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() -> None:
-    row: Row = (0, 1, 0, 1, 0, 100, 900, 0, -1, "ValueError", {"gen_ai.request.model": "tiny", "other": "x"})
-    own = span_of(row, _Rows().site_of(row), 1)
+    own = ended("ValueError", {"gen_ai.request.model": "tiny", "other": "x"})
     common = (("gen_ai.request.model", "tiny"), ("error.type", "ValueError"))
     route = ("http.route", "/v1/chat/completions")
     for routes, labels in (((), (route, *common)), (("/v1/*",), (("gen_ai.operation.name", "chat"), route, *common))):
@@ -270,8 +274,7 @@ def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() 
 
 
 def test_where_nothing_is_generated_the_time_in_the_queue_has_a_name_of_our_own() -> None:
-    row: Row = (0, 1, 0, 1, 0, 100, 900, 0, -1, None, {})
-    own = span_of(row, _Rows().site_of(row), 1)
+    own = ended(None, {})
     for streams, name in ((False, "instrument.request.time_in_queue"), (True, TIME_IN_QUEUE)):
         counted = meter_of()
         counted.count_served(own, 40, 1.0, None, streams=streams)

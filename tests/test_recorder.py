@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from readback import columns_in, read_rows, rows_in, spans_in
 from tallies import Totals, of_all_threads, rows_of
 from trees import outline, tree
 
@@ -33,9 +34,8 @@ from instrument.recorder.recorder import Ticks
 from instrument.recorder.wrapping import bare_of
 from instrument.recording.histogram import bucket
 from instrument.recording.paths import OVERFLOW
-from instrument.recording.remote_parents import REMOTE, RemoteParent
+from instrument.recording.remote_parents import REMOTE, RemoteParent, noted
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
-from instrument.trace.of_recording import columns_of
 from instrument.trace.trace import spans_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -47,7 +47,7 @@ def wrapped(recorder: Any, name: str = "", kind: str = "op") -> Any:
 
 
 def spans_by_name(recorder: Any) -> dict[str, Any]:
-    return {span.site.name: span for span in recorder.spans()}
+    return {span.site.name: span for span in spans_in(recorder)}
 
 
 # -------------------------------------------------------------------- kinds of functions
@@ -217,7 +217,7 @@ def test_calls_nest_and_self_times_add_up_to_the_root(recorder: Any) -> None:
           leaf
         """
     )
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     assert sum(span.self_ns for span in spans) == spans_by_name(recorder)["root"].total_ns
 
 
@@ -255,7 +255,7 @@ def test_exceptions_pass_untouched_and_mark_the_span(recorder: Any, shape: str) 
     with pytest.raises(KeyError) as caught:
         run()
     assert caught.value is error
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert span.error == "KeyError"
     (row,) = recorder.tally().rows()
     assert row.totals.errors == 1
@@ -276,7 +276,7 @@ def test_a_cancelled_coroutine_is_marked_and_leaves_no_current_span(recorder: An
 
     asyncio.run(main())
     assert tree(recorder) == "waits"
-    assert recorder.spans()[0].attributes == {"instrument.outcome": "cancelled"}
+    assert spans_in(recorder)[0].attributes == {"instrument.outcome": "cancelled"}
 
 
 # -------------------------------------------------------------------- generators
@@ -314,7 +314,7 @@ def test_a_generator_is_current_only_while_its_body_runs(recorder: Any) -> None:
     spans = spans_by_name(recorder)
     generator, caller = spans["numbers"], spans["consumer"]
     assert 2_000_000 <= generator.active_ns < generator.total_ns - 5_000_000
-    assert sum(span.self_ns for span in recorder.spans()) == caller.total_ns
+    assert sum(span.self_ns for span in spans_in(recorder)) == caller.total_ns
 
 
 def test_a_generator_behaves_as_without_us_when_sent_to_thrown_into_and_closed(recorder: Any) -> None:
@@ -352,7 +352,7 @@ def test_a_generator_behaves_as_without_us_when_sent_to_thrown_into_and_closed(r
     expected = drive(plain), list(events)
     events.clear()
     assert (drive(recorder.wrap(plain, Site("g"))), events) == expected
-    assert [span.error for span in recorder.spans()] == [None, None]
+    assert [span.error for span in spans_in(recorder)] == [None, None]
 
 
 def test_an_async_generator_behaves_as_without_us_when_sent_to_thrown_into_and_closed(recorder: Any) -> None:
@@ -386,7 +386,7 @@ def test_an_async_generator_behaves_as_without_us_when_sent_to_thrown_into_and_c
     expected = asyncio.run(drive(plain)), list(events)
     events.clear()
     assert (asyncio.run(drive(recorder.wrap(plain, Site("g")))), events) == expected
-    assert [span.error for span in recorder.spans()] == [None, None]
+    assert [span.error for span in spans_in(recorder)] == [None, None]
 
 
 async def _given_up(make: Any, box: list[Any]) -> None:
@@ -492,7 +492,7 @@ def test_an_async_generator_that_does_not_come_to_its_end_closes_as_without_us(
     assert expected[0] == ["closing", "closed"]
     recorder.reset()
     assert seen(recorder.wrap(plain, Site("g"))) == expected
-    assert sorted(span.site.name for span in recorder.spans()) == ["below", "g"]
+    assert sorted(span.site.name for span in spans_in(recorder)) == ["below", "g"]
     assert recorder.open_rows() == []
 
 
@@ -520,7 +520,7 @@ def test_an_async_generator_without_an_event_loop_closes_as_without_us_when_it_i
 
     for in_a_cycle in (False, True):
         assert drive(plain, in_a_cycle) == drive(recorder.wrap(plain, Site("g")), in_a_cycle) == ["closed"]
-    assert [span.site.name for span in recorder.spans()] == ["g", "g"]
+    assert [span.site.name for span in spans_in(recorder)] == ["g", "g"]
     assert recorder.open_rows() == []
 
 
@@ -595,7 +595,7 @@ def test_tasks_of_a_request_are_its_children_and_do_not_shorten_its_self_time(re
     asyncio.run(main())
     expected = "request\n  part\n  part\n  part"
     assert tree(recorder) == expected + "\n" + expected
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     for root in (span for span in spans if span.site.name == "request"):
         parts = [span for span in spans if span.parent_id == root.span_id]
         assert {span.root_id for span in parts} == {root.span_id}
@@ -625,7 +625,7 @@ def test_threads_have_trees_of_their_own_and_copied_contexts_carry_the_parent(re
         """
     )
     assert len(recorder.tally().threads) == 3
-    (span,) = [span for span in recorder.spans() if span.site.name == "root"]
+    (span,) = [span for span in spans_in(recorder) if span.site.name == "root"]
     assert span.self_ns == span.total_ns
 
 
@@ -679,7 +679,7 @@ def test_a_request_inside_other_work_is_the_root_of_its_own_tree(recorder: Any) 
 
 def test_a_request_takes_the_current_span_of_another_tracer_as_its_parent(recorder: Any) -> None:
     remote = RemoteParent(trace_id=7, span_id=9)
-    recorder.remote_parent = lambda: remote
+    recorder.remote_parent = lambda: noted(remote)
     wrapped(recorder, "request", "request")(wrapped(recorder, "leaf")(lambda: None))()
     spans = spans_by_name(recorder)
     assert spans["request"].remote == remote
@@ -689,13 +689,13 @@ def test_a_request_takes_the_current_span_of_another_tracer_as_its_parent(record
 
 def test_attributes_at_the_end_win_but_over_the_span_of_another_tracer(recorder: Any) -> None:
     remote = RemoteParent(trace_id=7, span_id=9)
-    recorder.remote_parent = lambda: remote
+    recorder.remote_parent = lambda: noted(remote)
     facts: dict[str, Any] = {"begin": 1, REMOTE: b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
     frame = recorder.open(Site("request", "request"), facts)
     recorder.annotate(frame, {"begin": 2, "service": 3})
     facts["end"] = 4
     recorder.close(frame, None, True, facts)
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert (span.attributes, span.remote) == ({"begin": 1, "service": 3, "end": 4}, remote)
 
 
@@ -703,7 +703,7 @@ def test_attributes_that_were_set_before_the_end_fill_what_room_is_left(recorder
     frame = recorder.open(Site("request", "request"), {"begin": 1})
     recorder.annotate(frame, {f"service {number}": number for number in range(ATTRIBUTE_LIMIT - 1)})
     recorder.close(frame, None, True, {"begin": 1, "end": 2})
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert (len(span.attributes), span.attributes["end"]) == (ATTRIBUTE_LIMIT, 2)
     assert recorder.counts() == {"attributes beyond the limit of a span": 1}
 
@@ -750,8 +750,8 @@ def test_a_request_tells_its_caller_the_sizes_and_its_status(recorder: Any, head
         facts: dict[str, Any] = {}
         recorder.close_request(recorder.open_request(site, facts, told, header), facts, 503, 2**40, None)
         assert facts.get("http.request.body.size") == length
-    assert [span.remote is None for span in recorder.spans()] == [False, False, True]
-    assert {(span.error, span.attributes["http.response.body.size"]) for span in recorder.spans()} == {("503", 2**40)}
+    assert [span.remote is None for span in spans_in(recorder)] == [False, False, True]
+    assert {(span.error, span.attributes["http.response.body.size"]) for span in spans_in(recorder)} == {("503", 2**40)}
 
 
 def test_a_request_without_an_answer_tells_neither_status_nor_size(recorder: Any) -> None:
@@ -760,7 +760,7 @@ def test_a_request_without_an_answer_tells_neither_status_nor_size(recorder: Any
     assert recorder.begun_ns(frame) <= recorder.now_ns()
     recorder.close_request(frame, facts, 0, 0, ValueError())
     recorder.close_request(None, {}, 200, 1, None)
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert (span.error, span.attributes) == ("ValueError", {})
 
 
@@ -815,7 +815,7 @@ def test_closing_twice_and_in_another_context_is_counted(recorder: Any) -> None:
     recorder.close(mine)
     recorder.close(foreign)
     assert recorder.counts() == {"scope ended twice": 1, "span ended outside the context that began it": 1}
-    assert sorted(span.site.name for span in recorder.spans()) == ["x", "y", "z"]
+    assert sorted(span.site.name for span in spans_in(recorder)) == ["x", "y", "z"]
 
 
 # -------------------------------------------------------------------- the ring and the tally
@@ -828,9 +828,9 @@ def test_the_tally_is_exact_when_the_ring_has_wrapped_many_times(make_recorder: 
         function()
     (row,) = recorder.tally().rows()
     assert row.totals.calls == sum(recorder.tally().histogram([row.totals.node]).values()) == 10_000
-    assert len(recorder.spans()) == recorder.rings()[0].capacity
+    assert len(spans_in(recorder)) == recorder.rings()[0].capacity
     assert recorder.losses() == {"spans overwritten by newer ones": 10_000 - recorder.rings()[0].capacity}
-    newest = sorted(span.span_id for span in recorder.spans())
+    newest = sorted(span.span_id for span in spans_in(recorder))
     assert newest == list(range(2 * (10_001 - len(newest)), 2 * 10_001, 2))
 
 
@@ -841,11 +841,11 @@ def test_a_cursor_reads_every_row_once_and_counts_what_came_too_late(make_record
     cursor = recorder.cursor()
     for _ in range(10):
         function()
-    assert [len(rows) for _, rows in cursor.read()] == [10]
-    assert cursor.read() == []
+    assert [len(ring.rows) for ring in cursor.read()] == [10]
+    assert read_rows(cursor) == []
     for _ in range(3 * capacity):
         function()
-    assert [len(rows) for _, rows in cursor.read()] == [capacity]
+    assert [len(ring.rows) for ring in cursor.read()] == [capacity]
     assert cursor.lost == 2 * capacity
 
 
@@ -857,7 +857,7 @@ def test_rows_that_went_with_the_rings_of_ended_threads_count_as_lost(make_recor
         thread = threading.Thread(target=function)
         thread.start()
         thread.join()
-    read = sum(len(rows) for _, rows in cursor.read())
+    read = len(read_rows(cursor))
     assert 0 < read < 1_100
     assert read + cursor.lost == 1_100
 
@@ -871,10 +871,9 @@ def test_rows_read_while_other_threads_write_are_whole_and_come_once(make_record
     seen: list[int] = []
 
     def read() -> None:
-        for _, rows in cursor.read():
-            for row in rows:
-                assert row[6] >= row[5] > 0
-                seen.append(row[1])
+        for row in read_rows(cursor):
+            assert row["end_ns"] >= row["start_ns"] > 0
+            seen.append(int(row["span_id"]))
 
     for thread in threads:
         thread.start()
@@ -906,7 +905,7 @@ def test_the_rows_of_threads_that_have_ended_stay_while_there_is_room(make_recor
         thread = threading.Thread(target=lambda: [function() for _ in range(20)])
         thread.start()
         thread.join()
-    assert len(recorder.spans()) == 2_000
+    assert len(spans_in(recorder)) == 2_000
     assert recorder.losses() == {}
 
 
@@ -948,7 +947,7 @@ def test_a_suspended_coroutine_is_shown_as_open(recorder: Any) -> None:
     async def main() -> list[str]:
         task = asyncio.create_task(waits())
         await asyncio.sleep(0.01)
-        shown = [f"{span.site.name} {span.clipped}" for span in recorder.spans()]
+        shown = [f"{span.site.name} {span.clipped}" for span in spans_in(recorder)]
         await task
         return shown
 
@@ -958,13 +957,13 @@ def test_a_suspended_coroutine_is_shown_as_open(recorder: Any) -> None:
 def test_spans_at_the_edges_of_a_window_are_clipped(recorder: Any) -> None:
     function = wrapped(recorder, "f")(lambda: time.sleep(0.002))
     function()
-    (whole,) = recorder.spans()
+    (whole,) = spans_in(recorder)
     middle = (whole.start_ns + whole.end_ns) // 2
-    (first,) = spans_of(columns_of(recorder.take(), 0, middle))
-    (second,) = spans_of(columns_of(recorder.take(middle), middle, time.monotonic_ns()))
+    (first,) = spans_of(columns_in(recorder, 0, middle))
+    (second,) = spans_of(columns_in(recorder, middle))
     assert (first.start_ns, first.end_ns, first.clipped) == (whole.start_ns, middle, True)
     assert (second.start_ns, second.end_ns, second.clipped) == (middle, whole.end_ns, True)
-    assert len(columns_of(recorder.take(whole.end_ns + 1), whole.end_ns + 1, whole.end_ns + 2)) == 0
+    assert len(columns_in(recorder, whole.end_ns + 1, whole.end_ns + 2)) == 0
 
 
 def test_switching_off_in_the_middle_finishes_what_is_open_and_begins_nothing(recorder: Any) -> None:
@@ -1091,7 +1090,7 @@ def test_a_scope_left_open_across_a_yield_is_not_current_outside_and_does_not_co
           leaf
         """
     )
-    assert sum(span.self_ns for span in recorder.spans()) == spans_by_name(recorder)["consumer"].total_ns
+    assert sum(span.self_ns for span in spans_in(recorder)) == spans_by_name(recorder)["consumer"].total_ns
     assert recorder.counts() == {}
 
 
@@ -1190,7 +1189,7 @@ def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_i
         before = time.monotonic_ns()
         function()
         after = time.monotonic_ns()
-        span = max(recorder.spans(), key=lambda span: span.span_id)
+        span = max(spans_in(recorder), key=lambda span: span.span_id)
         assert before - 20_000 < span.start_ns <= span.end_ns < after + 20_000
         assert abs(recorder.check_ticks(50_000)) < 50_000
 
@@ -1258,7 +1257,7 @@ def test_a_task_made_before_its_loop_runs_is_recorded_whole_and_leaves_the_calle
         leaf()
 
     serve()
-    spans = {span.span_id: span for span in recorder.spans()}
+    spans = {span.span_id: span for span in spans_in(recorder)}
     parents = [(span.site.name, spans[span.parent_id].site.name if span.parent_id else "") for span in spans.values()]
     assert parents.count(("leaf", "serve")) == 3
     assert parents.count(("leaf", "job")) == 4
@@ -1281,7 +1280,7 @@ def test_a_context_copied_unseen_records_on_another_thread_without_a_trace_in_th
         thread.join()
 
     root()
-    spans = {span.span_id: span for span in recorder.spans()}
+    spans = {span.span_id: span for span in spans_in(recorder)}
     assert len(spans) == 601
     below = [spans[span.parent_id].site.name for span in spans.values() if span.parent_id and span.site.name == "leaf"]
     assert sorted(below) == ["other"] * 200 + ["root"] * 200
@@ -1294,7 +1293,7 @@ def test_a_context_copied_unseen_and_run_here_nests_as_it_runs(recorder: Any) ->
     leaf = wrapped(recorder, "leaf")(lambda: None)
     inner = wrapped(recorder, "inner")(leaf)
     wrapped(recorder, "root")(lambda: [UNSEEN_COPY[0]().run(inner), leaf()])()
-    spans = {span.span_id: span for span in recorder.spans()}
+    spans = {span.span_id: span for span in spans_in(recorder)}
     assert sorted(spans[span.parent_id].site.name for span in spans.values() if span.site.name == "leaf") == [
         "inner",
         "root",
@@ -1393,7 +1392,7 @@ def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
     for _ in times:
         recorder.record(site, recorder.now_ns(), None)
     for ring in recorder.rings():
-        rows = ring.newest(0)[0]
+        rows = rows_in(recorder)
         for row, (device_ns, beyond_ns, _) in zip(rows, data.draw(st.permutations(times)), strict=True):
             host_ns = row[6] - row[5]
             assert recorder.count_device(ring, row[0], host_ns, device_ns, host_ns + beyond_ns)
@@ -1469,7 +1468,7 @@ def test_a_method_follows_each_change_of_the_choice_at_its_next_call(
     def recorded() -> list[str]:
         cursor = recorder.cursor()
         part.work()
-        return [recorder.span(row, thread).site.name for thread, rows in cursor.read() for row in rows]
+        return [recorder.paths().site(int(row["node"])).name for row in read_rows(cursor)]
 
     part, other = Part(), Part()
     part.selected = other.selected = True  # type: ignore[attr-defined]
@@ -1557,9 +1556,9 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
         thread = threading.Thread(target=work, args=(turn,))
         thread.start()
         thread.join()
-    assert recorder.ended_totals()
+    assert recorder.ended_rows
     expected = of_all_threads(recorder.tally())
-    for merged in (recorder.totals(merged=True), recorder.tally().merged()):
+    for merged in (recorder.tally().merged(), recorder.tally().merged()):
         assert of_all_threads(merged) == expected
         assert merged.threads == {0: "(all threads)"}
         firsts = merged.lines["first_ns"].tolist()
@@ -1618,4 +1617,7 @@ def test_an_error_keeps_its_name_cut_and_no_code_of_its_class_is_run(recorder: A
     for error in (Nameless, long):
         with pytest.raises(error):
             made(error)
-    assert [span.error for span in sorted(recorder.spans(), key=lambda span: span.start_ns)] == ["Nameless", "L" * 200]
+    assert [span.error for span in sorted(spans_in(recorder), key=lambda span: span.start_ns)] == [
+        "Nameless",
+        "L" * 200,
+    ]

@@ -28,15 +28,15 @@ import typing
 import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import columns_in, preset_head, preset_totals, read_rows, rows_by_thread, rows_in, spans_in
 from tallies import rows_of
 from trees import tree
 
-from instrument.recording.histogram import unpacked
 from instrument.recording.spans import OUTCOME, Site
-from instrument.trace.of_recording import columns_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -47,7 +47,11 @@ PRELUDE = """
 import atexit, contextvars, gc, os, signal, sys, threading, time, warnings, weakref
 from instrument.recorder.recorder import RECORDER as recorder
 from instrument.recording.spans import Site
+recorder.begin(1 << 26, {})
 recorder.on = True
+def spans_in(recorder):
+    from readback import spans_in
+    return spans_in(recorder)
 def wrapped(name="", kind="op"):
     return lambda function: recorder.wrap(function, Site(name or function.__name__, kind))
 def calls():
@@ -69,7 +73,7 @@ def rings_of_others():
 def run(program: str, **environment: str) -> str:
     """Return what a program prints that records; it must end well and complain about nothing."""
     own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    own |= environment
+    own |= {"PYTHONPATH": str(Path(__file__).parent), **environment}
     command = [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(program)]
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, ""), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -167,7 +171,7 @@ def test_greenlets_given_up_in_the_middle_of_a_call_end_their_spans(recorder: An
         del one
         gc.collect()
     assert calls(recorder) == {"waits": 20, "scope": 20}
-    assert {(span.error, dict(span.attributes)[OUTCOME]) for span in recorder.spans()} == {(None, "cancelled")}
+    assert {(span.error, dict(span.attributes)[OUTCOME]) for span in spans_in(recorder)} == {(None, "cancelled")}
     assert recorder.open_rows() == []
 
 
@@ -192,7 +196,7 @@ def test_threads_that_end_while_greenlets_of_theirs_stand_in_the_middle_of_calls
             thread = threading.Thread(target=work)
             thread.start()
             thread.join()
-        recorder.open_rows(), recorder.spans()
+        recorder.open_rows(), spans_in(recorder)
         kept.clear()
         gc.collect()
         wrapped("after")(lambda: None)()
@@ -404,14 +408,11 @@ def test_a_reader_that_finds_no_memory_is_told_so_and_nothing_is_lost() -> None:
     held = recorder.open(Site("open"), {"a": 1})
     ring = recorder.rings()[0]
     readers = {
-        "newest": lambda: ring.newest(0), "usage": ring.usage, "totals": ring.copied_totals,
+        "copied": lambda: ring.copied(0), "usage": ring.usage,
         "open": recorder.open_rows, "nodes": lambda: recorder.nodes_from(0), "rings": recorder.rings,
-        "counts": recorder.counts, "lines": lambda: recorder.lines_by_place(places, True),
+        "counts": recorder.counts,
     }
-    places = recorder.paths().located().places
-    if sys.version_info < (3, 12):  # later ones crash of themselves where an object's attributes find no memory
-        readers |= {"spans": recorder.spans}
-    before = ring.newest(0), ring.copied_totals()
+    before = ring.copied(0), ring.usage()
     for name, read in readers.items():
         raised = 0
         for times in (1, 0):
@@ -424,7 +425,7 @@ def test_a_reader_that_finds_no_memory_is_told_so_and_nothing_is_lost() -> None:
                 finally:
                     _testcapi.remove_mem_hooks()
         assert raised, name
-    assert (ring.newest(0), ring.copied_totals()) == before
+    assert (ring.copied(0), ring.usage()) == before
     recorder.close(held)
     assert gc.isenabled()
     assert calls() == {"s": 1, "f": 50, "open": 1}, calls()
@@ -533,7 +534,7 @@ def test_the_process_ends_well_while_daemon_threads_finalisers_and_handlers_stil
         def at_exit():
             with recorder.scope("at exit"):
                 leaf()
-            print("at exit", len(recorder.spans()) > 0, recorder.tally().calls > 0)
+            print("at exit", len(spans_in(recorder)) > 0, recorder.tally().calls > 0)
         for work in (functions, scopes, generators, sleeps, tasks):
             threading.Thread(target=work, daemon=True).start()
         time.sleep(0.05)
@@ -575,11 +576,12 @@ def test_identities_and_heads_stay_usable_beyond_their_ends(make_recorder: Any) 
     recorder = make_recorder(ring_bytes=1)
     function = wrapped(recorder, "f")(lambda: None)
     function()
-    recorder._preset(next_id, 0)
+    recorder._last_id = next_id - 2
+    preset_head(recorder, 0)
     with recorder.make_scope("s"):
         for _ in range(6):
             function()
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     assert len({span.span_id for span in spans}) == len(spans) == 7
     assert all(0 < span.span_id < 1 << 63 for span in spans)
     (root,) = [span for span in spans if span.site.name == "s"]
@@ -588,21 +590,18 @@ def test_identities_and_heads_stay_usable_beyond_their_ends(make_recorder: Any) 
     function = wrapped(recorder, "f")(lambda: None)
     function()
     (ring,) = recorder.rings()
-    for head in ((1 << 32) - 10, (1 << 63) - 10, (1 << 64) - 100):
-        recorder._preset(1000, head)
+    for head in ((1 << 32) - 10, (1 << 62) - 100):
+        recorder._last_id = 998
+        preset_head(recorder, head)
+        cursor = recorder.cursor()
         for _ in range(90):
             function()
         assert ring.head == head + 90
-        rows, last, late = ring.newest(head)
-        assert (last, len(rows), late) == (head + 90, ring.capacity, 90 - ring.capacity)
-        assert [row[1] for row in rows] == list(range(1180 - 2 * ring.capacity, 1180, 2))
-        assert len(recorder.spans()) == ring.capacity
-    for _ in range(20):
-        function()
-    # Beyond 2^64 rows the head begins anew, and so do the rows that are shown; the tally goes on.
-    assert ring.head == 10
-    assert [row[1] for row in ring.newest(0)[0]] == list(range(1200, 1220, 2))
-    assert recorder.tally().calls == 1 + 3 * 90 + 20
+        rows = read_rows(cursor)
+        assert (len(rows), cursor.lost) == (ring.capacity, 90 - ring.capacity)
+        assert [row["span_id"] for row in rows] == list(range(1180 - 2 * ring.capacity, 1180, 2))
+        assert len(spans_in(recorder)) == ring.capacity
+    assert recorder.tally().calls == 1 + 2 * 90
 
 
 def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recorder: Any) -> None:
@@ -610,20 +609,20 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     site = Site("f")
     recorder.record(site, recorder.now_ns() - (1 << 30), None)
     (ring,) = recorder.rings()
-    (row,) = ring.newest(0)[0]
+    (row,) = rows_in(recorder)
     full = (1 << 63) - 1
-    ring._preset_totals(row[0], (1 << 32) - 1, full - (1 << 31), full - (1 << 31), (1 << 32) - 1)
+    preset_totals(recorder, ring.thread_id, row[0], (1 << 32) - 1, full - (1 << 31), (1 << 32) - 1)
     recorder.record(site, recorder.now_ns() - (1 << 30), None)
-    (cell,) = ring.copied_totals().values()
-    assert cell[0] == 1 << 32
-    assert full - (1 << 30) - (1 << 20) < cell[2] == cell[3] < full
-    assert list(unpacked(cell[-1]).values()) == [1 << 32]  # the lower half has carried into the upper one
+    _, _, (cell,), *_ = recorder.mapped()._totals(None)
+    assert cell["calls"] == 1 << 32
+    assert full - (1 << 30) - (1 << 20) < cell["total_ns"] == cell["self_ns"] < full
+    assert list(recorder.tally().histogram([row[0]]).values()) == [1 << 32]  # the lower half has carried
     assert recorder.counts() == {}
     for _ in range(3):
         recorder.record(site, recorder.now_ns() - (1 << 30), None)
-    (cell,) = ring.copied_totals().values()
-    assert cell[:4] == ((1 << 32) + 3, 0, full, full)
-    assert list(unpacked(cell[-1]).values()) == [(1 << 32) + 3]
+    _, _, (cell,), *_ = recorder.mapped()._totals(None)
+    assert (cell["calls"], cell["errors"], cell["total_ns"], cell["self_ns"]) == ((1 << 32) + 3, 0, full, full)
+    assert list(recorder.tally().histogram([row[0]]).values()) == [(1 << 32) + 3]
     (reason,) = recorder.counts()
     assert reason == "additions to totals that are as large as they can be"
     assert recorder.usage().__next__()[2:] == ((1 << 32) + 3, full, 0)
@@ -648,10 +647,13 @@ def test_the_histograms_of_many_paths_and_threads_add_up_beyond_what_their_parts
         recorded.wait()
         for ring in recorder.rings():
             for index, *_ in ring.usage():
-                ring._preset_totals(index, times, times, times, times)
-        lines = recorder.totals()
-        assert sum(lines.histogram(range(len(recorder.paths())), None).values()) == 5 * len(sites) * times > 1 << 32
-        ring._preset_totals(index, times, times, times, (1 << 40) + 5)
+                if index % 100 == 0:
+                    preset_totals(recorder, ring.thread_id, index, times, times, times)
+        lines = recorder.tally()
+        assert sum(lines.histogram(range(len(recorder.paths())), None).values()) == 5 * (160 * times + 15_840)
+        index = 15_900
+        preset_totals(recorder, ring.thread_id, index, times, times, (1 << 40) + 5)
+        lines = recorder.tally()
         assert list(lines.histogram([index], ring.thread_id).values()) == [(1 << 40) + 5]
         assert list(lines.histogram([index], None).values()) == [(1 << 40) + 5 + 4 * times]
     finally:
@@ -667,7 +669,7 @@ def test_merging_the_totals_of_ended_threads_carries_too(make_recorder: Any) -> 
     def work() -> None:
         recorder.record(site, recorder.now_ns() - (1 << 30), None)
         ring = recorder.rings()[-1]
-        ring._preset_totals(ring.newest(0)[0][0][0], 1 << 32, 1 << 62, 1 << 62, 3 << 31)
+        preset_totals(recorder, ring.thread_id, recorder.node_count - 1, 1 << 32, 1 << 62, 3 << 31)
 
     for _ in range(7):
         thread = threading.Thread(target=work)
@@ -676,10 +678,9 @@ def test_merging_the_totals_of_ended_threads_carries_too(make_recorder: Any) -> 
         wait_for_ends(recorder, len(recorder.rings()))
     given_up = 7 - len(recorder.rings())
     assert given_up >= 4
-    (cell,) = recorder.ended_totals().values()
-    assert cell[0] == given_up << 32
-    assert cell[2] == cell[3] == (1 << 63) - 1
-    assert list(unpacked(cell[-1]).values()) == [given_up * (3 << 31)]
+    (line,) = (line for line in recorder.tally().rows() if not line.thread_id)
+    assert line.totals.calls == given_up << 32
+    assert list(recorder.tally().histogram([line.totals.node], 0).values()) == [given_up * (3 << 31)]
     assert list(recorder.counts()) == ["additions to totals that are as large as they can be"]
 
 
@@ -738,7 +739,7 @@ def test_a_reset_while_spans_are_open_everywhere_counts_each_when_it_ends(record
     assert list(suspended) == [2]
     expected = {"call", "in_thread", "in thread's scope", "numbers", "in generator", "task", "in task"}
     assert calls(recorder) == dict.fromkeys(expected, 1)
-    assert {span.site.name for span in recorder.spans()} == expected
+    assert {span.site.name for span in spans_in(recorder)} == expected
     assert recorder.open_rows() == []
     assert recorder.current_id() == 0
 
@@ -851,7 +852,7 @@ def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_alloc
                 else:
                     recorder.open_rows()
                     for ring in recorder.rings():
-                        ring.newest(0)
+                        ring.copied(0)
             finally:
                 busy = False
         if sys.version_info < (3, 12):
@@ -952,7 +953,7 @@ def test_a_storm_of_signals_whose_handler_raises_leaves_counts_exact_and_the_cha
         assert recorder.current_id() == 0 and recorder.open_rows() == []
         found = calls()
         errors = {row.path[-1].name: row.totals.errors for row in recorder.tally().rows()}
-        spans = [span for span in recorder.spans() if span.site.name == "leaf"]
+        spans = [span for span in spans_in(recorder) if span.site.name == "leaf"]
         assert {len(span.site.name) for span in spans} == {4}
         print(found["outer"] <= caught, found["outer"] > 0.9 * caught, recorder.tally().calls == recorder.calls)
         """,
@@ -1179,7 +1180,7 @@ def test_of_a_request_larger_than_the_ring_the_newest_is_kept_and_the_rest_is_co
         (ring,) = recorder.rings()
         total = 1 + 100 + 1000
         assert calls(recorder) == {"request": turn, "part": 100 * turn, "leaf": 1000 * turn}
-        spans = sorted(recorder.spans(), key=lambda span: span.end_ns)
+        spans = sorted(spans_in(recorder), key=lambda span: span.end_ns)
         assert len(spans) == ring.capacity < total
         root = spans[-1]
         assert (root.site.name, root.root_id) == ("request", root.span_id)
@@ -1191,9 +1192,7 @@ def test_of_a_request_larger_than_the_ring_the_newest_is_kept_and_the_rest_is_co
         children_ns = sum(span.total_ns for span in spans if span.parent_id == root.span_id)
         assert root.self_ns < root.total_ns - children_ns
         assert recorder.losses() == {"spans overwritten by newer ones": turn * total - ring.capacity}
-        ((_, rows),) = cursor.read()
-        assert (len(rows), cursor.lost) == (ring.capacity, total - ring.capacity)
-        assert ring.newest(ring.head - total)[2] == total - ring.capacity
+        assert (len(read_rows(cursor)), cursor.lost) == (ring.capacity, total - ring.capacity)
 
 
 # -------------------------------------------------------------------- what a function can do
@@ -1514,7 +1513,6 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
     writers, rounds = 6, 60 if SANITISED else 250
     stop = threading.Event()
     failures: list[BaseException] = []
-    capacity: dict[int, int] = {}
 
     def write(number: int) -> None:
         leaf = wrapped(recorder, f"leaf {number}")(lambda: None)
@@ -1544,21 +1542,16 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
                 assert row[2] >= row[3] > 0, row
 
     def read_rings() -> None:
-        for ring in recorder.rings():
-            head = ring.head
-            rows, last, late = ring.newest(0)
-            assert last >= head
-            assert len(rows) + late == last
-            capacity[id(ring)] = ring.capacity
+        for _, rows in rows_by_thread(recorder):
             check(rows)
             own = [row[1] for row in rows]
             assert len(set(own)) == len(own)
-            ring.first_after(time.monotonic_ns() - 1_000_000)
+        recorder.mapped().first_after(time.monotonic_ns() - 1_000_000)
 
     def read_spans() -> None:
         check(row for _, row in recorder.open_rows())
         since_ns = time.monotonic_ns() - 5_000_000
-        columns = columns_of(recorder.take(since_ns), since_ns, time.monotonic_ns())
+        columns = columns_in(recorder, since_ns)
         assert (columns.self_ns <= columns.total_ns).all()
 
     def read_tally() -> None:
@@ -1570,9 +1563,7 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
     cursor = recorder.cursor()
 
     def follow() -> None:
-        for _, rows in cursor.read():
-            check(rows)
-            seen.extend(row[1] for row in rows)
+        seen.extend(int(row["span_id"]) for row in read_rows(cursor))
 
     def repeat(read: Callable[[], None]) -> None:
         try:

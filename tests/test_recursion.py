@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from otlp_spans import ORIGIN
 from raw_spans import counted
+from readback import snapshot_of, spans_in
 from tallies import Totals, by_keys, rows_of
 
 from instrument import chrome
@@ -21,7 +22,7 @@ from instrument.recording.paths import OVERFLOW
 from instrument.recording.spans import DeviceInterval, Site, Span
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
-from instrument.trace.of_recording import columns_of
+from instrument.trace.columns import DeviceIntervals
 from instrument.trace.trace import Trace
 
 
@@ -80,7 +81,7 @@ def test_the_time_of_a_recursion_counts_once_and_own_times_sum_to_it(recorder: A
     one_, two_ = wrapped(recorder, "one", one), wrapped(recorder, "two", two)
     leaf_ = wrapped(recorder, "leaf", lambda: spin(100_000))
     one_(3)
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     (root,) = [span for span in spans if not span.parent_id]
     tally = by_path(recorder)
     assert {path: totals.calls for path, totals in tally.items()} == {
@@ -120,9 +121,9 @@ def test_calls_one_after_another_below_a_fold_count_their_time_each(recorder: An
     outer_(0)
     tally = by_path(recorder)
     assert tally["outer", "leaf"].calls == 12
-    leaves = [span.total_ns for span in recorder.spans() if span.site.name == "leaf"]
+    leaves = [span.total_ns for span in spans_in(recorder) if span.site.name == "leaf"]
     assert tally["outer", "leaf"].total_ns == sum(leaves)
-    roots = [span.total_ns for span in recorder.spans() if not span.parent_id]
+    roots = [span.total_ns for span in spans_in(recorder) if not span.parent_id]
     assert tally["outer",].total_ns == sum(roots)
 
 
@@ -137,7 +138,7 @@ def test_a_generator_and_a_scope_that_recur_fold(recorder: Any) -> None:
     assert list(walk_(3)) == [3, 2, 1, 0]
     tally = by_path(recorder)
     assert {path: totals.calls for path, totals in tally.items()} == {("walk",): 4, ("walk", "level"): 4}
-    (root,) = [span for span in recorder.spans() if not span.parent_id]
+    (root,) = [span for span in spans_in(recorder) if not span.parent_id]
     assert tally["walk",].total_ns == root.total_ns
 
 
@@ -151,7 +152,7 @@ def test_a_recursion_through_tasks_counts_the_time_of_the_outermost(recorder: An
     asyncio.run(crawl_(2))
     (path, totals), *others = by_path(recorder).items()
     assert (path, totals.calls, others) == (("crawl",), 7, [])
-    (root,) = [span for span in recorder.spans() if not span.parent_id]
+    (root,) = [span for span in spans_in(recorder) if not span.parent_id]
     assert totals.total_ns == root.total_ns
 
 
@@ -166,7 +167,7 @@ def test_a_recursion_on_another_thread_counts_its_time_there(recorder: Any) -> N
     work_ = wrapped(recorder, "work", work)
     work_(1)
     rows = list(recorder.tally().rows())
-    spans = {span.thread_id: span for span in recorder.spans()}
+    spans = {span.thread_id: span for span in spans_in(recorder)}
     assert [(len(row.path), row.totals.calls) for row in rows] == [(1, 1), (1, 1)]
     assert all(row.totals.total_ns == spans[row.thread_id].total_ns for row in rows)
 
@@ -214,7 +215,7 @@ def test_a_saved_trace_without_a_tally_has_of_a_recursion_the_tally_that_was_liv
     with pytest.raises(ValueError):
         fail_(4)
     live = recorder.tally()
-    trace = Trace(ORIGIN, 0, time.monotonic_ns(), recorder.spans(), live.threads)
+    trace = Trace(ORIGIN, 0, time.monotonic_ns(), spans_in(recorder), live.threads)
     loaded, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
     assert {len(row.path) for row in tally.rows()} == {1, 2, 3, 4}
     assert by_keys(tally) == by_keys(counted(trace.spans)) == by_keys(live)
@@ -261,7 +262,7 @@ def test_a_full_tally_counts_what_comes_later_by_site(recorder: Any) -> None:
     assert tally[OVERFLOW.name, "again"].calls == 5
     assert [tally[OVERFLOW.name, f"level {number}"].calls for number in range(20, 30)] == [1] * 10
     assert sum(totals.calls for totals in tally.values()) == 30 + 10 + 5
-    recursion = [span for span in recorder.spans() if span.site.name == "again"]
+    recursion = [span for span in spans_in(recorder) if span.site.name == "again"]
     assert tally[OVERFLOW.name, "again"].total_ns == max(span.total_ns for span in recursion)
     known = recorder.node_count
     late()
@@ -272,7 +273,7 @@ def test_a_request_that_comes_when_the_tally_is_full_is_still_a_request(recorder
     recorder.node_limit = 1
     with recorder.new_scope(Site("around")), recorder.new_scope(Site("served", "request")):
         pass
-    around, served = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    around, served = sorted(spans_in(recorder), key=lambda span: span.start_ns)
     assert served.root_id == served.span_id != around.root_id
     assert served.site.kind == "request"
 
@@ -419,10 +420,10 @@ def test_methods_of_thousands_of_instances_find_their_paths_after_a_reset(record
 def test_rows_that_were_taken_before_a_reset_keep_their_sites(recorder: Any) -> None:
     with recorder.scope("before"):
         wrapped(recorder, "call", lambda: None)()
-    taken = recorder.take()
+    taken = snapshot_of(recorder)
     recorder.reset()
     _names_deep(recorder, 5, "after")
-    trace = columns_of(taken, 0, time.monotonic_ns())
+    trace, _ = taken.columns(time.monotonic_ns(), lambda _: DeviceIntervals.none(), start_ns=0)
     assert sorted(trace.sites[site].name for site in trace.site.tolist()) == ["before", "call"]
 
 

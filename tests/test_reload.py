@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 from otlp_receiver import receiver
+from readback import spans_in
 
 import instrument
 from instrument import ProfileError, StateError, chrome
@@ -300,7 +301,7 @@ def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_
     assert wrong == []
     assert sum(made) >= 100_000
     assert calls(session)["handle"] == sum(made)  # its rule never changed: every call is there
-    by_id = {span.span_id: span for span in RECORDER.spans()}
+    by_id = {span.span_id: span for span in spans_in(RECORDER)}
     for span in by_id.values():
         above = by_id.get(span.parent_id)
         assert above is None or above.site.name in ("handle", "Engine.step", "Engine.rest")

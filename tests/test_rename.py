@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 from instrument.recording.spans import Site
 
@@ -48,9 +49,9 @@ def test_a_renamed_request_and_what_is_open_or_begins_below_it_count_at_the_new_
     (row,) = [row for row in recorder.tally().rows() if row.path == (ROUTE,)]
     assert row.totals.total_ns > 0
     assert sum(recorder.tally().histogram([row.totals.node]).values()) == 1
-    (span,) = [span for span in recorder.spans() if span.site is ROUTE]
+    (span,) = [span for span in spans_in(recorder) if span.site is ROUTE]
     assert span.root_id == span.span_id
-    assert {span.root_id for span in recorder.spans()} == {span.span_id}
+    assert {span.root_id for span in spans_in(recorder)} == {span.span_id}
     assert recorder.counts() == {}
 
 
@@ -146,7 +147,7 @@ def test_a_span_renamed_to_what_is_around_it_folds_and_counts_its_time_once(reco
             pass
     assert paths(recorder) == {("a",): 2, ("a", "c"): 1}
     (row,) = [row for row in recorder.tally().rows() if len(row.path) == 1]
-    longest = max(span.total_ns for span in recorder.spans())
+    longest = max(span.total_ns for span in spans_in(recorder))
     assert row.totals.total_ns == row.totals.max_ns == longest
     assert outer is not inner
 

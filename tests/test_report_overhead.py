@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from golden_views import of_tally
+from readback import spans_in
 from tallies import Tally, Totals, made
 
 from instrument import chrome
@@ -141,7 +142,7 @@ def served(recorder: Any) -> Recording:
             await wrapped()
 
     asyncio.run(main())
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     first_ns, last_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     trace = Trace(Origin(1, "chat", 0, 0), first_ns, last_ns, spans)
     return Recording(recorder.tally, lambda: trace)

@@ -15,6 +15,7 @@ from hypothesis import given
 from interval_lists import union
 from paddle_golden import GOLDEN, golden_trace
 from raw_spans import changed, points, traces
+from readback import spans_in
 
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
@@ -506,7 +507,7 @@ def served(recorder: Any, *, in_own_task: bool) -> PhasesView:
             await engine
 
     asyncio.run(main())
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     first_ns, last_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     return phases(Recording.of_trace(Trace(Origin(1, "chat", 0, 0), first_ns, last_ns, spans)), Options())
 
@@ -540,7 +541,7 @@ def test_a_coroutine_of_another_task_takes_nothing_of_the_steps(recorder: Any) -
         await asyncio.gather(wrap(recorder, waiting, GENERATE)(), steps())
 
     asyncio.run(main())
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     ends = [at for span in spans for at in (span.start_ns, span.end_ns)]
     trace = Trace(Origin(1, "chat", 0, 0), min(ends), max(ends), spans)
     assert {row.name: row.calls for row in view(trace).rows} == {"step": 3, "post": 3, "others": None}

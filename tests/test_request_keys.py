@@ -25,6 +25,7 @@ from uuid import UUID
 
 import numpy as np
 import pytest
+from readback import rows_in
 
 import instrument
 from instrument.instrumentors import arguments
@@ -666,6 +667,7 @@ def test_keys_that_code_gives_are_the_same_in_c_and_past_it() -> None:
 
     def told(scope: str, bind: str) -> list[Any]:
         recorder = Recorder()
+        recorder.begin(1 << 20, {})
         recorder.on = True
         with recorder.scope("given"):
             pass
@@ -674,8 +676,7 @@ def test_keys_that_code_gives_are_the_same_in_c_and_past_it() -> None:
                 with getattr(recorder, scope)("given", **given):
                     getattr(recorder, bind)(value if "batch" in given else "bound")
         recorder.on = False
-        (ring,) = recorder.rings()
-        rows = sorted(ring.newest(0)[0], key=lambda row: row[1])
+        rows = sorted(rows_in(recorder), key=lambda row: row[1])
         return [[(name, value, type(value)) for name, value in (row[10] or {}).items()] for row in rows]
 
     assert told("scope", "bind") == told("make_scope", "bind_innermost")
@@ -711,6 +712,7 @@ def test_reading_may_run_code_of_the_service(what: str, path: str, whence: str) 
         return held
 
     recorder = Recorder()
+    recorder.begin(1 << 20, {})
     recorder.on = True
     path = path if whence == "argument" else path.replace("held", "return", 1)
     (rule,) = loads(f'functions: [{{match: "m:work", {what}: "{path}"}}]').functions
@@ -727,8 +729,8 @@ def test_reading_may_run_code_of_the_service(what: str, path: str, whence: str) 
             else:
                 with pytest.raises(KeyboardInterrupt):
                     keyed(given)
-    names = {row[1]: recorder.site_of(row).name for ring in recorder.rings() for row in ring.newest(0)[0]}
-    rows = [row for ring in recorder.rings() for row in ring.newest(0)[0] if recorder.site_of(row).name == "work"]
-    told = {KEY: "r1"} if what == "key" else {BATCH_KEYS: ("r1", "r1")}
+    names = {row[1]: recorder.site_of(row).name for row in rows_in(recorder)}
+    rows = [row for row in rows_in(recorder) if recorder.site_of(row).name == "work"]
+    told = {KEY: "r1"} if what == "key" else {BATCH_KEYS: ["r1", "r1"]}
     assert [names[row[2]] for row in rows] == ["around"] * (1 if whence == "argument" else 2)
     assert rows[0][10] == told

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 import instrument
 from instrument.profile.model import Capture, Profile, RequestsRule
@@ -32,7 +33,7 @@ def session() -> Iterator[None]:
 
 def requests() -> dict[str, Span]:
     """The requests by the path of their route; a second one of a route replaces the first."""
-    found = (span for span in RECORDER.spans() if span.site.kind == "request")
+    found = (span for span in spans_in(RECORDER) if span.site.kind == "request")
     return {dict(span.site.attributes).get("http.route", ""): span for span in found}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import starlette  # noqa: F401 - requests are met where a framework of them is imported
+from readback import spans_in
 
 import instrument
 from instrument import chrome
@@ -120,7 +121,7 @@ def serve_by(run: Callable[..., object], paths: Sequence[str], handlers: dict[st
 
 def stretches() -> list[Span]:
     """Those of what was planted."""
-    found = [span for span in RECORDER.spans() if is_blocked_loop(span.site)]
+    found = [span for span in spans_in(RECORDER) if is_blocked_loop(span.site)]
     return [
         span
         for span in found
@@ -349,7 +350,7 @@ def test_a_stretch_is_in_files_views_and_the_summary_and_takes_no_time_from_othe
         crunch()
 
     serve("/wait", "/compute", wait=wait, compute=compute)
-    spans = RECORDER.spans()
+    spans = spans_in(RECORDER)
     begun_ns, ended_ns = min(one.start_ns for one in spans), max(one.end_ns for one in spans)
     chrome.dump(tmp_path / "trace.json", Trace(Origin(7, "shop", 0, 0, "native"), begun_ns, ended_ns, spans))
     trace, _ = chrome.load(tmp_path / "trace.json")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 from instrument.instrumentors.requests import asgi, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges, Method
@@ -28,7 +29,7 @@ def exchanges(recorder: Any) -> Exchanges:
 def ended(recorder: Any) -> Span:
     """The one request, which has ended."""
     assert recorder.open_rows() == []
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     found: Span = span
     return found
 

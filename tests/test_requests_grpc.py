@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import server_programs
+from readback import spans_in
 
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("could not find grpc", allow_module_level=True)
@@ -117,7 +118,7 @@ class Served:
         """The requests so far; none while any is open."""
         if self.recorder.open_rows():
             return []
-        return [span for span in self.recorder.spans() if span.site.kind == "request"]
+        return [span for span in spans_in(self.recorder) if span.site.kind == "request"]
 
     def stop(self) -> None:
         self._stack.close()
@@ -461,7 +462,7 @@ def test_what_the_handler_does_is_in_the_request_and_nothing_else_is(served: Ser
     for _ in range(12):
         channel.unary_unary(method("Work"))(b"", timeout=LIMIT_S)
     requests = {span.span_id: span for span in served.spans(12)}
-    parts = [span for span in recorder.spans() if span.site.name == "work"]
+    parts = [span for span in spans_in(recorder) if span.site.name == "work"]
     assert Counter(span.parent_id for span in parts) == dict.fromkeys(requests, 1)
     assert {span.parent_id for span in requests.values()} == {0}
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 from instrument.instrumentors.requests import Requests
 from instrument.profile.model import RequestsRule
@@ -43,7 +44,7 @@ class Worker:
 
 
 def batches(recorder: Any) -> list[tuple[str, Any]]:
-    return [(span.site.name, span.attributes[BATCH_KEYS]) for span in recorder.spans()]
+    return [(span.site.name, span.attributes[BATCH_KEYS]) for span in spans_in(recorder)]
 
 
 def predict(items: list[int]) -> list[int]:
@@ -69,7 +70,7 @@ def test_a_call_serves_what_has_been_taken_and_not_answered(rules: Requests, rec
         base._inject_context({}, predict, None)
     assert batches(recorder) == [("litserve predict", ("a", "b")), ("litserve predict", ("c",))]
     assert [uid for uid, _ in worker.sent] == ["late", "a", "b"]
-    assert recorder.spans()[1].error
+    assert spans_in(recorder)[1].error
 
 
 def test_a_stream_is_a_batch_until_its_last_part_has_gone(rules: Requests, recorder: Any) -> None:
@@ -81,7 +82,7 @@ def test_a_stream_is_a_batch_until_its_last_part_has_gone(rules: Requests, recor
     worker.put("a", STATUS.FINISH_STREAMING, TYPE.STREAMING)
     base._inject_context({}, predict, [])
     assert batches(recorder) == [("litserve encode_response", ("a",))]
-    assert recorder.spans()[0].end_ns >= last_ns
+    assert spans_in(recorder)[0].end_ns >= last_ns
 
 
 def test_a_request_is_known_by_the_id_that_waits_for_its_answer(rules: Requests, recorder: Any) -> None:
@@ -95,7 +96,7 @@ def test_a_request_is_known_by_the_id_that_waits_for_its_answer(rules: Requests,
     frame = recorder.open(Site("POST /predict", "request"))
     uid, _ = asyncio.run(server.BaseRequestHandler._submit_request(handler, {}))
     recorder.close(frame)
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert span.attributes[KEY] == uid
 
 
@@ -105,4 +106,4 @@ def test_a_loop_whose_rule_is_gone_records_nothing(rules: Requests, recorder: An
     assert base._inject_context is original
     Worker().put("a", STATUS.START)
     assert base._inject_context({}, predict, [1]) == [2]
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []

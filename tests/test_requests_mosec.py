@@ -6,6 +6,8 @@ import enum
 from types import ModuleType
 from typing import Any
 
+from readback import spans_in
+
 from instrument.instrumentors.requests import Requests
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import BATCH_KEYS
@@ -39,5 +41,5 @@ def test_a_batch_is_known_by_the_numbers_of_its_requests(recorder: Any) -> None:
         _, ids, states, payloads = worker.receive()
         worker.send(flag, ids, states, payloads)
     rules.undo()
-    found = [(span.site.name, span.attributes[BATCH_KEYS], span.error) for span in recorder.spans()]
+    found = [(span.site.name, span.attributes[BATCH_KEYS], span.error) for span in spans_in(recorder)]
     assert found == [("mosec Predict_2", ("1", "256"), None), ("mosec Predict_2", ("2",), "500")]

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 from instrument.instrumentors.requests import Requests, model_servers, servers, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges
@@ -52,7 +53,7 @@ def test_granian_calls_the_middleware_that_holds_an_app_of_its_own(module: Any, 
     undo()
     asyncio.run(served({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None))
     assert called == ["middleware", "app"]
-    assert len(recorder.spans()) == 1
+    assert len(spans_in(recorder)) == 1
 
 
 def test_granian_calls_the_wsgi_middleware_that_holds_an_app_of_its_own(module: Any, recorder: Any) -> None:
@@ -68,7 +69,7 @@ def test_granian_calls_the_wsgi_middleware_that_holds_an_app_of_its_own(module: 
     environ = {"wsgi.url_scheme": "http", "SERVER_NAME": "shop", "SERVER_PORT": "80", "REQUEST_METHOD": "GET"}
     assert served(environ, None) == [b"it"]
     assert called == ["middleware", "app"]
-    assert len(recorder.spans()) == 1
+    assert len(spans_in(recorder)) == 1
 
 
 def test_a_server_that_tells_its_app_anew_with_each_request_calls_the_one_that_it_tells() -> None:
@@ -137,7 +138,7 @@ def test_faults_of_ours_are_counted_and_ray_serves_callers_have_their_answers(
     recorder.on = False
     assert asyncio.run(asked(replica())) == [2, (1, 2), [1, 2]]
     recorder.on = True
-    assert len(recorder.spans()) == (0 if broken else 3)
+    assert len(spans_in(recorder)) == (0 if broken else 3)
     assert (recorder.open_rows(), FAULTS.counts()) == ([], {})
     for undo in undos:
         undo()
@@ -172,7 +173,7 @@ def test_bjoern_is_given_an_app_whose_requests_record(recorder: Any) -> None:
     (undo,) = servers.WSGI["bjoern"](module, Exchanges(RequestsRule(), recorder))
     assert module.server_run(None, app_of_wsgi, None) == [b"it"]
     undo()
-    assert len(recorder.spans()) == 1
+    assert len(spans_in(recorder)) == 1
 
 
 def test_bjoern_begins_a_request_while_other_answers_are_on_their_way(recorder: Any) -> None:
@@ -191,7 +192,7 @@ def test_bjoern_begins_a_request_while_other_answers_are_on_their_way(recorder: 
     (undo,) = servers.WSGI["bjoern"](module, Exchanges(RequestsRule(), recorder))
     module.server_run(None, app)
     undo()
-    spans = recorder.spans()
+    spans = spans_in(recorder)
     assert [(span.site.name, span.parent_id) for span in spans] == [("GET", 0)] * 3
 
 
@@ -209,7 +210,7 @@ def test_an_app_that_a_server_in_c_calls_is_met_at_its_framework(
     assert b"".join(body) == b"it"
     body.close()
     undo()
-    assert [span.site.name for span in recorder.spans()] == ["GET"]
+    assert [span.site.name for span in spans_in(recorder)] == ["GET"]
 
 
 def test_an_app_that_a_server_was_given_once_goes_over_to_the_rule_of_a_reload(recorder: Any) -> None:
@@ -223,7 +224,7 @@ def test_an_app_that_a_server_was_given_once_goes_over_to_the_rule_of_a_reload(r
     served(ENVIRON, lambda *_: None)
     family.change((), [module])
     served(ENVIRON, lambda *_: None)
-    assert [span.site.name for span in recorder.spans()] == ["GET", "GET again"]
+    assert [span.site.name for span in spans_in(recorder)] == ["GET", "GET again"]
 
 
 def test_bottle_tells_the_rule_of_a_request(recorder: Any) -> None:
@@ -235,4 +236,4 @@ def test_bottle_tells_the_rule_of_a_request(recorder: Any) -> None:
     served = servers._served(app, wsgi.WsgiApp, Exchanges(RequestsRule(), recorder))
     assert b"".join(served({**ENVIRON, "PATH_INFO": "/items/a"}, lambda *_: None)) == b"a"
     family.undo()
-    assert [span.site.name for span in recorder.spans()] == ["GET /items/<name>"]
+    assert [span.site.name for span in spans_in(recorder)] == ["GET /items/<name>"]

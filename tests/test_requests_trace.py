@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from otlp_receiver import receiver
 from otlp_spans import links_of
+from readback import spans_in
 
 import instrument
 from instrument.instrumentors.requests import asgi
@@ -17,7 +18,7 @@ from instrument.instrumentors.requests.propagation import w3c
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.remote_parents import remote_of
+from instrument.recording.remote_parents import noted, remote_of
 from instrument.recording.spans import Span
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -55,7 +56,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 def request_of(session: instrument.Session) -> Span:
-    (span,) = [span for span in RECORDER.spans() if span.site.kind == "request"]
+    (span,) = [span for span in spans_in(RECORDER) if span.site.kind == "request"]
     return span
 
 
@@ -114,7 +115,7 @@ def test_what_is_sent_by_hand_continues_the_trace_of_the_caller(session: instrum
         await answer(scope, receive, send)
 
     serve(calls, {"traceparent": CALLER})
-    (call,) = [span for span in RECORDER.spans() if span.site.name == "call"]
+    (call,) = [span for span in spans_in(RECORDER) if span.site.name == "call"]
     told = remote_of(sent["traceparent"].encode())
     assert told is not None
     assert (told.trace_id, told.span_id, told.flags) == (
@@ -156,7 +157,7 @@ def test_a_request_below_a_span_of_opentelemetry_is_its_child(session: instrumen
 
     from instrument import otlp
 
-    RECORDER.remote_parent = otlp.current_parent
+    RECORDER.remote_parent = lambda: noted(otlp.current_parent())
     with TracerProvider().get_tracer("service").start_as_current_span("theirs") as around:
         serve(answer, {"traceparent": CALLER})
     remote = request_of(session).remote
@@ -310,7 +311,7 @@ def test_a_request_below_a_span_of_opentelemetry_has_its_state(session: instrume
 
     from instrument import otlp
 
-    RECORDER.remote_parent = otlp.current_parent
+    RECORDER.remote_parent = lambda: noted(otlp.current_parent())
     context = propagate.extract({"traceparent": CALLER, "tracestate": "a=1"})
     with trace.use_span(trace.get_current_span(context)):
         serve(answer, {})

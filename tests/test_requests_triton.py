@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 from instrument import chrome
 from instrument.instrumentors.requests import Requests
@@ -193,7 +194,7 @@ def load(recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def of_kind(recorder: Any, kind: str) -> list[Span]:
-    return [span for span in recorder.spans() if span.site.kind == kind]
+    return [span for span in spans_in(recorder) if span.site.kind == kind]
 
 
 def test_a_request_alone_is_one_with_what_is_done_for_it_in_the_trace_of_its_caller(load: Load, recorder: Any) -> None:
@@ -272,7 +273,7 @@ def test_requests_end_with_the_coroutine_that_a_model_which_is_none_returns(
     begun = model.execute([InferenceRequest("one") for _ in range(count)])
     assert asyncio.iscoroutine(begun)
     assert recorder.current_id() == 0
-    assert [span for span in recorder.spans() if not span.clipped] == []
+    assert [span for span in spans_in(recorder) if not span.clipped] == []
     assert len(asyncio.run(begun)) == count
     with pytest.raises(ValueError, match="as asked"):
         asyncio.run(model.execute([InferenceRequest("crash") for _ in range(count)]))

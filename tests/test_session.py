@@ -21,6 +21,7 @@ from typing import Any
 import chrome_rules
 import pytest
 from otlp_receiver import receiver
+from readback import spans_in
 from trees import outline, tree_of
 
 import instrument
@@ -28,8 +29,8 @@ from instrument import Profiler, StateError, chrome, profiled, scope
 from instrument.errors import ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Schedule
+from instrument.recorder.own_recording import Cursor
 from instrument.recorder.recorder import CHECK_NS, RECORDER, Ticks
-from instrument.recording.rows import Cursor
 from instrument.recording.spans import Cost
 from instrument.sessions.account import COMPLAINTS_KEPT
 from instrument.sessions.session import Session
@@ -684,7 +685,7 @@ def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_
     before_ns = time.monotonic_ns()
     now_ns = RECORDER.now_ns()
     assert before_ns - 10**6 < now_ns < time.monotonic_ns() + 10**6
-    spans = RECORDER.spans()
+    spans = spans_in(RECORDER)
     assert len(spans) == 6
     assert all(session.recorded.start_ns - 50_000 < span.start_ns <= span.end_ns for span in spans)
 

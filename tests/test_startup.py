@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 import instrument
 from instrument import chrome
@@ -36,7 +37,7 @@ def late_imports() -> None:
 
 
 def recorded(selection: Selection) -> list[str]:
-    spans = selection._recorder.spans()
+    spans = spans_in(selection._recorder)
     return [one.site.name for one in sorted(spans, key=lambda one: one.start_ns)]
 
 
@@ -52,7 +53,7 @@ def test_loading_a_model_records_each_step_of_it(select: Callable[[str], Selecti
     assert torch.export.load(tmp_path / "model.pt2").module()(torch.ones(1, 2)).shape == (1, 2)
     names = [name for name in recorded(selection) if name != "torch.compile"]
     assert [*dict.fromkeys(names)] == ["torch.load", "load_state_dict", "torch.export.export", "torch.export.load"]
-    phases = {dict(one.site.attributes)["phase"] for one in selection._recorder.spans()}
+    phases = {dict(one.site.attributes)["phase"] for one in spans_in(selection._recorder)}
     assert phases == {"load", "compile"}
     selection.undo()
     assert (torch.load, torch.nn.Module.load_state_dict) == before
@@ -75,8 +76,8 @@ def test_what_torch_compiles_is_a_span_of_the_call_that_waits_for_it(
         assert double(torch.ones(3)).tolist() == [3, 3, 3]
     with recorder.make_scope("again", kind="request"):
         double(torch.ones(3))
-    spans = {one.site.name: one for one in recorder.spans()}
-    compiled = [one for one in recorder.spans() if one.site.name == "torch.compile"]
+    spans = {one.site.name: one for one in spans_in(recorder)}
+    compiled = [one for one in spans_in(recorder) if one.site.name == "torch.compile"]
     assert len(compiled) == 1
     assert compiled[0].parent_id == spans["request"].span_id
     selection.undo()
@@ -89,12 +90,12 @@ def test_a_compilation_that_fails_fails_as_it_would(select: Callable[[str], Sele
     handler = dynamo.CompilationCallbackHandler()
     with pytest.raises(ZeroDivisionError), handler.install_callbacks(dynamo.CallbackTrigger.DYNAMO, "0"):
         raise ZeroDivisionError
-    (one,) = recorder.spans()
+    (one,) = spans_in(recorder)
     assert (one.site.name, one.error) == ("torch.compile", "ZeroDivisionError")
     recorder.on = False
     with handler.install_callbacks(dynamo.CallbackTrigger.DYNAMO, "0"):
         pass
-    assert len(recorder.spans()) == 1
+    assert len(spans_in(recorder)) == 1
 
 
 def test_a_torch_that_does_not_tell_is_named(recorder: Any) -> None:
@@ -189,7 +190,8 @@ def test_a_thread_that_ended_leaves_its_first_call(make_recorder: Any) -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    ((site, (start_ns, total_ns)),) = recorder.firsts().items()
+    ((node, (start_ns, total_ns)),) = recorder.mapped().firsts().items()
+    site = recorder.paths().site(node)
     rows = list(recorder.tally().rows())
     assert site.name == "only here"
     assert start_ns == min(row.totals.first_ns for row in rows)
@@ -200,8 +202,8 @@ def test_the_first_call_is_the_one_that_began_first(recorder: Any) -> None:
     for nap in (5_000, 10, 10):
         with recorder.make_scope("call"):
             sum(range(nap))
-    spans = sorted(recorder.spans(), key=lambda one: one.start_ns)
-    assert list(recorder.firsts().values()) == [(spans[0].start_ns, spans[0].total_ns)]
+    spans = sorted(spans_in(recorder), key=lambda one: one.start_ns)
+    assert list(recorder.mapped().firsts().values()) == [(spans[0].start_ns, spans[0].total_ns)]
 
 
 PROGRAM = """

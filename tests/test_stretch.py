@@ -10,21 +10,32 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from readback import spans_in
+
 from instrument.native import MODULE
+from instrument.recording.mapped import ROWS
 from instrument.recording.remote_parents import REMOTE, RemoteParent
 from instrument.recording.rows import PACKED_ROW
 from instrument.recording.slot_ring import INTERVAL_BYTES
 from instrument.recording.spans import Origin, Site
-from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
-from instrument.trace.columns import CELL
-from instrument.trace.of_recording import ROW
+from instrument.sessions.window import WINDOWS_THREAD, Stretch
+from instrument.trace.columns import CELL, Columns, DeviceIntervals
+from instrument.trace.of_recording import RowSnapshot
 from instrument.trace.trace import spans_of
 
 ORIGIN = Origin(1, "shop", 0, 0)
 
 
-def taken(recorder: Any, start_ns: int = 0, end_ns: int | None = None) -> TakenStretch:
-    return TakenStretch.of(recorder, start_ns, end_ns or time.monotonic_ns(), 3, ORIGIN)
+def taken(recorder: Any, start_ns: int = 0, end_ns: int | None = None) -> Stretch:
+    threads = recorder.mapped().threads()
+    writing = frozenset(thread_id for thread_id, name in threads.items() if name == WINDOWS_THREAD)
+    snapshot = RowSnapshot.of(recorder.mapped(), start_ns, writing)
+    return Stretch(snapshot, threads, start_ns, end_ns or time.monotonic_ns(), 3, ORIGIN)
+
+
+def columns(stretch: Stretch) -> Columns:
+    found, _ = stretch.snapshot.columns(stretch.end_ns, lambda _: DeviceIntervals.none(), start_ns=stretch.start_ns)
+    return found
 
 
 def calls(recorder: Any, name: str, count: int) -> None:
@@ -44,13 +55,13 @@ def test_a_stretch_stays_what_it_was_when_newer_rows_overwrite_its_own(make_reco
     calls(recorder, "old", 3)
     stretch = taken(recorder)
     calls(recorder, "new", 5_000)
-    assert [span.site.name for span in spans_of(stretch.columns())] == ["old"] * 3
-    assert stretch.held_from_ns() == 0
+    assert [span.site.name for span in spans_of(columns(stretch))] == ["old"] * 3
+    assert stretch.held_from_ns == 0
     assert (stretch.window, stretch.origin) == (3, ORIGIN)
 
 
 def test_a_row_is_the_same_64_bytes_in_the_recorder_and_for_its_readers() -> None:
-    assert ROW.itemsize == PACKED_ROW.size == MODULE.ROW_BYTES == 64
+    assert ROWS.itemsize == PACKED_ROW.size == MODULE.ROW_BYTES == 64
     assert CELL.itemsize == INTERVAL_BYTES
 
 
@@ -77,8 +88,8 @@ def test_columns_say_of_each_span_what_its_row_does(recorder: Any) -> None:
     asyncio.run(main())
     on_a_thread(lambda: calls(recorder, "worker", 3), "worker")
     recorder.scope("open").start()
-    expected = {span.span_id: span for span in recorder.spans()}
-    found = {span.span_id: span for span in spans_of(taken(recorder).columns())}
+    expected = {span.span_id: span for span in spans_in(recorder)}
+    found = {span.span_id: span for span in spans_of(columns(taken(recorder)))}
     assert len(found) == 11
     assert found[max(found)].clipped
     for one in (expected, found):  # but for when those that are open were looked at
@@ -93,9 +104,9 @@ def test_what_a_clipped_span_was_by_itself_is_what_its_children_leave_of_it_in_t
         time.sleep(0.002)
         with recorder.scope("inside"):
             time.sleep(0.002)
-    inside = next(span for span in recorder.spans() if span.site.name == "inside")
+    inside = next(span for span in spans_in(recorder) if span.site.name == "inside")
     window = inside.start_ns - 1_000, inside.end_ns - 1_000
-    cut = {span.site.name: span for span in spans_of(taken(recorder, *window).columns())}
+    cut = {span.site.name: span for span in spans_of(columns(taken(recorder, *window)))}
     assert (cut["around"].start_ns, cut["around"].end_ns) == window
     assert (cut["around"].self_ns, cut["around"].clipped) == (1_000, True)
     assert cut["inside"].self_ns == cut["inside"].total_ns == inside.total_ns - 1_000
@@ -106,11 +117,11 @@ def test_rows_of_a_ring_that_has_wrapped_are_copied_in_their_order(make_recorder
     for number in range(3_000):
         with recorder.scope("work", attributes={"n": number} if number % 3 == 0 else None):
             pass
-    found = taken(recorder).columns()
+    found = columns(taken(recorder))
     assert (found.end_ns[1:] >= found.end_ns[:-1]).all()
-    assert found.span_id.tolist() == [span.span_id for span in recorder.spans()]
+    assert found.span_id.tolist() == [span.span_id for span in spans_in(recorder)]
     numbers = [span.attributes.get("n") for span in spans_of(found)]
-    assert numbers == [span.attributes.get("n") for span in recorder.spans()]
+    assert numbers == [span.attributes.get("n") for span in spans_in(recorder)]
     assert numbers[-3:] == [2997, None, None]
 
 
@@ -118,27 +129,27 @@ def test_what_the_threads_that_write_windows_have_recorded_is_left_out(recorder:
     calls(recorder, "service", 2)
     on_a_thread(lambda: calls(recorder, "writing", 2), WINDOWS_THREAD)
     on_a_thread(lambda: calls(recorder, "worker", 2), "worker")
-    assert sorted({span.site.name for span in spans_of(taken(recorder).columns())}) == ["service", "worker"]
+    assert sorted({span.site.name for span in spans_of(columns(taken(recorder)))}) == ["service", "worker"]
 
 
 def test_it_is_whole_from_the_end_of_the_oldest_span_that_a_wrapped_ring_still_holds(make_recorder: Any) -> None:
     recorder = make_recorder(1 << 12)
     calls(recorder, "work", 5_000)
     stretch = taken(recorder)
-    spans = spans_of(stretch.columns())
+    spans = spans_of(columns(stretch))
     assert 0 < len(spans) < 5_000
-    assert stretch.held_from_ns() == min(span.end_ns for span in spans)
+    assert stretch.held_from_ns == min(span.end_ns for span in spans)
     later = taken(recorder, sorted(span.end_ns for span in spans)[len(spans) // 2])
-    assert later.held_from_ns() == 0
+    assert later.held_from_ns == 0
 
 
 def test_it_knows_whether_a_span_has_begun_in_it_since(recorder: Any) -> None:
     calls(recorder, "before", 1)
     at_ns = time.monotonic_ns()
-    assert not taken(recorder).begun_since(at_ns)
+    assert not taken(recorder).has_begun_since(at_ns)
     opened = recorder.scope("open").start()
-    assert taken(recorder).begun_since(at_ns)
-    assert not taken(recorder, end_ns=at_ns).begun_since(at_ns)
+    assert taken(recorder).has_begun_since(at_ns)
+    assert not taken(recorder, end_ns=at_ns).has_begun_since(at_ns)
     opened.end()
-    assert taken(recorder).begun_since(at_ns)
-    assert not taken(recorder).begun_since(time.monotonic_ns())
+    assert taken(recorder).has_begun_since(at_ns)
+    assert not taken(recorder).has_begun_since(time.monotonic_ns())

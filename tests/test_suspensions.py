@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from readback import columns_in, rows_in, spans_in
 
 from instrument import chrome
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchange, Exchanges, SteppedItems
-from instrument.otlp.recording_reader import _rows_of as rows_of
 from instrument.profile.model import RequestsRule
 from instrument.recording.mapped import Mapped
-from instrument.recording.rows import span_of
 from instrument.recording.spans import Origin, Site, Span
 from instrument.recording.tally import Tally
-from instrument.sessions.stretch import TakenStretch
 from instrument.trace import file
 from instrument.trace.of_recording import saved_of
 from instrument.trace.self_times import stood_aside, waiting_times
@@ -74,7 +72,7 @@ def wrapped(recorder: Any, name: str = "") -> Callable[[Any], Any]:
 
 
 def by_name(recorder: Any) -> dict[str, Span]:
-    return {span.site.name: span for span in recorder.spans()}
+    return {span.site.name: span for span in spans_in(recorder)}
 
 
 def waited(span: Span) -> int:
@@ -165,7 +163,7 @@ def test_a_coroutine_that_is_never_suspended_says_nothing_more(recorder: Any) ->
 
     with pytest.raises(StopIteration):
         quick().send(None)
-    ((row,),) = (ring.newest(0)[0] for ring in recorder.rings())
+    (row,) = rows_in(recorder)
     assert row[7:] == (0, -1, None, None)
     assert waiting(recorder) == {"quick": 0}
 
@@ -198,7 +196,7 @@ def test_a_coroutine_that_is_closed_or_thrown_into_while_it_is_suspended_has_wai
         with pytest.raises(StopIteration) as done:
             running.throw(ValueError("thrown"))
         assert done.value.value == "caught"
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert pauses.bound(waited(span))
     assert told == ["left"]
     assert span.error == {"close": None, "throw": "ValueError", "a caught throw": None}[how]
@@ -220,11 +218,11 @@ def test_tasks_wait_each_for_itself_also_when_they_are_cancelled(recorder: Any) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(main())
-    spans = [span for span in recorder.spans() if span.site.name == "waits"]
+    spans = [span for span in spans_in(recorder) if span.site.name == "waits"]
     assert [span.attributes.get("instrument.outcome") for span in spans].count("cancelled") == 1
     assert all(span.active_ns < span.total_ns == span.self_ns for span in spans)
     assert waiting(recorder)["waits"] == sum(map(waited, spans))
-    (root,) = [span for span in recorder.spans() if span.site.name == "main"]
+    (root,) = [span for span in spans_in(recorder) if span.site.name == "main"]
     assert waiting(recorder)["main"] == waited(root), "tasks are no part of it"
 
 
@@ -243,7 +241,7 @@ def test_an_eager_task_does_not_wait_with_its_creator(recorder: Any) -> None:
         await recorder.wrap(create, Site("creator"))()
 
     asyncio.run(main())
-    spans = {span.site.name: span for span in recorder.spans()}
+    spans = {span.site.name: span for span in spans_in(recorder)}
     creator, inner = spans["creator"], spans["in the task"]
     assert inner.active_ns in (None, inner.total_ns)
     assert (creator.active_ns or 0) < creator.total_ns - 2_000_000
@@ -256,7 +254,7 @@ def test_a_coroutine_that_is_never_awaited_leaves_no_span_and_the_warning_of_pyt
 
     with pytest.warns(RuntimeWarning, match="'.*forgotten' was never awaited"):
         forgotten()
-    assert recorder.spans() == []
+    assert spans_in(recorder) == []
 
 
 def test_an_async_generator_waits_where_its_body_awaits_and_not_between_its_items(recorder: Any) -> None:
@@ -305,7 +303,7 @@ def test_a_scope_across_the_items_of_a_generator_does_not_wait_with_its_consumer
     pauses.drive(consumer())
     assert waiting(recorder)["across"] == waiting(recorder)["numbers"] == 0
     assert pauses.bound(waiting(recorder)["consumer"])
-    assert sum(span.self_ns for span in recorder.spans()) == by_name(recorder)["consumer"].total_ns
+    assert sum(span.self_ns for span in spans_in(recorder)) == by_name(recorder)["consumer"].total_ns
 
 
 def test_what_is_open_says_how_long_it_has_waited_so_far(recorder: Any) -> None:
@@ -345,19 +343,14 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
 
     pauses.drive(outer())
     end_ns = time.monotonic_ns()
-    expected = numbers_of(columns_of_spans(recorder.spans()))
+    expected = numbers_of(columns_of_spans(spans_in(recorder)))
     assert all(active_ns < end_ns - start_ns for _, start_ns, end_ns, active_ns, _ in expected)
-    window = TakenStretch.of(recorder, 0, end_ns, 0, Origin(1, "shop", 0, 0))
-    assert numbers_of(window.columns()) == expected
+    assert numbers_of(columns_in(recorder, 0, end_ns)) == expected
     if recorder.memory_fd >= 0:
         saved = saved_of(Mapped(recorder.memory_fd))
         assert numbers_of(saved.trace.columns) == expected
         assert lines_of(saved.counted()) == waiting(recorder)
-        mapped = Mapped(recorder.memory_fd)
-        details, _ = mapped.details_since(0)
-        drained = [span_of(row, SITE, 1) for ring in mapped.rows() for row in rows_of(ring.rows, details)]
-        assert numbers_of(columns_of_spans(drained)) == expected
-    trace = Trace(Origin(1, "shop", 0, 0), 0, end_ns, recorder.spans(), {1: "main"})
+    trace = Trace(Origin(1, "shop", 0, 0), 0, end_ns, spans_in(recorder), {1: "main"})
     read, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, recorder.tally()))
     assert numbers_of(columns_of_spans(read.spans)) == expected
     assert tally is not None
@@ -406,7 +399,7 @@ def test_what_a_coroutine_gives_is_told_before_its_span_ends_and_its_attributes_
     )
     assert asyncio.run(made(4)) == 8
     assert told == [(8, True)]
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert span.attributes == {"number": 4}
     assert span.active_ns < span.total_ns
 
@@ -440,7 +433,7 @@ def test_a_request_waits_while_its_generator_is_suspended_by_what_it_awaits_and_
         return taken
 
     assert awaited.drive(serve()) == [0, 1, 2]
-    (span,) = recorder.spans()
+    (span,) = spans_in(recorder)
     assert awaited.around_ns + handed_over.around_ns <= waited(span) <= awaited.inside_ns + handed_over.inside_ns
     assert waiting(recorder) == {span.site.name: waited(span)}
 
@@ -492,4 +485,4 @@ def test_a_generator_that_serves_a_request_ends_as_it_would_without_us(recorder:
     exchange.end()
     assert found == seen_of(lambda items: items)
     assert "last" in found
-    assert len(recorder.spans()) == 1
+    assert len(spans_in(recorder)) == 1

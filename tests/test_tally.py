@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import counted, counted_paths
+from readback import spans_in
 from tallies import Tally, Totals, by_keys
 
 from instrument.recording import tally as product
@@ -195,10 +196,10 @@ def test_sites_of_one_name_and_line_that_differ_in_their_phase_have_lines_of_the
         pass
     expected = [("same", "compute", 1), ("same", "post", 1), ("own", "compute", 2)]
     tally = recorder.tally()
-    for found in (tally, product.Tally.together([tally]), counted(recorder.spans())):
+    for found in (tally, product.Tally.together([tally]), counted(spans_in(recorder))):
         rows = sorted(found.rows(), key=lambda row: row.totals.first_ns)
         assert [(row.path[0].name, dict(row.path[0].attributes)["phase"], row.totals.calls) for row in rows] == expected
-    assert not recorder.totals().tree.located().shared
+    assert not recorder.tally().tree.located().shared
 
 
 def test_processes_that_differ_in_a_fact_of_their_own_alone_count_as_one_place() -> None:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from readback import spans_in
 from trees import tree
 
 from instrument import TargetError, profiled, scope
@@ -586,7 +587,7 @@ def test_arguments_that_a_rule_names_are_attributes_of_the_span(
 
     assert call("hello", request, extra=2) == ("hello", 0.5)
     assert call(request=request, prompt=[1, 2], temperature=True) == ([1, 2], True)
-    first, second = sorted(recorder.spans(), key=lambda span: span.span_id)
+    first, second = sorted(spans_in(recorder), key=lambda span: span.span_id)
     long = "u" * 253 + "..."
     assert first.attributes == {
         "prompt.size": 5, "prompt.type": "str", "user": long, "temperature": 0.5, "extra": 2
@@ -599,7 +600,7 @@ def test_no_code_of_an_argument_runs_that_no_rule_asks_for(
 ) -> None:
     selected('match: "targets.shapes:served", attributes: [{argument: prompt, record: type}]')
     shapes.served(Hostile(), None)
-    assert [span.attributes for span in recorder.spans()] == [{"prompt.type": f"{__name__}.Hostile"}]
+    assert [span.attributes for span in spans_in(recorder)] == [{"prompt.type": f"{__name__}.Hostile"}]
 
 
 def test_a_path_below_a_mapping_means_its_key_and_else_its_attribute(
@@ -615,7 +616,7 @@ def test_a_path_below_a_mapping_means_its_key_and_else_its_attribute(
     counted: Any = collections.defaultdict(list, path="/d", state=collections.UserDict(user=7))
     shapes.served(scope, starlette.Request(scope))
     shapes.served(counted, None)
-    first, second = sorted(recorder.spans(), key=lambda span: span.span_id)
+    first, second = sorted(spans_in(recorder), key=lambda span: span.span_id)
     assert first.attributes == {
         "prompt.path": "/chat", "prompt.state.user": "u", "request.method": "GET", "request.headers.type": "list"
     }  # fmt: skip
@@ -642,7 +643,7 @@ def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and
     assert first.getMessage().startswith(f"{place} prompt: asked for that of a Hostile, found ")
     assert second.getMessage().startswith(f"{place} request.user: asked for 'user' of a dict, found AttributeError; it")
     assert (first.exc_info, second.exc_info) == (None, None)
-    for span in recorder.spans():
+    for span in spans_in(recorder):
         assert span.attributes == {"prompt.type": f"{__name__}.Hostile", "temperature": 0.5}
 
 
@@ -676,7 +677,7 @@ def test_profiled_declares_a_phase_and_so_does_a_scope(recording: Recorder) -> N
     prepare()
     assert [
         (span.site.name.rpartition(".")[2], span.site.kind, dict(span.site.attributes).get("phase"))
-        for span in sorted(recording.spans(), key=lambda span: span.span_id)
+        for span in sorted(spans_in(recording), key=lambda span: span.span_id)
     ] == [
         ("prepare", "phase", "prepare"),
         ("run", "phase", "compute"),
@@ -689,7 +690,7 @@ def test_profiled_declares_a_phase_and_so_does_a_scope(recording: Recorder) -> N
         profiled(phase=7)  # type: ignore[call-overload]
     with scope("x", phase="queue"):
         pass
-    assert [dict(span.site.attributes) for span in recording.spans()][-1] == {"phase": "queue"}
+    assert [dict(span.site.attributes) for span in spans_in(recording)][-1] == {"phase": "queue"}
 
 
 def test_profiled_above_what_other_decorators_made(recording: Recorder) -> None:

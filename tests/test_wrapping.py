@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from readback import spans_in
 
 from instrument.instrumentors.selection import Selection
 from instrument.recording.spans import Site
@@ -104,7 +105,7 @@ def test_a_function_of_any_flag_does_and_looks_as_without_us(recorder: Any, flag
     for thing in (ours, bare):
         if hasattr(thing, "close"):
             thing.close()
-    assert {span.site.name for span in recorder.spans()} == ({"x"} if on else set())
+    assert {span.site.name for span in spans_in(recorder)} == ({"x"} if on else set())
     assert recorder.current_id() == 0
 
 
@@ -140,7 +141,7 @@ def test_a_rule_on_asyncios_own_tasks_leaves_sleeping_and_waiting_alone(
         return list(await asyncio.gather(*(asyncio.sleep(0.001, number) for number in range(3))))
 
     assert asyncio.run(work()) == [0, 1, 2]
-    assert {"sleep", "gather", "__sleep0"} <= {span.site.name for span in recorder.spans()}
+    assert {"sleep", "gather", "__sleep0"} <= {span.site.name for span in spans_in(recorder)}
 
 
 # -------------------------------------------------------------------- the end of a generator
@@ -227,7 +228,7 @@ def test_a_generator_takes_its_exit_as_without_us(recorder: Any, body: Any, driv
     assert recorder.current_id() == 0
     assert recorder.open_rows() == []
     if on and drive is not _thrown_before_it_began:
-        (span,) = recorder.spans()
+        (span,) = spans_in(recorder)
         errors = {_raises_another: "KeyError", _delegates_to_one_that_goes_on: "RuntimeError"}
         if drive is _closed:  # which raises for a body that goes on
             errors |= {_goes_on: "RuntimeError", _delegates: "RuntimeError"}
@@ -306,7 +307,7 @@ def test_an_async_generator_takes_its_exit_as_without_us(recorder: Any, body: An
     assert recorder.current_id() == 0
     assert recorder.open_rows() == []
     if on:
-        (span,) = recorder.spans()
+        (span,) = spans_in(recorder)
         errors = {_raises_another_async: "KeyError"}
         if steps is _closed_async:  # which raises for a body that goes on
             errors[_goes_on_async] = "RuntimeError"

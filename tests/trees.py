@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from readback import spans_in
+
 from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import Span
 from instrument.trace.columns import Columns
@@ -17,7 +19,7 @@ def _name(span: Span) -> str:
 
 def tree(recorder: Recorder, text: Callable[[Span], str] = _name) -> str:
     """Every span of the recorder under its parent, two spaces a level, in the order in which they began."""
-    return tree_of(recorder.spans(), text)
+    return tree_of(spans_in(recorder), text)
 
 
 def tree_of(spans: Iterable[Span], text: Callable[[Span], str] = _name) -> str:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import REQUEST, STEP, Recorder
+from instrument.recording.rows import END_NS, START_NS, unpacked_rows
 from instrument.recording.spans import Site
 from instrument.runtime import atomic, run_folder
 
@@ -190,8 +192,11 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
     recorder = _fresh_recorder(with_ticks)
     timed = _Probes(recorder).timed()
     # The part inside of a span is the length of a span of nothing; a step has none of its own.
-    tree = recorder.paths()
-    inside_ns = {tree.site(node).name: recorder.median_ns(node) for node in range(len(tree))}
+    lengths: dict[str, list[int]] = {}
+    for ring in recorder.rings():
+        for row in unpacked_rows(ring.copied(0)):
+            lengths.setdefault(recorder.site_of(row).name, []).append(row[END_NS] - row[START_NS])
+    inside_ns = {name: median_low(times_ns) for name, times_ns in lengths.items()}
     costs = {}
     for shape, (recorded_ns, bare_ns, usual_ns) in timed.items():
         added_ns = max(recorded_ns - bare_ns, 0.0)

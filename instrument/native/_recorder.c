@@ -70,6 +70,7 @@ static PyMethodDef module_methods[] = {
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
      "Record an event: mark(cuEventRecord, cuStreamIsCapturing, cuStreamGetId or 0, releases, event, stream), all as "
      "addresses. The stream's number, or what the driver says against it below 0."},
+    {"outcome_of", told_outcome, METH_O, "The outcome of a span that an exception broke off, or None."},
     {"measure", measure, METH_VARARGS,
      "Time pairs of events: measure(cuEventQuery, cuEventElapsedTime, anchor or 0, [begin, end, begin, end, ...]). "
      "A list of (error, device ms, ms since the anchor), as long as there are pairs that have happened."},

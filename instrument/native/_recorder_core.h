@@ -247,10 +247,6 @@ static PyMethodDef Core_methods[] = {
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
     {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
     {"calls_by", (PyCFunction)Core_calls_by, METH_VARARGS, "Calls by group of nodes, on all threads together."},
-    {"lines_by_place", (PyCFunction)Core_lines_by_place, METH_VARARGS, "The lines of each thread, or of all as one, by place."},
-    {"histogram_of", (PyCFunction)Core_histogram_of, METH_VARARGS, "The histogram of nodes on a thread, or on all, packed."},
-    {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
-    {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},
     {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "Sites and parents of the nodes from a number on."},
     {"open_rows", (PyCFunction)Core_open_rows, METH_NOARGS, "(thread id, row) of each span that is open now."},
     {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},
@@ -264,11 +260,9 @@ static PyMethodDef Core_methods[] = {
      "copy_context($self)\n--\n\nAs contextvars.copy_context; the copy knows the current span."},
     {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},
     {"_forget_all", (PyCFunction)Core_forget_all, METH_NOARGS, "Forget what is open in every context."},
-    {"_memory_part", (PyCFunction)Core_memory_part, METH_O, "A part of the memory to be written, by its number, or None."},
     {"touch_ahead", (PyCFunction)Core_touch_ahead, METH_O, "Have pages found for the rows that threads write next."},
     {"attach", (PyCFunction)Core_attach, METH_VARARGS, "Record into a file from the next reset on."},
     {"_reset", (PyCFunction)Core_reset, METH_O, "Forget every row and total; a new limit in bytes, or None."},
-    {"_preset", (PyCFunction)Core_preset, METH_VARARGS, "For tests: the next identity and this thread's head."},
     {"start_ticks", (PyCFunction)Core_start_ticks, METH_NOARGS, "Begin to read the time stamp counter."},
     {"check_ticks", (PyCFunction)Core_check_ticks, METH_O, "Compare the counter with the monotonic clock."},
     {"stop_ticks", (PyCFunction)Core_stop_ticks, METH_NOARGS, "Read the monotonic clock again."},
@@ -284,6 +278,8 @@ static PyMethodDef Core_methods[] = {
 
 static PyMemberDef Core_members[] = {
     {"on", T_BOOL, offsetof(Core, on), 0, "whether spans begin"},
+    {"irregular", T_OBJECT, offsetof(Core, counts), READONLY, "irregular events that Python counts"},
+    {"_last_id", T_ULONGLONG, offsetof(Core, last_id), 0, "identity of the newest span"},
     {"node_limit", T_UINT, offsetof(Core, node_limit), 0, "call paths that the tally keeps"},
     {"node_count", T_UINT, offsetof(Core, node_count), READONLY, "call paths known"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
@@ -294,21 +290,6 @@ static PyMemberDef Core_members[] = {
     {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is asked for every span"},
     {NULL},
 };
-
-static PyObject *
-Core_irregular(Core *self, void *Py_UNUSED(closure))
-{
-    PyObject *all = PyDict_Copy(self->counts);
-    for (int i = 0; all != NULL && i < REASON_COUNT; i++) {
-        if (self->counted->reasons[i] == 0)
-            continue;
-        PyObject *times = PyLong_FromUnsignedLongLong(self->counted->reasons[i]);
-        if (times == NULL || PyDict_SetItemString(all, REASONS[i], times) < 0)
-            Py_CLEAR(all);
-        Py_XDECREF(times);
-    }
-    return all;
-}
 
 static PyObject *
 Core_scope_type(Core *self, void *Py_UNUSED(closure))
@@ -346,26 +327,11 @@ Core_set_begin_device(Core *self, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
-static PyObject *
-Core_ended_rows(Core *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(self->counted->ended_rows);
-}
-
-static PyObject *
-Core_ended_too_short(Core *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(self->counted->ended_too_short);
-}
-
 static PyGetSetDef Core_getset[] = {
-    {"ended_rows", (getter)Core_ended_rows, NULL, "rows of rings that were given up", NULL},
-    {"ended_too_short", (getter)Core_ended_too_short, NULL, "the same of `too_short`", NULL},
     {"begin_device", (getter)Core_begin_device, (setter)Core_set_begin_device,
      "begins to time a span on a device, or None", NULL},
     {"memory_fd", (getter)Core_memory_fd, NULL, "descriptor of the memory that others can read, or -1", NULL},
-    {"_memory_head", (getter)Core_memory_head, NULL, "the memory's header and the text behind it, or None", NULL},
-    {"irregular", (getter)Core_irregular, NULL, "irregular events by what happened", NULL},
+    {"memory", (getter)Core_memory, NULL, "the memory that it records into, or None", NULL},
     {"scope_type", (getter)Core_scope_type, (setter)Core_set_scope_type, "what scope makes", NULL},
     {NULL},
 };

@@ -23,6 +23,7 @@
 #define STACK_MARGIN (64 << 10)
 #define LINE 64 /* bytes that the processor fetches at once */
 #define BUCKETS_WAITING 7
+#define HAS_MORE 8 /* as in rows.py */
 
 /* What is counted beside the spans. In C, because what is lost for want of memory cannot wait for some. */
 typedef enum {
@@ -43,28 +44,10 @@ typedef enum {
     REASON_COUNT,
 } reason_t;
 
-static const char *const REASONS[REASON_COUNT] = {
-    [CROSSED] = "scope closed before a scope inside it",
-    [FOREIGN] = "span ended outside the context that began it",
-    [ENDED_TWICE] = "scope ended twice",
-    [TICKS_STRAYED] = "time stamp counter given up because it strayed from the monotonic clock",
-    [NO_MEMORY] = "calls not recorded for want of memory",
-    [NOT_TALLIED] = "calls not tallied for want of memory",
-    [NO_DETAILS] = "errors, attributes or percentiles not kept for want of memory",
-    [FAULT] = "calls not recorded for a fault of instrument",
-    [THREAD_ENDING] = "calls not recorded because their thread was ending",
-    [SATURATED] = "additions to totals that are as large as they can be",
-    [RENAMED_LATE] = "span renamed that is not open",
-    [RENAMED_KIND] = "span not renamed to a site of another kind",
-    [ANNOTATED_LATE] = "span annotated that is not open",
-    [TOO_MANY_ATTRIBUTES] = "attributes beyond the limit of a span",
-};
-
 /* Set in the id of a request that is a root, and in no other: a root id says whether it is a request's. */
 #define REQUEST_BIT 1
 
 #define CHUNKS 60 /* of 64 histogram buckets: up to 2^63 ns, see histogram.bucket */
-#define FIRST_BUCKET(chunks) ((uint32_t)__builtin_ctzll(chunks) << 6) /* that of the lowest of chunks, bit by bit */
 
 #if PY_VERSION_HEX < 0x030D0000
 #define UNCHECKED_THREAD_STATE() _PyThreadState_UncheckedGet()
@@ -132,13 +115,13 @@ typedef struct totals {
     uint64_t cancelled; /* requests that were broken off, and have no error */
 } totals_t;
 
-/* One cache line. What few spans have lies in a tuple of its own, (active ns or -1, name of the error, attributes), or is
- * the dict of the attributes where there is nothing else, or the active time alone as a number: see `is_number`. */
+/* One cache line. Of what few spans have the active time alone is an odd number: see `number_as_rare`. All else is in the
+ * details of the recording, which is so of a row with `HAS_MORE`. */
 typedef struct {
     uint64_t span_id, parent_id, root_id;
     int64_t start_ns, end_ns;
     int64_t children_ns; /* less what the span waited: the active time less this is its own, in which it waits, too */
-    PyObject *rare;
+    uint64_t rare;
     uint32_t node;
     uint32_t task; /* the task's address, without its four low bits */
 } row_t;
@@ -244,9 +227,8 @@ typedef struct ring {
     uint64_t mask, head;
     uint64_t number; /* never given twice */
     Current *current;
-    uint64_t has_rare; /* whether a row has something to give up. What the end of a call needs is one line up to here */
     /* The version of the context that `current` belongs to, which each change of the thread's context makes another;
-     * NO_VERSION where there is no `current`. */
+     * NO_VERSION where there is no `current`. What the end of a call needs is one line up to here. */
     uint64_t context_version;
     PyThreadState *state; /* of its thread, as long as `at_hand` may name it; `nobody` before and after */
     uintptr_t stack_end, stack_margin;

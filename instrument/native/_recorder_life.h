@@ -172,21 +172,28 @@ Core_reset(Core *self, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-/* Record into a file from the next reset on: attach(descriptor, whether it lies on a disk). The file is the recorder's
- * from then on; its header says what lies where. */
+/* Record into a file from the next reset on: attach(descriptor, whether it is on a disk, None). The file is the recorder's
+ * from then on; its header describes its parts. Or into private memory: attach(-1, False, header). */
 static PyObject *
 Core_attach(Core *self, PyObject *args)
 {
     static char has_handlers;
     int fd, is_file;
-    if (!PyArg_ParseTuple(args, "ip:attach", &fd, &is_file))
+    const char *head;
+    Py_ssize_t head_bytes;
+    if (!PyArg_ParseTuple(args, "ipz#:attach", &fd, &is_file, &head, &head_bytes))
         return NULL;
+    recording_t own;
+    if (head != NULL && head_bytes < (Py_ssize_t)sizeof own)
+        return PyErr_Format(PyExc_ValueError, "a header of %zd bytes", head_bytes);
+    if (head != NULL)
+        memcpy(&own, head, sizeof own);
     if (self->told_sites == NULL && (self->told_sites = PyDict_New()) == NULL)
         return NULL;
     if (!has_handlers && pthread_atfork(before_fork, drop_fork_copy, after_fork_in_child) != 0)
         return PyErr_NoMemory();
     has_handlers = 1;
-    memory_t *memory = map_memory(fd, is_file), *before = self->memory;
+    memory_t *memory = map_memory(fd, is_file, head != NULL ? &own : NULL), *before = self->memory;
     if (memory == NULL)
         return NULL;
     use_frames_of(memory);
@@ -213,27 +220,13 @@ Core_memory_fd(Core *self, void *Py_UNUSED(closure))
     return PyLong_FromLong(self->memory != NULL && has_fd(self->memory) ? self->memory->fd : -1);
 }
 
-/* The memory's header and the text behind it, to be written; None without a memory. */
+/* The memory, to be read and written; None without one. It remains as long as the process. */
 static PyObject *
-Core_memory_head(Core *self, void *Py_UNUSED(closure))
+Core_memory(Core *self, void *Py_UNUSED(closure))
 {
     if (self->memory == NULL)
         Py_RETURN_NONE;
-    const part_t *text = &self->memory->at->parts[PART_TEXT];
-    return PyMemoryView_FromMemory((char *)self->memory->at, (Py_ssize_t)(text->offset + text->slots), PyBUF_WRITE);
-}
-
-/* A part that Python writes, whole; None without a memory. */
-static PyObject *
-Core_memory_part(Core *self, PyObject *argument)
-{
-    unsigned long number = PyLong_AsUnsignedLong(argument);
-    if (number == (unsigned long)-1 && PyErr_Occurred())
-        return NULL;
-    if (self->memory == NULL || number >= PART_COUNT)
-        Py_RETURN_NONE;
-    const part_t *part = &self->memory->at->parts[number];
-    return PyMemoryView_FromMemory(part_at(self->memory, (int)number), (Py_ssize_t)(part->slots * part->stride), PyBUF_WRITE);
+    return PyMemoryView_FromMemory((char *)self->memory->at, (Py_ssize_t)self->memory->size_bytes, PyBUF_WRITE);
 }
 
 /* Have the system find pages for the rows that threads write next, so many bytes for all threads on their first way round:
@@ -273,23 +266,6 @@ Core_touch_ahead(Core *self, PyObject *argument)
     }
     Py_END_ALLOW_THREADS
     return PyLong_FromSize_t(touched);
-}
-
-/* For tests: put counters near their ends, the next span's identity and the calling thread's head. */
-static PyObject *
-Core_preset(Core *self, PyObject *args)
-{
-    unsigned long long next_id, head;
-    if (!PyArg_ParseTuple(args, "KK:_preset", &next_id, &head))
-        return NULL;
-    Ring *ring = ring_of(self);
-    if (ring == NULL)
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    for (uint64_t i = 0; i < ring->capacity; i++)
-        drop_rare(ring->rows[i].rare), ring->rows[i].rare = NULL;
-    self->last_id = next_id - 2;
-    ring->head = head;
-    Py_RETURN_NONE;
 }
 
 /* Begin to read the time stamp counter. False where the processor has none. Calibrated over about two milliseconds,

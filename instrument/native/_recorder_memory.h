@@ -334,9 +334,10 @@ is_sound(const recording_t *head, size_t size_bytes)
     return head->parts[PART_DETAILS].slots % DETAIL_BLOCK_BYTES == 0 && end <= size_bytes;
 }
 
-/* Map a file whose header says what lies where; it stays the caller's without one. NULL with an exception. */
+/* Map a file whose header describes its parts, or without a file private memory for a header. The file remains the
+ * caller's without a result. NULL with an exception. */
 static memory_t *
-map_memory(int fd, int is_file)
+map_memory(int fd, int is_file, const recording_t *head)
 {
     struct stat found;
     memory_t *memory = PyMem_Calloc(1, sizeof *memory);
@@ -345,18 +346,20 @@ map_memory(int fd, int is_file)
     memory->fd = fd;
     memory->is_file = (char)is_file;
     memory->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
-    if (fstat(fd, &found) < 0 || know_file(memory) < 0) {
+    if (head == NULL && (fstat(fd, &found) < 0 || know_file(memory) < 0)) {
         PyErr_SetFromErrno(PyExc_OSError);
         goto failed;
     }
-    memory->size_bytes = (size_t)found.st_size;
+    memory->is_private = head != NULL;
+    memory->size_bytes = head != NULL ? (size_t)head->size_bytes : (size_t)found.st_size;
     if (memory->size_bytes < sizeof(recording_t)) {
         PyErr_SetString(PyExc_ValueError, "a memory too small for a recording");
         goto failed;
     }
     /* A service may have locked all that it will ever map (mlockall): what nobody may touch is not filled, and what is not
      * locked any more is filled as it is touched. */
-    memory->at = mmap(NULL, memory->size_bytes, PROT_NONE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    int shared = head != NULL ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+    memory->at = mmap(NULL, memory->size_bytes, PROT_NONE, shared | MAP_NORESERVE, fd, 0);
     if (memory->at != MAP_FAILED) {
         (void)munlock(memory->at, memory->size_bytes);
         if (mprotect(memory->at, memory->size_bytes, PROT_READ | PROT_WRITE) < 0) {
@@ -368,6 +371,8 @@ map_memory(int fd, int is_file)
         PyErr_SetFromErrno(PyExc_OSError);
         goto failed;
     }
+    if (head != NULL)
+        memcpy(memory->at, head, sizeof *head);
     const part_t *rows = &memory->at->parts[PART_ROWS];
     if (!is_sound(memory->at, memory->size_bytes) || rows->offset % memory->page_bytes != 0) {
         PyErr_SetString(PyExc_ValueError, "a memory whose header is of no recording");

@@ -1,32 +1,4 @@
-/* Hot: the calling thread's ring. Cold: rings that are made, read and given up. A part of `_recorder.c`. */
-
-/* Whether what is rare is the active time alone, as a number, which needs no memory of its own. */
-static inline int
-is_number(const PyObject *rare)
-{
-    return (uintptr_t)rare & 1;
-}
-
-static inline PyObject *
-number_as_rare(int64_t active_ns)
-{
-    return (PyObject *)((uintptr_t)active_ns << 1 | 1);
-}
-
-static inline PyObject *
-new_rare(PyObject *rare)
-{
-    if (!is_number(rare))
-        Py_XINCREF(rare);
-    return rare;
-}
-
-static inline void
-drop_rare(PyObject *rare)
-{
-    if (rare != NULL && !is_number(rare))
-        Py_DECREF(rare);
-}
+/* Hot: the calling thread's ring. Cold: rings that are made and given up. A part of `_recorder.c`. */
 
 /* Give up the rows. A ring without rows is of no use to its thread any more, but a reader may still hold it. */
 static void
@@ -37,8 +9,6 @@ free_rows_of(Ring *ring)
     ring->rows = NULL;
     ring->head = 0;
     ring->context_version = NO_VERSION;
-    for (uint64_t i = 0; rows != NULL && i < written; i++)
-        drop_rare(rows[i].rare);
     if (rows != NULL)
         unmap_rows(rows, mapped_bytes(ring->capacity), written * sizeof(row_t));
 }
@@ -54,141 +24,25 @@ Ring_dealloc(Ring *self)
         PyObject_Free(self);
 }
 
-static PyObject *
-row_as_tuple(const row_t *row)
-{
-    PyObject *rare = new_rare(row->rare); /* the row may be overwritten while the tuple is made */
-    PyObject *error = Py_None, *attributes = Py_None;
-    int64_t active_ns = -1;
-    if (is_number(rare)) {
-        active_ns = (int64_t)((uintptr_t)rare >> 1);
-    } else if (rare != NULL && PyTuple_CheckExact(rare)) {
-        active_ns = PyLong_AsLongLong(PyTuple_GET_ITEM(rare, 0));
-        error = PyTuple_GET_ITEM(rare, 1);
-        attributes = PyTuple_GET_ITEM(rare, 2);
-    } else if (rare != NULL) {
-        attributes = rare;
-    }
-    PyObject *tuple = Py_BuildValue("(IKKKILLLLOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
-                                    row->start_ns, row->end_ns, row->children_ns, active_ns, error, attributes);
-    drop_rare(rare);
-    return tuple;
-}
-
-/* ([the rows from a number on], the number after them, how many were overwritten before they were read). */
-static PyObject *
-Ring_newest(Ring *ring, PyObject *argument)
-{
-    uint64_t since = PyLong_AsUnsignedLongLong(argument), head = ring->head;
-    if (since == (uint64_t)-1 && PyErr_Occurred())
-        return NULL;
-    uint64_t first = head > ring->capacity ? head - ring->capacity : 0;
-    first = first > since ? first : since;
-    first = first < head ? first : head;
-    uint64_t missed = first > since ? first - since : 0;
-    PyObject *rows = PyList_New(0);
-    for (uint64_t i = first; rows != NULL && i < head; i++) {
-        /* Making tuples and giving rows up may run code of the host's, which overwrites or resets. */
-        if (i >= ring->head)
-            break;
-        if (ring->head - i > ring->capacity) {
-            missed++;
-            continue;
-        }
-        const row_t *row = &ring->rows[i & ring->mask];
-        PyObject *tuple = row_as_tuple(row);
-        if (tuple == NULL || PyList_Append(rows, tuple) < 0)
-            Py_CLEAR(rows);
-        Py_XDECREF(tuple);
-    }
-    return rows == NULL ? NULL : Py_BuildValue("(NKK)", rows, head, missed);
-}
-
-/* (the rows from a number on as they lie in memory, what those have that say more). The latter are as many as there are
- * rows whose `rare` is neither 0 nor a number. All of one moment: nothing in between can run a finaliser of the host's. */
+/* The rows from a number on, as they are in memory. */
 static PyObject *
 Ring_copied(Ring *self, PyObject *argument)
 {
-    uint64_t since = PyLong_AsUnsignedLongLong(argument), head = self->head;
+    uint64_t since = PyLong_AsUnsignedLongLong(argument);
     if (since == (uint64_t)-1 && PyErr_Occurred())
         return NULL;
-    uint64_t first = head > self->capacity ? head - self->capacity : 0;
+    uint64_t head = self->head, first = head > self->capacity ? head - self->capacity : 0;
     first = first > since ? first : since;
-    size_t count = first < head ? (size_t)(head - first) : 0, rare = 0;
+    size_t count = first < head ? (size_t)(head - first) : 0;
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(row_t)));
-    row_t *rows = bytes == NULL ? NULL : (row_t *)PyBytes_AS_STRING(bytes);
+    if (bytes == NULL || count == 0)
+        return bytes;
+    row_t *rows = (row_t *)PyBytes_AS_STRING(bytes);
     size_t begin = (size_t)(first & self->mask), whole = (size_t)self->capacity - begin;
     whole = whole < count ? whole : count;
-    if (rows != NULL && count != 0) {
-        memcpy(rows, self->rows + begin, whole * sizeof *rows);
-        memcpy(rows + whole, self->rows, (count - whole) * sizeof *rows);
-    }
-    for (size_t i = 0; rows != NULL && i < count; i++)
-        rare += new_rare(rows[i].rare) != NULL && !is_number(rows[i].rare);
-    PyObject *more = rows == NULL ? NULL : PyList_New((Py_ssize_t)rare);
-    rare = 0;
-    for (size_t i = 0; rows != NULL && i < count; i++)
-        if (rows[i].rare != NULL && !is_number(rows[i].rare) && more != NULL)
-            PyList_SET_ITEM(more, (Py_ssize_t)rare++, rows[i].rare);
-        else
-            drop_rare(rows[i].rare);
-    if (more == NULL) {
-        Py_XDECREF(bytes);
-        return NULL;
-    }
-    return Py_BuildValue("(NN)", bytes, more);
-}
-
-/* The number of the first row that ended after a time: a ring's rows lie in the order of their ends. */
-static uint64_t
-number_after(const Ring *self, int64_t after_ns)
-{
-    uint64_t low = self->head > self->capacity ? self->head - self->capacity : 0, high = self->head;
-    while (low < high) {
-        uint64_t middle = low + (high - low) / 2;
-        if (self->rows[middle & self->mask].end_ns > after_ns)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
-static PyObject *
-Ring_first_after(Ring *self, PyObject *argument)
-{
-    long long after_ns = PyLong_AsLongLong(argument);
-    if (after_ns == -1 && PyErr_Occurred())
-        return NULL;
-    return PyLong_FromUnsignedLongLong(number_after(self, after_ns));
-}
-
-/* (rows, the end of the oldest, ids of those whose nodes are marked) of the rows that ended after a time. */
-static PyObject *
-Ring_held(Ring *self, PyObject *args)
-{
-    long long after_ns;
-    Py_buffer marks;
-    if (!PyArg_ParseTuple(args, "Ly*:held", &after_ns, &marks))
-        return NULL;
-    uint64_t first = number_after(self, after_ns), head = self->head;
-    uint64_t *ids = NULL, count = 0, room = marks.len == 0 ? 0 : head - first;
-    PyObject *found = NULL;
-    if (room != 0 && (ids = PyMem_RawMalloc(room * sizeof *ids)) == NULL) {
-        PyErr_NoMemory();
-        goto end;
-    }
-    for (uint64_t i = first; room != 0 && i < head; i++) {
-        const row_t *row = &self->rows[i & self->mask];
-        if (row->node < (uint64_t)marks.len && ((const char *)marks.buf)[row->node])
-            ids[count++] = row->span_id;
-    }
-    found = Py_BuildValue("KLy#", head - first, first < head ? self->rows[first & self->mask].end_ns : (int64_t)0,
-                          ids == NULL ? "" : (char *)ids, (Py_ssize_t)(count * sizeof *ids));
-end:
-    PyMem_RawFree(ids);
-    PyBuffer_Release(&marks);
-    return found;
+    memcpy(rows, self->rows + begin, whole * sizeof *rows);
+    memcpy(rows + whole, self->rows, (count - whole) * sizeof *rows);
+    return bytes;
 }
 
 /* [(node index, calls, total ns, steps of generators)] of each call path. */
@@ -208,61 +62,9 @@ Ring_usage(Ring *self, PyObject *Py_UNUSED(none))
     return found;
 }
 
-static PyObject *
-Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
-{
-    return book_as_dict(&self->totals);
-}
-
-static PyObject *
-Ring_firsts(Ring *self, PyObject *Py_UNUSED(none))
-{
-    return firsts_as_dict(&self->totals);
-}
-
-/* For tests: begin a thread's totals of a call path at these: calls, total ns, self ns and times in every bucket that it
- * has. */
-static PyObject *
-Ring_preset_totals(Ring *self, PyObject *args)
-{
-    unsigned int node;
-    unsigned long long calls, times;
-    long long total_ns, self_ns;
-    if (!PyArg_ParseTuple(args, "IKLLK:_preset_totals", &node, &calls, &total_ns, &self_ns, &times))
-        return NULL;
-    totals_t *totals = known_totals(&self->totals, node);
-    if (totals == NULL) {
-        PyErr_SetString(PyExc_KeyError, "a call path that this thread has not recorded");
-        return NULL;
-    }
-    count_waiting(NULL, totals);
-    totals->calls = calls;
-    totals->total_ns = total_ns;
-    totals->self_ns = self_ns;
-    for (uint32_t c = 0; c < CHUNKS; c++) {
-        chunk_t *chunk = totals->chunks[c];
-        for (uint32_t i = 0; chunk != NULL && i < 64; i++) {
-            if (times_of(totals, (c << 6) + i) == 0)
-                continue;
-            if (times >> LOW_BITS != 0 && carry(chunk, i, 0) < 0)
-                return PyErr_NoMemory();
-            chunk->low[i] = (uint16_t)times;
-            if (chunk->high != NULL)
-                chunk->high[i] = times >> LOW_BITS;
-        }
-    }
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef Ring_methods[] = {
-    {"newest", (PyCFunction)Ring_newest, METH_O, "Rows from a number on, the head, and how many came too late."},
-    {"copied", (PyCFunction)Ring_copied, METH_O, "Rows from a number on as bytes, and what some of them have more."},
-    {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
-    {"held", (PyCFunction)Ring_held, METH_VARARGS, "Rows that ended after a time, the first end, ids of marked ones."},
+    {"copied", (PyCFunction)Ring_copied, METH_O, "Rows from a number on as bytes."},
     {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls, total ns and steps of each call path."},
-    {"copied_totals", (PyCFunction)Ring_copied_totals, METH_NOARGS, "Totals by node index, as tuples."},
-    {"firsts", (PyCFunction)Ring_firsts, METH_NOARGS, "Begin and length of the first call by node index."},
-    {"_preset_totals", (PyCFunction)Ring_preset_totals, METH_VARARGS, "For tests: begin a call path's totals at these."},
     {NULL},
 };
 

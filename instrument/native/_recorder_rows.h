@@ -53,17 +53,10 @@ error_told(PyObject *attributes, PyObject *error)
     return error != NULL ? error : str_other;
 }
 
-/* What a row has beside its numbers: attributes alone or an active time alone as they are, which most have that have
- * anything. */
-static PyObject *
-rare_of(int64_t active_ns, PyObject *error, PyObject *attributes)
+static inline uint64_t
+number_as_rare(int64_t active_ns)
 {
-    if (error == NULL && attributes == NULL)
-        return number_as_rare(active_ns);
-    if (error == NULL && active_ns < 0 && PyDict_Check(attributes))
-        return Py_NewRef(attributes);
-    return Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
-                         attributes != NULL ? attributes : Py_None);
+    return (uint64_t)active_ns << 1 | 1;
 }
 
 /* All that a row says, but for what is rare. */
@@ -79,10 +72,9 @@ fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t start_ns,
     row->task = (uint32_t)(frame->task >> 4);
 }
 
-/* Write the row of a span, which takes the reference of what is rare, and count it. Gives what the row held before, to be
- * let go of last: that may run code of the host's. */
-static inline __attribute__((always_inline)) PyObject *
-write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error, PyObject *rare,
+/* Write the row of a span, and count it. */
+static inline __attribute__((always_inline)) void
+write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error, uint64_t rare,
           uint64_t moved_bytes)
 {
     node_t *node = frame->node;
@@ -91,17 +83,12 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
         end_ns = start_ns;
         total_ns = 0;
     }
-    PyObject *old = rare;
     if (error == NULL && __builtin_expect(total_ns < node->min_ns, 0) && children_ns == 0 && !frame->has_rows) {
         ring->too_short++;
     } else {
         uint64_t head = ring->head;
         row_t *row = &ring->rows[head & ring->mask];
-        if (__builtin_expect((uintptr_t)ring->has_rare | (uintptr_t)rare, 0)) { /* else it is NULL, as no row had any */
-            ring->has_rare = 1;
-            old = row->rare;
-            row->rare = rare;
-        }
+        row->rare = rare;
         fill_row(row, frame, node, start_ns, end_ns, children_ns);
         /* Whoever reads from outside finds a row whole as soon as it is counted. */
         __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
@@ -110,7 +97,7 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
     totals_t *totals = node->totals;
     if (__builtin_expect(node->ring_number != ring->number, 0) && (totals = find_totals_here(ring, node)) == NULL) {
         count(core, NOT_TALLIED);
-        return old;
+        return;
     }
     if (total_ns < totals->min_ns)
         totals->min_ns = total_ns;
@@ -135,7 +122,6 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
     totals->waiting[waiting] = (uint16_t)bucket_of((uint64_t)total_ns);
     if (__builtin_expect(waiting == BUCKETS_WAITING - 1, 0))
         count_all_waiting(core, totals);
-    return old;
 }
 
 /* Store a span that has neither an error nor attributes: what most are. */
@@ -144,7 +130,7 @@ store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
 {
     if (__builtin_expect(ring->rows == NULL, 0)) /* reset meanwhile, and no memory for a new one */
         return;
-    drop_rare(write_row(core, ring, frame, end_ns, -1, NULL, NULL, 0));
+    write_row(core, ring, frame, end_ns, -1, NULL, 0, 0);
 }
 
 /* How long what is awaited around an open span has been suspended since the span began. */
@@ -193,32 +179,26 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
             active_ns = end_ns - frame->start_ns - waited_ns;
         own_waited_ns = take_waited(frame, active_ns, waited_ns);
     }
-    PyObject *rare = NULL;
-    uint64_t moved_bytes = 0;
+    uint64_t rare = 0, moved_bytes = 0;
     if (frame->attributes != NULL)
         error = error_told(frame->attributes, error);
-    if (error != NULL || frame->attributes != NULL || active_ns >= 0) {
-        rare = rare_of(active_ns, error, frame->attributes);
-        if (rare == NULL) {
-            PyErr_Clear();
-            count(core, NO_DETAILS);
-        }
+    if (error != NULL || frame->attributes != NULL) {
+        rare = HAS_MORE;
         if (frame->node->is_copy && frame->attributes != NULL)
             moved_bytes = bytes_in(frame->attributes);
-        if (core->memory != NULL && !is_number(rare))
+        if (core->memory != NULL)
             write_detail(core, frame->span_id, active_ns, error, frame->attributes);
+    } else if (active_ns >= 0) {
+        rare = number_as_rare(active_ns);
     }
-    if (ring->rows == NULL) { /* reset meanwhile, and no memory for a new one */
-        drop_rare(rare);
+    if (ring->rows == NULL) /* reset meanwhile, and no memory for a new one */
         return;
-    }
     int was_cancelled = frame->attributes != NULL && error == NULL && frame->node->is_request &&
                         PyDict_Check(frame->attributes) && PyDict_GetItem(frame->attributes, str_outcome) != NULL;
-    PyObject *old = write_row(core, ring, frame, end_ns, active_ns, error, rare, moved_bytes);
+    write_row(core, ring, frame, end_ns, active_ns, error, rare, moved_bytes);
     totals_t *totals = own_waited_ns > 0 || was_cancelled ? totals_here(ring, frame->node) : NULL;
     if (totals != NULL && own_waited_ns > 0)
         add_time(core, &totals->waiting_ns, own_waited_ns);
     if (totals != NULL && was_cancelled)
         totals->cancelled++;
-    drop_rare(old);
 }

@@ -444,8 +444,7 @@ status_of(Core *core, PyObject *error)
     return 100 <= status && status < 1000 ? status : -1;
 }
 
-/* How a span was broken off that ended with an exception, borrowed; NULL where it has failed. No code of the host's is
- * run. Twin of `outcome_of` in outcomes.py. */
+/* The outcome of a span that an exception broke off, borrowed; NULL where it has failed. It runs no code of the host's. */
 static PyObject *
 outcome_of(PyObject *error)
 {
@@ -470,6 +469,13 @@ outcome_of(PyObject *error)
             return str_cancelled;
     }
     return NULL;
+}
+
+static PyObject *
+told_outcome(PyObject *Py_UNUSED(module), PyObject *error)
+{
+    PyObject *outcome = outcome_of(error);
+    return Py_NewRef(outcome != NULL ? outcome : Py_None);
 }
 
 /* Note how a span has ended, beside its attributes, which may be another's too. */

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define RECORDING_MAGIC "instrrec"
-#define RECORDING_VERSION 5
+#define RECORDING_VERSION 6
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
 from instrument.recorder import span_attributes, wrapping
-from instrument.recording.histogram import LONGEST_NS, percentiles, unpacked
+from instrument.recording.memory_layout import HEADER, REASONS
 from instrument.recording.paths import CallTree, shaped
-from instrument.recording.rows import NODE, SPAN_ID, Block, Cursor, Held, Row, Taken, span_of
-from instrument.recording.spans import AttributeValue, Site, Span
-from instrument.runtime.cheap_start import LazyModule, replace
+from instrument.recording.rows import NODE, Row
+from instrument.recording.spans import AttributeValue, Site
+from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
     from instrument.native._recorder import Core as Core
     from instrument.native._recorder import Scope as Scope
+    from instrument.recorder.own_recording import Cursor, OwnRecording
+    from instrument.recording.tally import Tally
 elif native.MODULE is not None:
     Core, Scope = native.MODULE.Core, native.MODULE.Scope
 else:
@@ -31,8 +34,8 @@ else:
         """A core that is never on."""
 
         on = False
-        _memory_head = None
-        ended_rows = ended_too_short = node_count = 0
+        memory = None
+        node_count = 0
 
         def __init__(self, *_: Any) -> None:
             self.passes, self.irregular, self.user_sites = {}, Counter(), {}
@@ -43,6 +46,10 @@ else:
 
         def rings(self) -> list[Any]:
             """Return no rings."""
+            return []
+
+        def open_rows(self) -> list[Any]:
+            """Return no open spans."""
             return []
 
         def nodes_from(self, first: int) -> tuple[list[Any], bytes]:
@@ -73,12 +80,6 @@ else:
         def annotate(self, attributes: Any = None, /, **more: Any) -> None:
             """Do nothing."""
 
-
-if TYPE_CHECKING:
-    from instrument.recording import tally
-    from instrument.recording.tally import Tally
-else:
-    tally = LazyModule("instrument.recording.tally")  # with numpy, after the start
 
 KNOWN_SITES = 65_536
 """The most sites that are known singly. A service that decorates a function at each request makes one each time."""
@@ -287,105 +288,31 @@ class Readback(SiteCore):
         """Return True where any called site asks for device time."""
         return any(self.paths().by_site(_asks_for_device_time))
 
-    def totals(self, *, merged: bool = False) -> Tally:
-        """Return all totals up to now, of all threads `merged` into thread 0, without a copy of their histograms.
+    def mapped(self) -> OwnRecording:
+        """Return the reader of this process's own recording, for which it imports numpy."""
+        from instrument.recorder.own_recording import OwnRecording
 
-        It takes some 0.2 us for each call path, and for each thread that it ran on.
-        """
-        tree = self.paths()
-        return tally.of_packed(tree, self.lines_by_place(tree.located().places, merged), self._histogram)
-
-    def _histogram(self, nodes: Iterable[int], thread_id: int | None) -> dict[int, int]:
-        """Return the histogram of places on a thread of theirs, or on all."""
-        return unpacked(self.histogram_of(self._paths.nodes(nodes), thread_id))
-
-    def median_ns(self, node: int) -> int:
-        """Return the median time of the calls of a node."""
-        histogram = self._histogram([node], None)
-        return percentiles(histogram, (0.5,), sum(histogram.values()), 0, LONGEST_NS)[0] or 0
+        return OwnRecording(self, self.memory)
 
     def tally(self) -> Tally:
-        """Return a copy of all totals up to now, by call path and thread, at 3 us for each pair of both."""
-        books = [(ring.thread_id, ring.name, ring.copied_totals()) for ring in self.rings()]
-        return tally.of_books(self.paths(), [*books, (0, "(ended threads)", self.ended_totals())])
-
-    def firsts(self) -> dict[Site, tuple[int, int]]:
-        """Return the begin of each site's first ended call, and its length on the host, in ns."""
-        site_of = self.paths().site
-        found: dict[Site, tuple[int, int]] = {}
-        for index, first in self.firsts_by_node().items():
-            site = site_of(index)
-            found[site] = min(first, found.get(site, first))
-        return found
-
-    def firsts_by_node(self) -> dict[int, tuple[int, int]]:
-        """Return the begin and length of the first ended call of each call node of `paths`."""
-        found: dict[int, tuple[int, int]] = {}
-        for book in [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]:
-            for index, first in book.items():
-                found[index] = min(first, found.get(index, first))
-        return found
-
-    def span(self, row: Row, thread_id: int) -> Span:
-        """Return the span of a row."""
-        return span_of(row, self.site_of(row), thread_id)
+        """Return a copy of all totals up to now, by call path and thread, at 1 us for each pair of both."""
+        return self.mapped().tally()
 
     def site_of(self, row: Row) -> Site:
         """Return the site of a row."""
         paths = self._paths if row[NODE] < len(self._paths) else self.paths()
         return paths.site(row[NODE])
 
-    def spans(self) -> list[Span]:
-        """Return the spans in the rings, and the open ones as far as they have come. Unordered.
-
-        An object takes 2 us: it is for a few spans. `take` is for many.
-        """
-        open_rows = self.open_rows()
-        found = [self.span(row, ring.thread_id) for ring in self.rings() for row in ring.newest(0)[0]]
-        ended = {span.span_id for span in found}
-        for thread_id, row in open_rows:
-            if row[SPAN_ID] not in ended:  # or it has ended since
-                found.append(self.span(row, thread_id))
-                found[-1].clipped = True
-        return found
-
-    def take(self, start_ns: int = 0) -> Taken:
-        """Copy the rows of spans from a time on, at 10 ns a row. Newer rows do not overwrite the copy."""
-        open_rows = self.open_rows()
-        blocks = [Block(ring.thread_id, *ring.copied(ring.first_after(start_ns))) for ring in self.rings()]
-        return Taken(blocks, open_rows, self.paths())
-
-    def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
-        """Count the spans in the rings that ended after a time, and the open ones, without making them.
-
-        Ended spans of the threads in `leave_out` do not count. A row of a site that asks for device time takes 5 ns;
-        other rows are not read.
-        """
-        tree, marks = self.paths(), b""
-        if self.asks_for_device_time():
-            marks = bytes(map(tree.by_site(_asks_for_device_time).__getitem__, tree.site_of))
-        now_ns, open_rows = self.now_ns(), self.open_rows()
-        spans, oldest, asking = 0, dict[int, int](), array("Q")
-        still_open = {row[SPAN_ID]: (thread_id, row[NODE]) for thread_id, row in open_rows}
-        for ring in self.rings():
-            if ring.thread_id in leave_out:
-                continue
-            count, first_end_ns, ids = ring.held(start_ns, marks)
-            for row in ring.newest(ring.first_after(now_ns))[0] if still_open else ():
-                still_open.pop(row[SPAN_ID], None)  # one that has ended since is there already
-            if count:
-                oldest[ring.thread_id] = min(first_end_ns, oldest.get(ring.thread_id, first_end_ns))
-            spans += count
-            asking.frombytes(ids)
-        for span_id, (thread_id, node) in still_open.items():
-            oldest.setdefault(thread_id, now_ns)
-            if self.paths().site(node).device:
-                asking.append(span_id)
-        return Held(spans + len(still_open), oldest, asking)
+    def totals(self, merged: bool) -> Tally:
+        """Return the same at less cost, of all threads `merged` if asked, without a copy of their histograms."""
+        totals = self.mapped().totals()
+        return totals.merged() if merged else totals
 
     def cursor(self) -> Cursor:
         """Return a reader of every row from now on, once, if it comes before the ring wraps."""
-        return Cursor(self.rings, lambda: self.ended_rows)
+        from instrument.recorder.own_recording import Cursor
+
+        return Cursor(self.mapped)
 
     def threads(self) -> dict[int, str]:
         """Return ids and names of the threads whose rows are still there."""
@@ -399,7 +326,18 @@ class Readback(SiteCore):
 
     def counts(self) -> Mapping[str, int]:
         """Return the irregular events with their counts."""
-        return dict(self.irregular)
+        reasons = zip(REASONS, self._head("reasons"), strict=False)
+        return {**self.irregular, **{reason: count for reason, count in reasons if count}}
+
+    def _head(self, field: str) -> tuple[int, ...]:
+        """Return the numbers of a field of the memory's header, none without a memory."""
+        offset, code = HEADER.fields[field]
+        return () if self.memory is None else unpack_from(f"<{code}", self.memory, offset)
+
+    @property
+    def ended_rows(self) -> int:
+        """The number of rows of rings that were given up."""
+        return sum(self._head("ended_rows"))
 
     @property
     def calls(self) -> int:
@@ -409,7 +347,7 @@ class Readback(SiteCore):
 
     @property
     def _too_short(self) -> int:
-        total: int = sum(ring.too_short for ring in self.rings()) + self.ended_too_short
+        total: int = sum(ring.too_short for ring in self.rings()) + sum(self._head("ended_too_short"))
         return total
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from instrument import native
+
 STATUS = "http.response.status_code"
 """The attribute of a request's span, by OpenTelemetry's conventions for HTTP."""
 
@@ -41,31 +43,11 @@ The attributes are plain ones, so that reading them runs no code of the service.
 """
 
 
-CANCELLED, CLOSED_EARLY, STOPPED = "cancelled", "closed early", "stopped"
-
-BROKEN_OFF: Mapping[str, str] = {
-    "CancelledError": CANCELLED,
-    "Cancelled": CANCELLED,
-    "GreenletExit": CANCELLED,
-    "GeneratorExit": CLOSED_EARLY,
-    "KeyboardInterrupt": STOPPED,
-    "SystemExit": STOPPED,
-}
-"""The outcomes of spans by the names of the exceptions' classes, of asyncio, trio, gevent and Python."""
-
-_classes, _name = (vars(type)[name].__get__ for name in ("__mro__", "__name__"))
-_code = vars(SystemExit)["code"].__get__
+CANCELLED = "cancelled"
+"""The outcome of a span whose task was cancelled."""
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """Return the outcome of a span that an exception broke off, None for a failure. Runs no code of the class.
-
-    An exit with a code other than 0 is a failure. Its twin is `outcome_of` in `_recorder_span.h`.
-    """
-    kind = type(error)
-    if issubclass(kind, Exception):
-        return None
-    if issubclass(kind, SystemExit):
-        code = _code(error)
-        return STOPPED if code is None or code is False or (type(code) is int and not code) else None
-    return next((BROKEN_OFF[name] for name in map(_name, _classes(kind)) if name in BROKEN_OFF), None)
+    """Return the outcome of a span that an exception broke off, None for a failure. It runs no code of the class."""
+    outcome: str | None = native.MODULE.outcome_of(error)
+    return outcome

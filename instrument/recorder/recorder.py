@@ -25,7 +25,7 @@ from instrument.profile.model import KINDS, PHASES, Limits
 from instrument.recorder import core, span_attributes, wrapping
 from instrument.recorder.core import Readback
 from instrument.recorder.outcomes import ANSWERS
-from instrument.recording.memory_layout import GOODBYE, OFF, PARTS, RUNNING
+from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING
 from instrument.recording.paths import OVERFLOW, CallTree
 from instrument.recording.remote_parents import REMOTE, link_of
 from instrument.recording.rows import STREAM
@@ -321,17 +321,17 @@ class Recorder(Readback):
 
         With a directory it is a file there, which outlives the process; it and the files left there by others take
         `disk_bytes` at most. `facts` describe the process and its session to readers. Where there can be no such memory
-        `no_memory` is the reason, and the recording ends with the process.
+        `no_memory` is the reason; the recording is in private memory then, and ends with the process.
         """
         from instrument.recording import memory
 
         room_bytes = ring_bytes if directory else max(ring_bytes, LEAST_MEMORY_BYTES)
         wanted = directory, os.getpid() if directory else 0
-        if self._memory_of != wanted or room_bytes > self._memory_bytes or self._memory_head is None:
+        if self._memory_of != wanted or room_bytes > self._memory_bytes or self.memory is None:
             try:
                 made = memory.make(room_bytes, directory, disk_bytes)
                 try:
-                    self.attach(made.fd, bool(directory))
+                    self.attach(made.fd, bool(directory), None)
                 except BaseException:
                     os.close(made.fd)
                     raise
@@ -339,6 +339,9 @@ class Recorder(Readback):
                 self._memory_of, self._memory_bytes, self._disk_bytes = wanted, room_bytes, disk_bytes
             except (OSError, ValueError) as problem:
                 self.no_memory = str(problem)
+                if self.memory is None or self.memory_fd >= 0 or room_bytes > self._memory_bytes:
+                    self.attach(-1, False, memory.private_head(room_bytes))
+                    self._memory_bytes = room_bytes
         self.reset(ring_bytes)
         self._begun_ns, self._is_off = time.monotonic_ns(), False
         self.tell(facts)
@@ -350,32 +353,31 @@ class Recorder(Readback):
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Write into the memory that this process records, and the facts of its session."""
-        if self._memory_head is not None:
+        if self.memory is not None:
             from instrument.recording import memory
 
             state = OFF if self._is_off else RUNNING
-            memory.say_whose(self._memory_head, state, {**facts, "begun_ns": self._begun_ns})
+            memory.say_whose(self.memory, state, {**facts, "begun_ns": self._begun_ns})
         self._facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
         """Record from now on, or not, and write that into the memory."""
         self.on, self._is_off = on, not on
-        if self._memory_head is not None:
+        if self.memory is not None:
             from instrument.recording import memory
 
-            memory.say_switched(self._memory_head, on=on)
+            memory.say_switched(self.memory, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
         """Return the room of a part of the recording that Python writes; None without a memory for other processes."""
-        head, part = self._memory_head, self._memory_part(PARTS.index(name))
-        return None if head is None or part is None else SlotRoom(head, name, part)
+        return None if self.memory is None else SlotRoom.of(self.memory, name)
 
     def say_goodbye(self) -> None:
         """Write into the memory that the session has ended in order, and remove its file."""
-        if self._memory_head is not None:
+        if self.memory is not None:
             from instrument.recording import memory
 
-            memory.say_state(self._memory_head, GOODBYE)
+            memory.say_state(self.memory, GOODBYE)
         if self.memory_path:
             with contextlib.suppress(OSError):
                 Path(self.memory_path).unlink()

@@ -9,11 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import struct
 from collections.abc import Mapping, Sequence
-
-PACKED = struct.Struct("=IQ")
-"""A bucket of a packed histogram, and the calls in it."""
 
 
 def bucket(value_ns: int) -> int:
@@ -43,11 +39,6 @@ def bucket_start(index: int) -> int:
 def bucket_middle(index: int) -> int:
     """The value that stands for a bucket: its middle, rounded down."""
     return bucket_start(index) + (0 if index < 128 else 1 << ((index >> 6) - 1) >> 1)
-
-
-def unpacked(packed: bytes) -> dict[int, int]:
-    """Return a packed histogram, the lowest bucket first."""
-    return dict(PACKED.iter_unpack(packed))
 
 
 def percentiles(

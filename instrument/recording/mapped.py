@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,13 +25,11 @@ from instrument.recording.mapped_facts import (
     FARTHEST_NS,
     MOST_DEVICES,
     UNKNOWN,
-    Detail,
     Header,
     OpenSpan,
     Records,
     RingRows,
     attributes_in,
-    detail_of,
     facts_in,
     label_of,
     records,
@@ -45,6 +44,7 @@ LARGEST_BYTES = 1 << 40
 """No recording is longer."""
 MOST_SLOTS = {
     **{name: part.slots for name, part in layout.planned(0, is_sparse=True)[0].items()},
+    "details": 1 << 32,
     "intervals": 1 << 26,
     "rows": 1 << 31,
 }
@@ -80,8 +80,7 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
 
 _HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
 ROWS = _type(layout.ROW)
-"""A row as others read it; `rare` is an address in the process, and of no use elsewhere, but for one that is odd: see
-`instrument.recording.rows.packed_row`."""
+"""A row, as `instrument.recording.rows.PACKED_ROW`."""
 _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
 _INTERVAL, _SAMPLE = _type(layout.INTERVAL), _type(layout.SAMPLE)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
@@ -103,13 +102,21 @@ class _Ring(NamedTuple):
     too_short: int
     thread_id: int
     name: str
+    has_ended: bool
 
 
 class Mapped:
-    """What a recording says at the moment when it is asked. Raises `TraceError` for a file that is none."""
+    """A recording in a file, or in this process's own memory, as it is when it is asked.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = duplicate(fd)  # a service may read its own
+    Raises `TraceError` for a file that is none.
+    """
+
+    in_doubt = 1
+    """The rows of a ring that may be half written: the next one of a process that may have been ended."""
+
+    def __init__(self, source: int | memoryview) -> None:
+        self._memory = source if isinstance(source, memoryview) else None
+        self._fd = duplicate(source) if isinstance(source, int) else -1
         self._told: dict[int, Site] = {}
         self._told_until = 0, 0  # of which generation, and how many bytes of its facts
         self._known = -1, b""  # of which generation, and the nodes of the tree that is known
@@ -130,6 +137,8 @@ class Mapped:
 
     def _bytes(self, offset: int, count: int) -> bytes:
         """Return the bytes there, as far as the file goes."""
+        if self._memory is not None:
+            return bytes(self._memory[offset : offset + count])
         found = []
         while count > 0:
             try:
@@ -290,7 +299,7 @@ class Mapped:
             found[int(ring["number"])] = _Ring(
                 slot, int(ring["number"]), rows[slot] if is_held else -1, capacity if is_held else 0,
                 min(int(ring["head"]), 1 << 62), int(ring["too_short"]), int(ring["thread_id"]),
-                label_of(ring["label"]) if ring["thread_id"] else "(ended threads)",
+                label_of(ring["label"]) if ring["thread_id"] else "(ended threads)", bool(ring["ended"]),
             )  # fmt: skip
         return [found[number] for number in sorted(found)]
 
@@ -304,16 +313,46 @@ class Mapped:
         """Return the number of rows that each ring has ever had, by the number of the ring."""
         return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
 
+    def first_after(self, after_ns: int) -> dict[int, int]:
+        """Return the number of the first row that ended after a time, by the number of the ring."""
+        return {ring.number: self._first_after(ring, after_ns) for ring in self._rings() if ring.thread_id}
+
+    def _first_after(self, ring: _Ring, after_ns: int) -> int:
+        """Return it of a ring, whose rows are in the order of their ends."""
+        part, mask, at = self._parts["rows"], ring.capacity - 1, layout.ROW.fields["end_ns"][0]
+
+        def has_ended_after(number: int) -> bool:
+            data = self._bytes(part.offset + (ring.rows + (number & mask)) * part.stride + at, 8)
+            return int.from_bytes(data, "little", signed=True) > after_ns
+
+        rows = range(max(ring.head - ring.capacity, 0), ring.head)
+        return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
+
+    def overwritten_since(self, since_ns: int) -> tuple[set[int], set[int]]:
+        """Return the threads of which rows are missing that ended after a time: of wrapped rings, and of ended threads.
+
+        Rings that were given up are those of the threads that had ended first, so their rows are older than those that
+        are left of such threads.
+        """
+        rings = [ring for ring in self._rings() if ring.thread_id]
+
+        def reaches_back(ring: _Ring) -> bool:
+            return self._first_after(ring, since_ns) > max(ring.head - ring.capacity, 0)
+
+        full = [ring for ring in rings if ring.head + self.in_doubt > ring.capacity]
+        wrapped = {ring.thread_id for ring in full if not reaches_back(ring)}
+        ended = ([ring for ring in rings if ring.has_ended] or rings[-1:]) if self.ended_rows else []
+        return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
+
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
         """Return up to `most` of the newest rows of all rings, or of each by its number those from a row's number on.
 
-        The slot that is written next is left out: a process that was ended may have been in the middle of it. `head` of
-        each is where to go on.
+        Rows `in_doubt` are left out. `head` of each is where to go on.
         """
         copied, wanted = [], []
         for place, ring in enumerate(ring for ring in self._rings() if ring.thread_id):
             begin = max((since or {}).get(ring.number, 0), 0)
-            oldest = max(ring.head - ring.capacity + 1, 0)
+            oldest = max(ring.head - ring.capacity + self.in_doubt, 0)
             wanted.append((ring.head - min(max(begin, oldest), ring.head), place, begin, ring))
         # Of all the same share, and what some have less than that for the others: none waits for one that has more.
         for done, (count, place, begin, ring) in enumerate(sorted(wanted, key=lambda one: one[:2])):
@@ -321,7 +360,8 @@ class Mapped:
             end = min(ring.head, first + most // (len(wanted) - done))
             rows = self._copied(ring, first, end)
             now = self._ring_now(ring)
-            late = min(max(now - ring.capacity + 1 - first, 0), len(rows)) if now >= ring.head else len(rows)
+            overwritten = max(now - ring.capacity + self.in_doubt - first, 0)
+            late = min(overwritten, len(rows)) if now >= ring.head else len(rows)
             rows, first = rows[late:], first + late
             copied.append((place, ring, begin, first, end, rows))
             most -= len(rows)
@@ -401,26 +441,26 @@ class Mapped:
         now = self._ring_now(ring)
         return self._copied(ring, now - 1, now) if now > 0 else np.zeros(0, ROWS)
 
-    def details(self) -> dict[int, Detail]:
-        """Return the further facts of the newest rows that have any, by the ids of their spans."""
-        found, _ = self.details_since(0)
-        return {span_id: detail_of(active_ns, facts_in(text)) for span_id, (active_ns, text) in found.items()}
-
     @property
     def details_bytes(self) -> int:
         """Return the room for the further facts of the newest rows."""
         return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """The same as it was written, from a place on; and the place to go on from.
+        """Return the further facts of the newest rows as they were written, from a place on, and where to go on.
 
         Of each the time in which the span was active, and the text that `facts_in` and `detail_of` read.
         """
+        pieces, used = self.copied_details(begin)
+        return details_in(pieces), used
+
+    def copied_details(self, begin: int = 0) -> tuple[list[bytes], int]:
+        """Return the same for `details_in`, at the cost of a copy."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
         if not part.slots or part.slots % block:
-            return {}, used
+            return [], used
         first = max((used // block + 1) * block - part.slots, begin if begin <= used else 0, 0)
         pieces = []
         while first < used:
@@ -429,14 +469,7 @@ class Mapped:
             first = end
         self._read_head()  # what was overwritten meanwhile
         kept = (self._parts["details"].used // block + 1) * block - part.slots
-        found = {
-            int(detail["span_id"]): (int(detail["active_ns"]), text)
-            for at, data in pieces
-            if at >= kept
-            for detail, text in records(data, _DETAIL)
-            if detail["span_id"]
-        }
-        return found, used
+        return [data for at, data in pieces if at >= kept], used
 
     def intervals(self, since: int = 0) -> Records:
         """The newest device intervals that came after the first so many, the oldest first.
@@ -496,10 +529,39 @@ class Mapped:
     # ---------------------------------------------------------------- totals
 
     def tally(self, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """The totals of all calls by now, by call path and thread, as the process itself would tell them.
+        """Return the totals of all calls up to now, by call path and thread.
 
         Or of those whose sites are `wanted` of the tree, by the numbers that this one gives them: others have others.
         """
+        tree, threads, totals, *histograms = self._totals(wanted)
+        return Tally.of_nodes(tree, *_lines(threads, totals, self._histograms(totals, *histograms)))
+
+    def totals(self) -> Tally:
+        """Return the same of all calls, at less cost: it adds up histograms when they are asked for."""
+        tree, threads, totals, *histograms = self._totals(None)
+
+        def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:
+            rings = [number for number, ring in threads.items() if thread_id in (None, ring.thread_id)]
+            is_wanted = np.isin(totals["node"], np.array(tree.nodes(places), np.uint32))
+            its = totals[is_wanted & np.isin(totals["ring_number"], np.array(rings, np.uint64))]
+            buckets = self._histograms(its, *histograms)
+            times = np.zeros(LAST_BUCKET + 1, np.int64)
+            np.add.at(times, buckets["bucket"], buckets["times"])
+            return {bucket: int(times[bucket]) for bucket in np.flatnonzero(times).tolist()}
+
+        return Tally.of_nodes(tree, *_lines(threads, totals, buckets_of(*[np.zeros(0, np.int64)] * 3)), histogram)
+
+    def firsts(self) -> dict[int, tuple[int, int]]:
+        """Return the begin and length of the first ended call of each call path."""
+        firsts: dict[int, tuple[int, int]] = {}
+        _, _, totals, *_ = self._totals(None)
+        for node, begin_ns, length_ns in totals[["node", "first_ns", "first_total_ns"]].tolist():
+            firsts[node] = min((begin_ns, length_ns), firsts.get(node, (begin_ns, length_ns)))
+        return firsts
+
+    def _totals(
+        self, wanted: Callable[[CallTree], Sequence[bool]] | None
+    ) -> tuple[CallTree, dict[int, _Ring], Records, Records, Records]:
         for _ in range(READINGS):
             moving = int(self._read_head()["moving"])
             tree, rings = self.tree(), self._rings()
@@ -514,17 +576,7 @@ class Mapped:
         if wanted is not None:
             of_node = np.array(wanted(tree), np.bool_)[np.array(tree.site_of, np.int64)]
             own[own] = of_node[totals["node"][own]]
-        totals = totals[own]
-        lines = np.zeros(len(totals), TOTALS)
-        for name in set(Totals._fields).intersection(totals.dtype.names or ()):
-            lines[name] = np.minimum(totals[name], LARGEST) if name in SUMS else totals[name]
-        lines["elapsed_ns"] = totals["total_ns"] + totals["beyond_ns"]
-        lines["thread_id"] = [threads[number].thread_id for number in totals["ring_number"].tolist()]
-        names = dict[int, str]()
-        for ring in threads.values():
-            if (lines["thread_id"] == ring.thread_id).any():
-                names.setdefault(ring.thread_id, ring.name)
-        return Tally.of_nodes(tree, lines, self._histograms(totals, chunks, highs), names)
+        return tree, threads, totals[own], chunks, highs
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
         """Return the histogram of each as buckets; one may be there more than once."""
@@ -558,6 +610,16 @@ class Mapped:
         return {reason: count for reason, count in found.items() if count}
 
 
+def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
+    """Return the active time and the text of each span that copied details are of."""
+    return {
+        int(detail["span_id"]): (int(detail["active_ns"]), text)
+        for data in pieces
+        for detail, text in records(data, _DETAIL)
+        if detail["span_id"]
+    }
+
+
 def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
     """Return True for rows that a recorder writes."""
     sound = (rows["span_id"] != 0) & (rows["node"] < nodes) & (rows["start_ns"] >= -FARTHEST_NS)
@@ -565,3 +627,17 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
         sound &= rows[name] >> np.uint64(63) == 0
     sound &= (rows["end_ns"] >= rows["start_ns"]) & (rows["end_ns"] < FARTHEST_NS)
     return np.asarray(sound & (rows["children_ns"] > -FARTHEST_NS) & (rows["children_ns"] < FARTHEST_NS))
+
+
+def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> tuple[Records, Records, dict[int, str]]:
+    """Return totals as the lines of a tally, their buckets, and the names of their threads."""
+    lines = np.zeros(len(totals), TOTALS)
+    for name in set(Totals._fields).intersection(totals.dtype.names or ()):
+        lines[name] = np.minimum(totals[name], LARGEST) if name in SUMS else totals[name]
+    lines["elapsed_ns"] = lines["total_ns"] + np.minimum(totals["beyond_ns"], LARGEST)
+    lines["thread_id"] = [threads[number].thread_id for number in totals["ring_number"].tolist()]
+    names = dict[int, str]()
+    for ring in threads.values():
+        if (lines["thread_id"] == ring.thread_id).any():
+            names.setdefault(ring.thread_id, ring.name)
+    return lines, buckets, names

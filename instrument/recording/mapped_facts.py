@@ -82,7 +82,7 @@ class Header(NamedTuple):
 
 
 class OpenSpan(NamedTuple):
-    """A span that has begun and not ended. `node` is its call path's number, `attributes` what it was told to bear."""
+    """A span that has begun and not ended, of the call path with the number `node`. It ran for `active_ns`."""
 
     site: Site
     node: int
@@ -94,6 +94,7 @@ class OpenSpan(NamedTuple):
     start_ns: int
     children_ns: int
     attributes: Mapping[str, Any]
+    active_ns: int = -1
 
 
 class RingRows(NamedTuple):

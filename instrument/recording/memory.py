@@ -73,10 +73,7 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
         else:
             os.ftruncate(fd, size_bytes)
             _seal(fd)
-        table = [number for name in layout.PARTS for number in parts[name]]
-        offset, _ = layout.HEADER.fields["parts"]
-        os.pwrite(fd, struct.pack(f"<{len(table)}Q", *table), offset)
-        os.pwrite(fd, _head(size_bytes, layout.NEW), 0)
+        os.pwrite(fd, _head(parts, size_bytes), 0)
     except BaseException:
         os.close(fd)
         if path:
@@ -144,12 +141,21 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
-def _head(size_bytes: int, state: int) -> bytes:
+def private_head(ring_bytes: int) -> bytes:
+    """Return the header of a recording in private memory. Its unused pages take nothing, if the system allows that."""
+    is_sparse = _read("/proc/sys/vm/overcommit_memory") != "2"
+    return _head(*layout.planned(ring_bytes, is_sparse=is_sparse))
+
+
+def _head(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
     boot_id = _read("/proc/sys/kernel/random/boot_id").encode()
-    return _HEAD.pack(
-        layout.MAGIC, layout.VERSION, 0, size_bytes, 0, os.getpid(), state, clock.start_ticks(clock.STAT), boot_id,
+    head = _HEAD.pack(
+        layout.MAGIC, layout.VERSION, 0, size_bytes, 0, os.getpid(), layout.NEW, clock.start_ticks(clock.STAT), boot_id,
         time.monotonic_ns(), time.time_ns(), 0, 0, 0,
     )  # fmt: skip
+    offset, code = layout.HEADER.fields["parts"]
+    table = [number for name in layout.PARTS for number in parts[name]]
+    return head.ljust(offset, b"\0") + struct.pack(f"<{code}", *table)
 
 
 def say_whose(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-MAGIC, VERSION = b"instrrec", 5
+MAGIC, VERSION = b"instrrec", 6
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -80,11 +80,11 @@ HEADER = _in_order(
 )  # fmt: skip
 PART = _in_order(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
 RING = Record(
-    232,
+    224,
     {
-        "rows": (0, "Q"), "mask": (8, "Q"), "head": (16, "Q"), "number": (24, "Q"), "capacity": (80, "Q"),
-        "too_short": (88, "Q"), "thread_id": (96, "q"), "ended": (112, "B"), "generation": (136, "Q"),
-        "label": (144, f"{LABEL_BYTES}s"),
+        "rows": (0, "Q"), "mask": (8, "Q"), "head": (16, "Q"), "number": (24, "Q"), "capacity": (72, "Q"),
+        "too_short": (80, "Q"), "thread_id": (88, "q"), "ended": (104, "B"), "generation": (128, "Q"),
+        "label": (136, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
 """Behind the `object_bytes` that each begins with."""
@@ -156,6 +156,11 @@ def interval_slots(ring_bytes: int) -> int:
     return max(ring_bytes // INTERVAL_SHARE // INTERVAL.size, 64)
 
 
+def detail_bytes(ring_bytes: int) -> int:
+    """Return the room for the further facts of rows, in whole blocks of four shares."""
+    return max(8 << 20, ring_bytes // 4 // (4 * DETAIL_BLOCK_BYTES) * 4 * DETAIL_BLOCK_BYTES)
+
+
 def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
     """The parts of a recording by their names, and its length. One that is sparse takes what is touched of it."""
     share = 1 if is_sparse else 4
@@ -169,7 +174,7 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
         "frames": 32_768 // share,
         "attributes": 32_768 // share,
         "facts": (16 << 20) // share,
-        "details": (8 << 20) // share,
+        "details": detail_bytes(ring_bytes) // share,
         "intervals": interval_slots(ring_bytes),
         "samples": SAMPLES // share,
         # Rings have sizes of powers of two, which leave holes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import add
 from typing import Any, NamedTuple, TypeVar
 
@@ -83,6 +83,11 @@ class CallTree:
         while node != NOT_BELOW:
             yield self.site(node)
             node = self._nodes[2 * node + 1]
+
+    def nodes_of(self, sites: Collection[Site]) -> set[int]:
+        """Return the nodes of some sites."""
+        numbers = {number for number, site in enumerate(self.sites) if site in sites}
+        return {node for node, number in enumerate(self.site_of) if number in numbers}
 
     @property
     def site_of(self) -> array[int]:

@@ -26,6 +26,13 @@ class SlotRoom(NamedTuple):
     name: str
     part: memoryview
 
+    @classmethod
+    def of(cls, memory: memoryview, name: str) -> SlotRoom:
+        """Return the place of a part of a whole recording."""
+        table = layout.HEADER.fields["parts"][0] + layout.PARTS.index(name) * layout.PART.size
+        part = layout.Part(*layout.PART.packer().unpack_from(memory, table))
+        return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride])
+
     def used(self) -> int:
         """Return the number of slots ever written, by any writer."""
         return int(_U64.unpack_from(self.head, self.used_at())[0])

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.histogram import LAST_BUCKET, PACKED
+from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.paths import NOT_BELOW, CallPath, CallTree
 from instrument.recording.spans import Site
 
@@ -83,7 +83,6 @@ SUMS = tuple(name for name in Totals._fields if name not in ("node", "thread_id"
 BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64)])
 """A bucket of a line's histogram, and the calls in it."""
 
-_PACKED = np.dtype([("bucket", "<u4"), ("times", "<u8")])
 _ADDED = [Totals._fields.index(name) for name in SUMS]
 _EXTREMES = {
     Totals._fields.index(name): choose for names, choose in ((LEAST, np.minimum), (MOST, np.maximum)) for name in names
@@ -129,13 +128,20 @@ class Tally:
         self._device_below: dict[int | None, Mapping[int, int]] = {}
 
     @classmethod
-    def of_nodes(cls, tree: CallTree, lines: Records, buckets: Records, threads: Mapping[int, str]) -> Tally:
+    def of_nodes(
+        cls,
+        tree: CallTree,
+        lines: Records,
+        buckets: Records,
+        threads: Mapping[int, str],
+        make_histogram: Callable[[Iterable[int], int | None], dict[int, int]] | None = None,
+    ) -> Tally:
         """Return the tally of lines by node; those of one place and thread become one, in the order of first calls."""
         order = np.argsort(lines["first_ns"], kind="stable")
         lines, buckets = lines[order], buckets.copy()
         buckets["line"] = np.argsort(order)[buckets["line"]]
         lines["node"] = np.asarray(tree.located().places, dtype=np.int64)[lines["node"]]
-        return cls(tree, *_together(lines, buckets, threads), threads)
+        return cls(tree, *_together(lines, buckets, threads), threads, make_histogram)
 
     @classmethod
     def of_paths(
@@ -366,40 +372,6 @@ class Tally:
 def numbers_of(lines: Records) -> Int64s:
     """Return a view of lines as a table of numbers."""
     return lines.view(np.int64).reshape(-1, WIDTH)
-
-
-def of_packed(
-    tree: CallTree,
-    packed: Sequence[tuple[int, str, bytes]],
-    make_histogram: Callable[[Iterable[int], int | None], dict[int, int]],
-) -> Tally:
-    """Return the tally of a recorder's packed lines: of each thread its id, its name, and the lines."""
-    threads = dict[int, str]()
-    for thread_id, name, numbers in packed:
-        if numbers:
-            threads.setdefault(thread_id, name)
-    place = {thread_id: place for place, thread_id in enumerate(threads)}
-    books = sorted((book for book in packed if book[2]), key=lambda book: place[book[0]])
-    table = np.frombuffer(b"".join(numbers for *_, numbers in books), np.int64).reshape(-1, CORE_WIDTH)
-    lines = np.zeros(len(table), TOTALS)
-    numbers_of(lines)[:, :CORE_WIDTH] = table
-    sizes = [len(numbers) // (8 * CORE_WIDTH) for *_, numbers in books]
-    lines["thread_id"] = np.repeat([thread_id for thread_id, *_ in books], sizes) if books else 0
-    return Tally(tree, lines, threads=threads, make_histogram=make_histogram)
-
-
-def of_books(tree: CallTree, books: Sequence[tuple[int, str, Mapping[int, tuple[Any, ...]]]]) -> Tally:
-    """Return the tally of a recorder's books: of each thread its id, its name, and the totals of its nodes."""
-    cells = [(node, cell, thread_id) for thread_id, _, book in books for node, cell in book.items()]
-    lines = np.array([(node, *cell[:-1], 0, thread_id) for node, cell, thread_id in cells], TOTALS)
-    threads = dict[int, str]()
-    for thread_id, name, book in books:
-        if book:
-            threads.setdefault(thread_id, name)
-    packed = np.frombuffer(b"".join(cell[-1] for _, cell, _ in cells), _PACKED)
-    sizes = [len(cell[-1]) // PACKED.size for _, cell, _ in cells]
-    buckets = buckets_of(np.repeat(np.arange(len(sizes)), sizes), packed["bucket"], packed["times"])
-    return Tally.of_nodes(tree, lines, buckets, threads)
 
 
 def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) -> Records:

@@ -33,8 +33,8 @@ from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
 from instrument.sessions import files
 from instrument.sessions.session import Session
 from instrument.sessions.step_spans import Step
-from instrument.sessions.stretch import WINDOWS_THREAD, TakenStretch
 from instrument.sessions.torch_profiler import Seen
+from instrument.sessions.window import WINDOWS_THREAD, Stretch
 
 if TYPE_CHECKING:
     from instrument.recording.tally import Tally
@@ -61,7 +61,7 @@ class Window:
     def __init__(
         self,
         session: Session,
-        recorded: TakenStretch,
+        recorded: Stretch,
         steps: Sequence[Step],
         first_step: int,
         last_step: int,
@@ -358,10 +358,10 @@ class Backlog:
         given_up = []
         with self._lock:
             self._waiting.append((window, handlers))
-            rows = sum(waiting.recorded.taken.size for waiting, _ in self._waiting)
+            rows = sum(waiting.recorded.snapshot.size for waiting, _ in self._waiting)
             while len(self._waiting) > 1 and (len(self._waiting) > WINDOWS_LIMIT or rows > ROWS_LIMIT):
                 given_up.append(self._waiting.popleft()[0])
-                rows -= given_up[-1].recorded.taken.size
+                rows -= given_up[-1].recorded.snapshot.size
         self._news.put(None)
         self._give_up(given_up, "newer windows came faster than they can be written")
 
@@ -408,7 +408,7 @@ class Backlog:
                 self._fail(f"on_trace_ready failed for {window}", error)
 
 
-def _trace_of(session: Session, stretch: TakenStretch, steps: Sequence[Step]) -> Trace:
+def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trace:
     from instrument.sessions.step_columns import with_steps
 
     index = stretch.window

@@ -382,7 +382,7 @@ class Profiler:
         stretch = session.take(start_ns, end_ns, index)
         steps = list(self._steps)
         self._steps.clear()
-        if partial and stretch.begun_since(self._step_ns):
+        if partial and stretch.has_begun_since(self._step_ns):
             thread_id = steps[-1].thread_id if steps else threading.get_native_id()
             steps.append(Step(last_step, self._step_ns, end_ns, thread_id, clipped=True))
         elif partial:

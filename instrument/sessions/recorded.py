@@ -45,8 +45,7 @@ from instrument.sessions.account import Account
 from instrument.sessions.handover import Handover
 from instrument.sessions.own_export import OwnExport
 from instrument.sessions.step_spans import Loop
-from instrument.sessions.stretch import TakenStretch, held_now
-from instrument.sessions.window import WindowReader
+from instrument.sessions.window import WINDOWS_THREAD, Stretch, WindowReader
 
 if TYPE_CHECKING:
     from instrument import otlp
@@ -264,36 +263,46 @@ class Recorded:
         is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
         return is_wanted and self.loop.is_unused
 
-    def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> TakenStretch:
-        """What the rings hold of that time, at 10 ns a span; `trace_of` makes a trace of it later."""
-        return TakenStretch.of(RECORDER, start_ns, end_ns, window, origin or self.origin())
+    def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
+        """Copy the rows of a stretch of time, at 10 ns a span; `trace_of` makes a trace of them later."""
+        from instrument.trace.of_recording import RowSnapshot
 
-    def trace_of(self, stretch: TakenStretch) -> Trace:
-        """The trace of what was taken, with the device times that have come by now, and the cost of these spans.
+        mapped = RECORDER.mapped()
+        threads = mapped.threads()
+        writing = frozenset(thread_id for thread_id, name in threads.items() if name == WINDOWS_THREAD)
+        snapshot = RowSnapshot.of(mapped, start_ns, writing)
+        return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
+
+    def trace_of(self, stretch: Stretch) -> Trace:
+        """Return the trace of a stretch, with the device times that have come by now, and the cost of these spans.
 
         0.3 us a span; while the session runs, on any thread. Objects of the spans are made for whoever looks at them.
         """
+        from instrument.trace.columns import DeviceIntervals
+        from instrument.trace.of_recording import NO_DETAIL
         from instrument.trace.trace import SpanViews, Trace
 
-        columns, window_ns = stretch.columns(self.timing), stretch.end_ns - stretch.start_ns
+        device_of = self.timing.columns_of if self.timing is not None else lambda _: DeviceIntervals.none()
+        columns, lacking = stretch.snapshot.columns(stretch.end_ns, device_of, start_ns=stretch.start_ns)
+        window_ns = stretch.end_ns - stretch.start_ns
         return Trace(
             origin=stretch.origin,
             start_ns=stretch.start_ns,
             end_ns=stretch.end_ns,
             spans=SpanViews(columns),
             threads=stretch.threads,
-            losses=self.account.losses(),
+            losses={**self.account.losses(), **({NO_DETAIL: lacking} if lacking else {})},
             notes=self.account.notes(),
             window=stretch.window,
             cost=self.account.cost_of(columns.calls(), columns.timed(), window_ns, self.lasted_ns()),
-            held_from_ns=stretch.held_from_ns(),
+            held_from_ns=stretch.held_from_ns,
             samples=self.gauges.samples(stretch.start_ns, stretch.end_ns),
             gpus=self.gauges.gpus(),
             startup=self._startup_in(stretch),
             own_notes=self.account.own_notes(),
         )
 
-    def _startup_in(self, stretch: TakenStretch) -> Startup | None:
+    def _startup_in(self, stretch: Stretch) -> Startup | None:
         """How the process came to serve, None where that began before the stretch: its calls do not tell of it."""
         found = self.startup()
         return None if any(first.start_ns < stretch.start_ns for first in found.firsts) else found
@@ -302,26 +311,31 @@ class Recorded:
         """What there is to say of the spans that the rings hold now, None where only they themselves tell."""
         if self.end_ns is not None or self._finds_steps:
             return None
-        held, from_ns = held_now(RECORDER, self.start_ns)
-        first_ns = max(from_ns, self.start_ns)
-        timing = self.timing if held.asking else None
-        intervals = {} if timing is None else timing.intervals.of(set(held.asking))
-        until_ns = max(time.monotonic_ns(), first_ns)
+        stretch = self.take(self.start_ns, time.monotonic_ns())
+        spans, first_ns = stretch.snapshot, max(stretch.held_from_ns, self.start_ns)
+        asking = spans.ids_of(lambda site: site.device)
+        timing = self.timing if asking else None
+        intervals = {} if timing is None else timing.intervals.of(asking)
+        until_ns = max(stretch.end_ns, first_ns)
         unanswered = Counter(its[0].label for its in intervals.values() if all(one.label in UNTIMED for one in its))
-        unanswered[section.NO_EVENTS] += len(held.asking) - len(intervals)
+        unanswered[section.NO_EVENTS] += len(asking) - len(intervals)
         return view.HeldSpans(
-            count=held.spans + len(self.loop.within(first_ns, until_ns)),
+            count=spans.size + len(self.loop.within(first_ns, until_ns)),
             complete=first_ns == self.start_ns,
             since_ns=first_ns - self.start_ns,
             until_ns=until_ns - self.start_ns,
-            asked=len(held.asking),
+            asked=len(asking),
             unanswered=+unanswered,
         )
 
     def startup(self) -> Startup:
         """How the process came to serve: kept for ever, whatever the rings have overwritten since."""
-        firsts = tuple(FirstCall(site, *first) for site, first in RECORDER.firsts().items())
-        request, why = taken_for_first(RECORDER.firsts_by_node(), RECORDER.paths(), self._named_first())
+        by_node, tree = RECORDER.mapped().firsts(), RECORDER.paths()
+        by_site: dict[Site, tuple[int, int]] = {}
+        for node, call in by_node.items():
+            by_site[tree.site(node)] = min(call, by_site.get(tree.site(node), call))
+        firsts = tuple(FirstCall(site, *call) for site, call in by_site.items())
+        request, why = taken_for_first(by_node, tree, self._named_first())
         facts = Startup(self.start_ns, clock.process_start_ns(), firsts=firsts, request=request, why=why)
         if self.profile.startup != "auto":
             return facts
@@ -343,7 +357,7 @@ class Recorded:
         return view.Recording(
             self.tally,
             self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside).trace),
-            make_totals=lambda merged: RECORDER.totals(merged=merged),
+            make_totals=RECORDER.totals,
             make_held=self._held,
             make_cost=lambda: self.account.cost(window_ns),
             losses=self.account.losses(),

@@ -6,19 +6,20 @@ A session counts its requests, a training loop its calls of `Profiler.step`; the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from instrument.errors import ProfileError
 from instrument.profile.model import Profile, Schedule
-from instrument.recording.rows import END_NS, is_request_root
+from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import Origin
 
 if TYPE_CHECKING:
     from instrument.instrumentors.selection import Selection
     from instrument.recorder.recorder import Recorder
+    from instrument.trace.of_recording import RowSnapshot
 
 
 class State(str, Enum):
@@ -150,11 +151,35 @@ Cut = tuple[int, int, int]
 """Index, start and end of a window."""
 
 
+WINDOWS_THREAD = "instrument-windows"
+"""The name of the threads on which the windows of loops are written and sent; their own rows are in no window."""
+
+
+class Stretch(NamedTuple):
+    """The rows of a stretch of time, copied at its end, of which a trace is made later. `threads` has their names."""
+
+    snapshot: RowSnapshot
+    threads: Mapping[int, str]
+    start_ns: int
+    end_ns: int
+    window: int
+    origin: Origin
+
+    @property
+    def held_from_ns(self) -> int:
+        """The time from which on none of its spans is missing; 0 where none is."""
+        return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
+
+    def has_begun_since(self, at_ns: int) -> bool:
+        """Return True where a span has begun in it after a time."""
+        return self.snapshot.has_begun(at_ns, self.end_ns)
+
+
 class WindowReader:
     """Counts the steps of a schedule among a recorder's rows: requests, or the calls of the function that it names.
 
     Windows that have ended wait in `cut`, each with the origin, from `make_origin`, of its end. Used by one thread at
-    a time. It goes through every row, at 0.5 us each, where there is a schedule, and through none else.
+    a time. It reads all rows where there is a schedule, and none else.
     """
 
     def __init__(self, recorder: Recorder, selection: Selection, make_origin: Callable[[], Origin]) -> None:
@@ -173,18 +198,24 @@ class WindowReader:
 
     def look(self) -> None:
         """Cut the windows that end with the newest steps."""
-        for end_ns in self._ends():
+        for end_ns in sorted(self._ends()):
             self._cut_off(self._windows.step(end_ns))
 
-    def _ends(self) -> list[int]:
+    def _ends(self) -> Iterator[int]:
         schedule, cursor = self._schedule, self._cursor
         if schedule is None or cursor is None:
-            return []
-        rows = [row for _, rows in cursor.read() for row in rows]
-        if schedule.step is None:
-            return sorted(row[END_NS] for row in rows if is_request_root(row))
-        sites, site_of = self._selection.sites_of(schedule.step), self._recorder.site_of
-        return sorted(row[END_NS] for row in rows if site_of(row) in sites)
+            return
+        rings = cursor.read()
+        nodes = (
+            set() if schedule.step is None else self._recorder.paths().nodes_of(self._selection.sites_of(schedule.step))
+        )
+        for rows in (ring.rows for ring in rings):
+            if schedule.step is None:
+                is_step = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & REQUEST_BIT != 0)
+                yield from rows["end_ns"][is_step].tolist()
+            else:
+                ends = zip(rows["node"].tolist(), rows["end_ns"].tolist(), strict=True)
+                yield from (end_ns for node, end_ns in ends if node in nodes)
 
     def _cut_off(self, window: Cut | None) -> None:
         if window is not None:
@@ -206,4 +237,4 @@ class WindowReader:
     @property
     def lost(self) -> int:
         """Rows that were overwritten before the steps among them were counted."""
-        return self._lost_before + (0 if self._cursor is None else int(self._cursor.lost))
+        return self._lost_before + (0 if self._cursor is None else self._cursor.lost)

@@ -1,35 +1,23 @@
-"""Rows of a recording as a trace: those taken from the rings of this process, or all that a mapped memory has now."""
+"""A recording in memory as a trace: its own process's or another's, for windows, reports, files and viewers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.errors import TraceError
-from instrument.recording import memory_layout
-from instrument.recording.mapped import Mapped
-from instrument.recording.mapped_facts import Detail, Header, OpenSpan, RingRows
+from instrument.recording.mapped import ROWS, Mapped, details_in
+from instrument.recording.mapped_facts import Detail, Header, OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.rows import SPAN_ID, START_NS, STREAM, Block, Row, Taken, more_of, packed_row, row_of
-from instrument.recording.spans import AttributeValue, Origin, OwnNotes, Site
-from instrument.trace.columns import (
-    FARTHEST_NS,
-    AttributesOfRows,
-    Bools,
-    Columns,
-    DeviceIntervals,
-    Int32s,
-    Int64s,
-    device_intervals,
-)
+from instrument.recording.spans import Origin, OwnNotes, Site
+from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s, device_intervals
 from instrument.trace.forest import NONE
-from instrument.trace.layout import as_tuples
+from instrument.trace.layout import GatheredAttributes, written
 from instrument.trace.metadata import own_notes_of
 from instrument.trace.self_times import self_times_of
 from instrument.trace.trace import Trace
@@ -37,257 +25,52 @@ from instrument.trace.trace import Trace
 if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
-_SIGNED = {"Q": "i8", "q": "i8", "I": "u4"}
-ROW = np.dtype([(name, _SIGNED[code]) for name, (_, code) in memory_layout.ROW.fields.items()])
-"""A row, as `instrument.recording.rows.PACKED_ROW` has it. No recorder reaches ids beyond 63 bits."""
-
-Rows = NDArray[Any]
-
-
-def numbers_in(rows: Rows) -> tuple[Int64s, Int64s]:
-    """The places of the rows that tell their active time as a number, and these times."""
-    places = np.flatnonzero(rows["rare"] & 1)
-    return places, (rows["rare"][places] >> 1).astype(np.int64)
-
-
-def has_more(rows: Rows) -> Bools:
-    """Return True for rows that have more beside their numbers."""
-    return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
-
-
-class _Part(NamedTuple):
-    """Rows of one thread, and what some of them have more: the places of these, and of each what recorders note."""
-
-    thread_id: int
-    rows: Rows
-    places: Int64s
-    more: Sequence[Any]
-
-
-def columns_of(
-    taken: Taken,
-    start_ns: int,
-    end_ns: int,
-    device_of: Callable[[Int64s], DeviceIntervals] | None = None,
-    open_until_ns: int | None = None,
-) -> Columns:
-    """Return the spans in the window, or reaching into it, clipped to it; open ones end with it, or at their own time.
-
-    `device_of` returns the device intervals of spans by their ids. The self time of a clipped span is the rest of it
-    without its children within the window, because its row has that of all of it.
-    """
-    parts = [*_finished(taken, start_ns, end_ns)]
-    finished = sum(len(part.rows) for part in parts)
-    parts += _still_open(taken, parts, end_ns)
-    columns = {name: np.concatenate([_NO_ROWS[name], *(part.rows[name] for part in parts)]) for name in _WANTED}
-    starts, ends = columns["start_ns"], columns["end_ns"]
-    more = _More(parts)
-    active_ns = ends - starts
-    active_ns[more.active_rows] = np.minimum(more.active_ns, active_ns[more.active_rows])
-    self_ns = np.clip(active_ns - columns["children_ns"], 0, ends - starts)
-    clipped = (starts < start_ns) | (ends > end_ns)
-    clipped[finished:], ends[finished:] = True, end_ns if open_until_ns is None else open_until_ns
-    starts = np.maximum(starts, start_ns)
-    ends = np.where(clipped, np.maximum(np.minimum(ends, end_ns), starts), ends)
-    sites, site = _sites(taken, columns["node"])
-    found = Columns(
-        sites=sites,
-        errors=tuple(more.errors),
-        span_id=columns["span_id"],
-        parent_id=columns["parent_id"],
-        root_id=columns["root_id"],
-        thread_id=np.repeat([part.thread_id for part in parts], [len(part.rows) for part in parts]).astype(np.int64),
-        task_id=columns["task"].astype(np.int64),
-        start_ns=starts,
-        end_ns=ends,
-        active_ns=np.where(clipped, np.minimum(active_ns, ends - starts), active_ns),
-        self_ns=np.where(clipped, np.minimum(self_ns, ends - starts), self_ns),
-        site=site,
-        error=more.error,
-        clipped=clipped,
-        device=DeviceIntervals.none() if device_of is None else device_of(columns["span_id"]),
-        attributes=AttributesOfRows(more.attributes),
-        remote=more.remote,
-    )
-    cut = np.flatnonzero(clipped)
-    if len(cut):
-        found.self_ns[cut] = np.minimum(found.self_ns[cut], self_times_of(found, cut))
-    return found
-
-
-class _More:
-    """The further facts of rows, by the row among all."""
-
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self.errors: dict[str, int] = {}
-        self.error = np.full(sum(len(part.rows) for part in parts), NONE, dtype=np.int32)
-        active_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
-        active_ns: list[Int64s] = [np.zeros(0, dtype=np.int64)]
-        self._rows: list[int] = []
-        self._active_ns: list[int] = []
-        self.attributes: dict[int, Mapping[str, AttributeValue]] = {}
-        self.remote: dict[int, RemoteParent] = {}
-        first = 0
-        for part in parts:
-            for row, its in zip((part.places + first).tolist(), part.more, strict=True):
-                self._take(row, *(its if isinstance(its, tuple) else (-1, None, its)))
-            its_rows, its_active_ns = numbers_in(part.rows)
-            active_rows.append(its_rows + first)
-            active_ns.append(its_active_ns)
-            first += len(part.rows)
-        self.active_rows = np.concatenate([*active_rows, np.array(self._rows, dtype=np.int64)])
-        self.active_ns = np.concatenate([*active_ns, np.array(self._active_ns, dtype=np.int64)])
-
-    def _take(self, row: int, active_ns: int, error: str | None, attributes: Mapping[Any, Any] | None) -> None:
-        if active_ns >= 0:
-            self._rows.append(row)
-            self._active_ns.append(active_ns)
-        if error is not None:
-            self.error[row] = self.errors.setdefault(error, len(self.errors))
-        if attributes and (REMOTE in attributes or STREAM in attributes):
-            remote = remote_of(attributes.get(REMOTE))
-            if remote is not None:
-                self.remote[row] = remote
-            attributes = {name: value for name, value in attributes.items() if name is not STREAM and name != REMOTE}
-        if attributes:
-            self.attributes[row] = attributes
-
-
-def _finished(taken: Taken, start_ns: int, end_ns: int) -> Iterator[_Part]:
-    for block in taken.blocks:
-        rows = np.frombuffer(block.rows, dtype=ROW)
-        kept = (rows["end_ns"] > start_ns) & (rows["start_ns"] < end_ns)
-        says_more = has_more(rows)
-        rare: Sequence[Any] = block.rare
-        if not kept.all():
-            rare = [its for its, is_kept in zip(rare, kept[says_more].tolist(), strict=True) if is_kept]
-            rows, says_more = rows[kept], says_more[kept]
-        yield _Part(block.thread_id, rows, np.flatnonzero(says_more), rare)
-
-
-def _still_open(taken: Taken, finished: Sequence[_Part], end_ns: int) -> Iterator[_Part]:
-    """Yield the spans that were open and have not ended since; ended ones are among the finished."""
-    rows = {row[SPAN_ID]: (thread_id, row) for thread_id, row in taken.open_rows if row[START_NS] < end_ns}
-    ids = np.array([*rows], dtype=np.int64)
-    for part in finished if rows else ():
-        for span_id in part.rows["span_id"][np.isin(part.rows["span_id"], ids)].tolist():
-            rows.pop(span_id, None)
-    for thread_id, row in rows.values():
-        yield _Part(thread_id, np.frombuffer(packed_row(row), dtype=ROW), np.zeros(1, dtype=np.int64), [more_of(row)])
-
-
-def _sites(taken: Taken, node: NDArray[Any]) -> tuple[tuple[Site, ...], Int32s]:
-    """The sites of rows, and of each row its place among them."""
-    of_nodes, sites = np.array(taken.tree.site_of, dtype=np.int64), taken.tree.sites
-    numbers = of_nodes[node]
-    used = np.bincount(numbers, minlength=len(sites)) > 0
-    places = (np.cumsum(used) - 1).astype(np.int32)
-    return tuple(sites[number] for number in np.flatnonzero(used).tolist()), places[numbers]
-
-
-def oldest_ns(taken: Taken, start_ns: int, end_ns: int) -> dict[int, int]:
-    """The first end on each thread of a span that lies in or reaches into the window, at most the window's end."""
-    found: dict[int, int] = {}
-    for part in _finished(taken, start_ns, end_ns):
-        if len(part.rows):  # each in the order of ends
-            first_ns = int(part.rows["end_ns"][0])
-            found[part.thread_id] = min(first_ns, end_ns, found.get(part.thread_id, end_ns))
-    for thread_id, row in taken.open_rows:
-        if row[START_NS] < end_ns:
-            found.setdefault(thread_id, end_ns)
-    return found
-
-
-def has_begun(taken: Taken, after_ns: int, before_ns: int) -> bool:
-    """Return True where a span began between two times."""
-    starts = [np.frombuffer(block.rows, dtype=ROW)["start_ns"] for block in taken.blocks]
-    of_rings = any(bool(((after_ns < its) & (its < before_ns)).any()) for its in starts)
-    return of_rings or any(after_ns < row[START_NS] < before_ns for _, row in taken.open_rows)
-
-
-_NO_ROWS = np.zeros(0, dtype=ROW)
-_WANTED = ("span_id", "parent_id", "root_id", "start_ns", "end_ns", "children_ns", "node", "task")
-
-
-# The memory of another process
-
 OPEN = "instrument.open"
 """The attribute of a span that had not ended when its recording was read: true."""
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
-NO_MORE = Detail(-1, None, {})
-"""The details of a row whose own were overwritten."""
+_NOTHING = Detail(-1, None, {})
 
 
 def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
-    """The spans that a recording holds, the open ones cut at the end and marked, and its tally.
+    """Return the spans of a recording, the open ones cut at the end and marked, and its tally.
 
     Those that ended before `since_ns` are left out, and the tally is, where it has calls from before. `end_ns` is when
     it was read, on the monotonic clock: the newest time in it where it is not given, which is nearly when a process
     ended that has gone.
     Raises `TraceError` for a recording that is damaged.
     """
-    header, rings, open_spans = mapped.header, mapped.rows(), mapped.open_spans()
-    tree = mapped.tree()  # of all of these: the process goes on
-    intervals, samples, losses = mapped.intervals(), mapped.samples(since_ns), mapped.losses()
-    blocks = list(_blocks(rings, mapped.details(), since_ns, len(tree)))
-    rows = np.concatenate([_NO_ROWS, *(np.frombuffer(block.rows, dtype=ROW) for block in blocks)])
-    lacking = sum(more is NO_MORE for block in blocks for more in block.rare)
-    if lacking:
-        losses[NO_DETAIL] = lacking
-    ended = set(rows["span_id"].tolist())
-    open_spans = [span for span in open_spans if span.span_id not in ended]  # it may have ended since
+    header, snapshot = mapped.header, RowSnapshot.of(mapped, since_ns)
+    intervals, samples = mapped.intervals(), mapped.samples(since_ns)
     if end_ns is None:
-        newest = [int(times.max()) for times in (rows["end_ns"], intervals["end_ns"]) if len(times)]
+        newest = [int(ring.rows["end_ns"].max()) for ring in snapshot.rings if len(ring.rows)]
+        newest += [int(intervals["end_ns"].max())] if len(intervals) else []
         newest += [sample.at_ns for sample in samples[-1:]]
-        end_ns = max([*newest, *(span.start_ns for span in open_spans)], default=time.monotonic_ns())
-    open_spans = [span for span in open_spans if span.start_ns <= end_ns]
-    overwritten = [int(ring.rows["end_ns"][0]) for ring in rings if ring.first and len(ring.rows)]
+        end_ns = max([*newest, *(span.start_ns for span in snapshot.open_spans)], default=time.monotonic_ns())
     begin_ns = min(header.begun_ns, end_ns)
-    facts = Trace(
-        origin=origin_of(header),
-        start_ns=max(begin_ns, since_ns),
-        end_ns=max(begin_ns, since_ns, end_ns),
-        spans=[],
-        threads=mapped.threads(),
-        losses=losses,
-        notes=header.notes,
-        own_notes=_own_notes(header),
-        held_from_ns=max(overwritten, default=0),
-        gpus=header.gpus,
-        samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
-    )
-    taken = Taken(blocks, [(span.thread_id, _open_row(span)) for span in open_spans], tree)
     try:
+        columns, lacking = snapshot.columns(end_ns, lambda span_id: device_intervals(intervals, span_id), marks=True)
+        losses = {**mapped.losses(), **({NO_DETAIL: lacking} if lacking else {})}
+        facts = Trace(
+            origin=origin_of(header),
+            start_ns=max(begin_ns, since_ns),
+            end_ns=max(begin_ns, since_ns, end_ns),
+            spans=[],
+            threads=mapped.threads(),
+            losses=losses,
+            notes=header.notes,
+            own_notes=_own_notes(header),
+            held_from_ns=snapshot.held_from_ns(since_ns, end_ns),
+            gpus=header.gpus,
+            samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
+        )
         tally = mapped.tally() if since_ns <= begin_ns else None  # which is of all the time
-        columns = columns_of(taken, -FARTHEST_NS, FARTHEST_NS, partial(device_intervals, intervals), end_ns)
-        if open_spans:  # whose time is known to that of their children
-            columns.self_ns[-len(open_spans) :] = _self_times(open_spans, end_ns)
         from instrument.trace.file import Saved  # an exporter reads no files
 
         return Saved(facts.with_columns(columns), tally)
     except (ValueError, OverflowError) as problem:
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
-
-
-def _blocks(rings: Sequence[RingRows], details: Mapping[int, Detail], since_ns: int, nodes: int) -> Iterator[Block]:
-    """Yield the rows of each ring that ended after a time, on known call paths and each once, with their details."""
-    ids = np.zeros(0, dtype=np.uint64)
-    for ring in rings:
-        rows = ring.rows[(ring.rows["end_ns"] > since_ns) & (ring.rows["node"] < nodes)]
-        _, firsts = np.unique(rows["span_id"], return_index=True)
-        rows = rows[np.sort(firsts)]
-        rows = rows[~np.isin(rows["span_id"], ids)]
-        ids = np.concatenate([ids, rows["span_id"]])
-        more = [details.get(span_id, NO_MORE) for span_id in rows["span_id"][has_more(rows)].tolist()]
-        yield Block(ring.thread_id, rows.tobytes(), list(map(_with_tuples, more)))
-
-
-def _with_tuples(detail: Detail) -> Detail:
-    if detail is NO_MORE:
-        return detail
-    return detail._replace(attributes={name: as_tuples(value) for name, value in detail.attributes.items()})
 
 
 def _own_notes(header: Header) -> OwnNotes:
@@ -296,23 +79,6 @@ def _own_notes(header: Header) -> OwnNotes:
         return own_notes_of(header.facts.get("own_notes") or {})
     except (AttributeError, TypeError, ValueError):
         return OwnNotes()
-
-
-def _open_row(span: OpenSpan) -> Row:
-    attributes = {name: as_tuples(value) for name, value in span.attributes.items()} | {OPEN: True}
-    task = span.task_id >> 4 & (1 << 32) - 1
-    ids = span.span_id, span.parent_id, span.root_id
-    return row_of(span.node, *ids, task, span.start_ns, span.start_ns, span.children_ns, attributes=attributes)
-
-
-def _self_times(spans: Sequence[OpenSpan], end_ns: int) -> list[int]:
-    """Return the self times of open spans up to a time, without the time of their open children on their lines."""
-    self_ns = {span.span_id: end_ns - span.start_ns - span.children_ns for span in spans}
-    line = {span.span_id: (span.thread_id, span.task_id) for span in spans}
-    for span in spans:
-        if line.get(span.parent_id) == line[span.span_id]:
-            self_ns[span.parent_id] -= end_ns - span.start_ns
-    return [min(max(self_ns[span.span_id], 0), end_ns - span.start_ns) for span in spans]
 
 
 def origin_of(header: Header) -> Origin:
@@ -325,3 +91,206 @@ def origin_of(header: Header) -> Origin:
             said[one.name] = found
     said.update(pid=header.pid, monotonic_ns=header.monotonic_ns, realtime_ns=header.realtime_ns, boot=header.boot_id)
     return Origin(**{"service": "", **said})
+
+
+def numbers_in(rows: Records) -> tuple[Int64s, Int64s]:
+    """Return the places of the rows that have their active time as a number, and these times."""
+    places = np.flatnonzero(rows["rare"] & 1)
+    return places, (rows["rare"][places] >> 1).astype(np.int64)
+
+
+def has_more(rows: Records) -> Bools:
+    """Return True for rows that have more beside their numbers."""
+    return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
+
+
+@dataclass(frozen=True, slots=True)
+class RowSnapshot:
+    """The rows and open spans of a recording at one moment, some 10 ns a row: newer rows do not overwrite them.
+
+    `details` are as `Mapped.copied_details` returns them. Of the threads in `wrapped` and `given_up` rows are missing
+    that had ended after the begin: of rings that have wrapped, and of threads that have ended.
+    """
+
+    tree: CallTree
+    rings: Sequence[RingRows]
+    open_spans: Sequence[OpenSpan]
+    details: Sequence[bytes]
+    wrapped: frozenset[int]
+    given_up: frozenset[int]
+    read_ns: int
+
+    @classmethod
+    def of(cls, mapped: Mapped, since_ns: int = 0, leave_out: frozenset[int] = frozenset()) -> RowSnapshot:
+        """Copy what ended after a time, and what is open. Rows of the threads in `leave_out` are none of it."""
+        open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
+        rings = mapped.rows(mapped.first_after(since_ns)) if since_ns else mapped.rows()
+        rings = [ring for ring in rings if ring.thread_id not in leave_out]
+        has_details = any(bool(has_more(ring.rows).any()) for ring in rings) or open_spans
+        details, _ = mapped.copied_details() if has_details else ([], 0)
+        wrapped, given_up = map(frozenset, mapped.overwritten_since(since_ns))
+        return cls(mapped.tree(), rings, open_spans, details, wrapped, given_up, read_ns)
+
+    @property
+    def size(self) -> int:
+        """Return the number of its rows."""
+        return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
+
+    def ids_of(self, asks: Callable[[Site], bool]) -> set[int]:
+        """Return the ids of the spans whose sites a function returns True for."""
+        of_node = np.array(list(map(asks, self.tree.sites)), np.bool_)[np.array(self.tree.site_of, np.int64)]
+        found = {span.span_id for span in self.open_spans if of_node[span.node]}
+        return found.union(*(ring.rows["span_id"][of_node[ring.rows["node"]]].tolist() for ring in self.rings))
+
+    def held_from_ns(self, start_ns: int, end_ns: int) -> int:
+        """Return the time from which on no span of a window is missing; 0 where none is."""
+        oldest = self._oldest_ns(start_ns, end_ns) if self.wrapped or self.given_up else {}
+        known = [at_ns for thread_id, at_ns in oldest.items() if thread_id in self.wrapped]
+        known += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
+        return max(known, default=0)
+
+    def _oldest_ns(self, start_ns: int, end_ns: int) -> dict[int, int]:
+        """Return the first end on each thread of a span of a window, at most the window's end."""
+        found: dict[int, int] = {}
+        for ring in self.rings:  # each in the order of ends
+            its = ring.rows["end_ns"][(ring.rows["end_ns"] > start_ns) & (ring.rows["start_ns"] < end_ns)]
+            if len(its):
+                found[ring.thread_id] = min(int(its[0]), end_ns, found.get(ring.thread_id, end_ns))
+        for span in self.open_spans:
+            if span.start_ns < end_ns:
+                found.setdefault(span.thread_id, end_ns)
+        return found
+
+    def has_begun(self, after_ns: int, before_ns: int) -> bool:
+        """Return True where a span began between two times."""
+        starts = [ring.rows["start_ns"] for ring in self.rings]
+        starts.append(np.array([span.start_ns for span in self.open_spans], np.int64))
+        return any(bool(((after_ns < its) & (its < before_ns)).any()) for its in starts)
+
+    def columns(
+        self,
+        end_ns: int,
+        device_of: Callable[[Int64s], DeviceIntervals],
+        *,
+        start_ns: int | None = None,
+        marks: bool = False,
+    ) -> tuple[Columns, int]:
+        """Return the spans, the open ones cut at the end, and the number of rows whose further facts are overwritten.
+
+        With a `start_ns` they are those that are in a window or reach into it, clipped to it. A clipped span's own time
+        is that which its children within the window leave of it. `device_of` returns the device intervals of spans by
+        their ids. Open spans have `OPEN` among their attributes where it `marks` them.
+        """
+        rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in self.rings)])
+        threads = np.repeat([ring.thread_id for ring in self.rings], [len(ring.rows) for ring in self.rings])
+        _, first = np.unique(rows["span_id"], return_index=True)
+        kept = np.sort(first)
+        kept = kept[rows["node"][kept] < len(self.tree)]
+        if start_ns is not None:
+            kept = kept[(rows["end_ns"][kept] > start_ns) & (rows["start_ns"][kept] < end_ns)]
+        rows, threads = rows[kept], threads[kept].astype(np.int64)
+        ended = set(rows["span_id"][np.isin(rows["span_id"], [span.span_id for span in self.open_spans])].tolist())
+        opened = [span for span in self.open_spans if span.span_id not in ended]  # it may have ended since
+        opened = [span for span in opened if span.start_ns < end_ns + (start_ns is None)]
+        count, details = len(rows), details_in(self.details)
+
+        def column(name: str, of_open: Sequence[int]) -> Int64s:
+            return np.concatenate([rows[name].astype(np.int64), np.array(of_open, np.int64)])
+
+        read_ns = end_ns if start_ns is None else self.read_ns
+        span_id = column("span_id", [span.span_id for span in opened])
+        starts = column("start_ns", [span.start_ns for span in opened])
+        ends = column("end_ns", [max(read_ns, span.start_ns) for span in opened])
+        active_ns = ends - starts
+        places, numbers = numbers_in(rows)
+        active_ns[places] = np.minimum(numbers, active_ns[places])
+        for row, span in enumerate(opened, count):
+            if span.active_ns >= 0:
+                active_ns[row] = min(span.active_ns, int(active_ns[row]))
+        children_ns = column("children_ns", _children_ns(opened, read_ns))
+        further = _Further(len(span_id))
+        for row in [*np.flatnonzero(has_more(rows)).tolist(), *range(count, len(span_id))]:
+            further.add(row, details.get(int(span_id[row])), opened[row - count] if row >= count else None, marks=marks)
+        for row, own_ns in further.active:
+            active_ns[row] = min(own_ns, int(active_ns[row]))
+        self_ns = np.clip(active_ns - children_ns, 0, ends - starts)
+        clipped = np.arange(len(span_id)) >= count
+        ends[count:] = np.maximum(np.minimum(ends[count:], end_ns), starts[count:])
+        if start_ns is not None:
+            clipped |= (starts < start_ns) | (ends > end_ns)
+            starts = np.maximum(starts, start_ns)
+            ends = np.where(clipped, np.maximum(np.minimum(ends, end_ns), starts), ends)
+            active_ns = np.where(clipped, np.minimum(active_ns, ends - starts), active_ns)
+            self_ns = np.where(clipped, np.minimum(self_ns, ends - starts), self_ns)
+        sites, site = _sites(self.tree, column("node", [span.node for span in opened]))
+        found = Columns(
+            sites=sites,
+            errors=tuple(further.errors),
+            span_id=span_id,
+            parent_id=column("parent_id", [span.parent_id for span in opened]),
+            root_id=column("root_id", [span.root_id for span in opened]),
+            thread_id=np.concatenate([threads, np.array([span.thread_id for span in opened], np.int64)]),
+            task_id=column("task", [span.task_id >> 4 & (1 << 32) - 1 for span in opened]),
+            start_ns=starts,
+            end_ns=ends,
+            active_ns=active_ns,
+            self_ns=self_ns,
+            site=site,
+            error=further.error,
+            clipped=clipped,
+            device=device_of(span_id),
+            attributes=further.attributes.packed(np.arange(len(span_id), dtype=np.int32)),
+            remote=further.remote,
+        )
+        cut = np.flatnonzero(clipped) if start_ns is not None else ()
+        if len(cut):
+            found.self_ns[cut] = np.minimum(found.self_ns[cut], self_times_of(found, np.asarray(cut)))
+        return found, further.lacking
+
+
+class _Further:
+    """The further facts of rows."""
+
+    def __init__(self, count: int) -> None:
+        self.error = np.full(count, NONE, np.int32)
+        self.errors: dict[str, int] = {}
+        self.active: list[tuple[int, int]] = []
+        self.remote: dict[int, RemoteParent] = {}
+        self.attributes = GatheredAttributes()
+        self.lacking = 0
+
+    def add(self, row: int, written_detail: tuple[int, bytes] | None, span: OpenSpan | None, *, marks: bool) -> None:
+        """Add those of a row, as they were written; of one of an open `span` they need not be there."""
+        self.lacking += written_detail is None and span is None
+        detail = _NOTHING if written_detail is None else detail_of(written_detail[0], facts_in(written_detail[1]))
+        if detail.active_ns >= 0:
+            self.active.append((row, detail.active_ns))
+        if detail.error is not None:
+            self.error[row] = self.errors.setdefault(detail.error, len(self.errors))
+        attributes = {**detail.attributes, **(span.attributes if span is not None else {})}
+        noted = attributes.pop(REMOTE, None)
+        caller = remote_of(tuple(noted) if isinstance(noted, list) else noted)
+        if caller is not None:
+            self.remote[row] = caller
+        if span is not None and marks:
+            attributes[OPEN] = True
+        if attributes:
+            self.attributes.add(row, written(attributes))
+
+
+def _children_ns(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
+    """Return the time of the children of open spans, those that are open with them."""
+    taken = {span.span_id: span.children_ns for span in opened}
+    line = {span.span_id: (span.thread_id, span.task_id) for span in opened}
+    for span in opened:
+        if line.get(span.parent_id) == line[span.span_id]:
+            taken[span.parent_id] += max(read_ns - span.start_ns, 0)
+    return list(taken.values())
+
+
+def _sites(tree: CallTree, node: Int64s) -> tuple[tuple[Site, ...], Int32s]:
+    """Return the sites of rows by their nodes, and of each row its place among them."""
+    numbers = np.array(tree.site_of, dtype=np.int64)[node]
+    used = np.bincount(numbers, minlength=len(tree.sites)) > 0
+    places = (np.cumsum(used) - 1).astype(np.int32)
+    return tuple(tree.sites[number] for number in np.flatnonzero(used).tolist()), places[numbers]

@@ -28,7 +28,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, takes_place
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.rows import END_NS, SPAN_ID, START_NS, Row, is_request_root
+from instrument.recording.rows import END_NS, SPAN_ID, START_NS, Row, is_request_root, unpacked_rows
 from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, COLLECTION, VALUE_LIMIT, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
@@ -184,7 +184,8 @@ def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
     thread_id = get_native_id()
     for ring in recorder.rings():
         if ring.thread_id == thread_id and not ring.ended:
-            return [row for row in ring.newest(max(ring.head - NEWEST, 0))[0] if row[END_NS] >= begun_ns]
+            newest = unpacked_rows(ring.copied(max(ring.head - NEWEST, 0)))
+            return [row for row in newest if row[END_NS] >= begun_ns]
     return []
 
 

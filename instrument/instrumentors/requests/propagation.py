@@ -19,15 +19,15 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, state_of
+from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, noted, state_of
 from instrument.runtime.faults import FAULTS
 
 MODULE = "opentelemetry.trace"
 """The module from which OpenTelemetry's propagators and tracers take `get_current_span`."""
 
 Header = bytes | str
-Caller = RemoteParent | Header | tuple[Header, Header]
-"""A caller as `remote_of` reads it: a span, a `traceparent`, or that and a `tracestate`."""
+Caller = Header | tuple[Header, ...]
+"""A caller as `remote_of` reads it in any process: a `traceparent`, that and a `tracestate`, or a noted span."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 """A function that reads the caller from headers by their names in small letters."""
@@ -44,7 +44,7 @@ def w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
     return parent if state is None else with_state(parent, state)
 
 
-def configured(headers: Mapping[bytes, bytes]) -> RemoteParent | None:
+def configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
     """The span that OpenTelemetry's propagators find, those of `OTEL_PROPAGATORS`."""
     try:
         from opentelemetry import propagate, trace
@@ -54,7 +54,7 @@ def configured(headers: Mapping[bytes, bytes]) -> RemoteParent | None:
         if not context.is_valid:
             return None
         state = state_of(context.trace_state.to_header().encode("latin-1", "replace")) if context.trace_state else ""
-        return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state)
+        return noted(RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state))
     except Exception as fault:  # a propagator that is not installed, or somebody else's
         FAULTS.note("OTEL_PROPAGATORS", fault)
         return None

@@ -1,0 +1,79 @@
+"""The recording of this process, read as others read it, with the call paths and open spans of the recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from instrument.recording.mapped import Mapped
+from instrument.recording.mapped_facts import OpenSpan, Records, RingRows
+from instrument.recording.memory import private_head
+from instrument.recording.paths import CallTree
+
+
+class OwnRecording(Mapped):
+    """A reader of the recorder's own memory. No row of it is in doubt, because its threads wait for the reader."""
+
+    in_doubt = 0
+
+    def __init__(self, recorder: Any, memory: memoryview | None) -> None:
+        self._recorder = recorder
+        super().__init__(memoryview(private_head(0)) if memory is None else memory)
+
+    @property
+    def known_tree(self) -> CallTree:
+        """The call paths, brought up to the recorder's."""
+        tree: CallTree = self._recorder.paths()
+        return tree
+
+    def tree(self) -> CallTree:
+        """Return the call paths: their sites are the very ones of the recorder."""
+        tree: CallTree = self._recorder.paths()
+        return tree
+
+    def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
+        """Return the slots of a part as they are in memory, of which only what is looked at is fetched."""
+        self._read_head()
+        part, memory = self._parts[name], self._memory
+        if memory is None or not part.used:
+            return np.zeros(0, kind)
+        return np.frombuffer(memory, kind, min(part.used, part.slots), part.offset)
+
+    def open_spans(self) -> list[OpenSpan]:
+        """Return the spans that have begun and not ended, with the time in which each ran."""
+        found = []
+        for thread_id, row in self._recorder.open_rows():
+            node, span_id, parent_id, root_id, task, start_ns, _, children_ns, active_ns, _, attributes = row
+            attributes = {name: value for name, value in (attributes or {}).items() if isinstance(name, str)}
+            found.append(OpenSpan(
+                self.tree().site(node), node, span_id, parent_id, root_id, task << 4, thread_id, start_ns, children_ns,
+                attributes, active_ns,
+            ))  # fmt: skip
+        return found
+
+
+class Cursor:
+    """The place of a reader in every ring: it reads each row once, and counts those that came too late to be read."""
+
+    def __init__(self, recording: Callable[[], OwnRecording]) -> None:
+        self._recording = recording
+        mapped = recording()
+        self._places = mapped.heads()
+        self._written = self._seen = mapped.ended_rows + sum(self._places.values())
+
+    @property
+    def lost(self) -> int:
+        """Rows that were overwritten, or went with their ring, before they were read."""
+        return self._written - self._seen
+
+    def read(self) -> list[RingRows]:
+        """Return the rows since the last read, in order within each thread."""
+        mapped = self._recording()
+        written = mapped.ended_rows  # first: a ring given up in between is counted the next time
+        rings = mapped.rows(self._places)
+        self._places = {ring.ring: ring.head for ring in rings}
+        self._seen += sum(ring.head - ring.first for ring in rings)
+        self._written = written + sum(self._places.values())
+        return rings

@@ -1,0 +1,110 @@
+"""What a recorder has recorded, read from its memory by the mapped reader: the one way for tests."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from instrument.recorder.recorder import RECORDER
+from instrument.recording import memory_layout
+from instrument.recording.mapped import _CHUNK, _HIGH, _TOTALS, details_in
+from instrument.recording.mapped_facts import detail_of, facts_in
+from instrument.recording.rows import Row, unpacked_rows, with_more
+from instrument.recording.spans import Span
+from instrument.trace.columns import Columns, DeviceIntervals
+from instrument.trace.of_recording import RowSnapshot
+from instrument.trace.trace import spans_of
+
+TYPES = {"totals": _TOTALS, "chunks": _CHUNK, "highs": _HIGH}
+
+
+def snapshot_of(recorder: Any = RECORDER, since_ns: int = 0) -> RowSnapshot:
+    return RowSnapshot.of(recorder.mapped(), since_ns)
+
+
+def columns_in(recorder: Any = RECORDER, start_ns: int = 0, end_ns: int | None = None) -> Columns:
+    """The spans that lie in a stretch of time or reach into it, by default all, clipped to it."""
+    taken = snapshot_of(recorder, start_ns)
+    found, _ = taken.columns(end_ns or time.monotonic_ns(), lambda _: DeviceIntervals.none(), start_ns=start_ns)
+    return found
+
+
+def spans_in(recorder: Any = RECORDER) -> list[Span]:
+    """All spans that the rings have, and the open ones as far as they have come."""
+    return spans_of(columns_in(recorder))
+
+
+def rows_by_thread(recorder: Any = RECORDER) -> list[tuple[int, list[Row]]]:
+    """The rows of each ring with the id of its thread, in the order of their ends."""
+    mapped = recorder.mapped()
+    rings = mapped.rows()
+    details = details_in(mapped.copied_details()[0])
+
+    def with_details(data: bytes) -> Iterator[Row]:
+        for row in unpacked_rows(data):
+            active_ns, text = details.get(row[1], (-1, b""))
+            active_ns, error, attributes = detail_of(active_ns, facts_in(text))
+            yield row if not text else with_more(row, (active_ns, error, dict(attributes) or None))
+
+    return [(ring.thread_id, [*with_details(ring.rows.tobytes())]) for ring in rings]
+
+
+def rows_in(recorder: Any = RECORDER) -> list[Row]:
+    return [row for _, own in rows_by_thread(recorder) for row in own]
+
+
+def read_rows(cursor: Any) -> list[np.void]:
+    """What has come since the cursor's last read, as rows of the recording."""
+    return [row for ring in cursor.read() for row in ring.rows]
+
+
+def part_of(recorder: Any, name: str) -> tuple[np.ndarray[Any, Any], int]:
+    """A part of a recorder's memory, to be changed, and the address of it in the process."""
+    table = memory_layout.HEADER.fields["parts"][0] + memory_layout.PARTS.index(name) * memory_layout.PART.size
+    part = memory_layout.Part(*memory_layout.PART.packer().unpack_from(recorder.memory, table))
+    slots = np.frombuffer(recorder.memory, TYPES[name], part.slots, part.offset)
+    base = struct.unpack_from("<Q", recorder.memory, memory_layout.HEADER.fields["address"][0])[0]
+    return slots, base + part.offset
+
+
+def take_slot(recorder: Any, name: str) -> int:
+    """Take the next slot of a part, as the recorder does."""
+    used_at = memory_layout.HEADER.fields["parts"][0] + memory_layout.PARTS.index(name) * memory_layout.PART.size + 24
+    (used,) = struct.unpack_from("<Q", recorder.memory, used_at)
+    struct.pack_into("<Q", recorder.memory, used_at, used + 1)
+    return int(used)
+
+
+def preset_head(recorder: Any, head: int) -> None:
+    """Set the number of rows that the only thread has had."""
+    ring_type = np.dtype({"names": ["head"], "formats": ["<u8"], "offsets": [16 + 16], "itemsize": 256})
+    table = memory_layout.HEADER.fields["parts"][0] + memory_layout.PARTS.index("rings") * memory_layout.PART.size
+    part = memory_layout.Part(*memory_layout.PART.packer().unpack_from(recorder.memory, table))
+    (one,) = (ring for ring in recorder.mapped()._rings() if ring.thread_id)
+    np.frombuffer(recorder.memory, ring_type, part.slots, part.offset)["head"][one.slot] = head
+
+
+def preset_totals(recorder: Any, thread_id: int, node: int, calls: int, summed_ns: int, times: int) -> None:
+    """Have a thread's totals of a call path begin at these: calls, total and own time, and times in its only bucket."""
+    numbers = [ring.number for ring in recorder.mapped()._rings() if ring.thread_id == thread_id]
+    totals, _ = part_of(recorder, "totals")
+    ((at,),) = np.nonzero(np.isin(totals["ring_number"], numbers) & (totals["node"] == node) & (totals["calls"] > 0))
+    totals["calls"][at], totals["total_ns"][at], totals["self_ns"][at] = calls, summed_ns, summed_ns
+    (chunks, first_chunk), (highs, first_high) = part_of(recorder, "chunks"), part_of(recorder, "highs")
+    if totals["waiting_count"][at]:
+        bucket = int(totals["waiting"][at][0])
+        totals["waiting_count"][at], chunk = 0, take_slot(recorder, "chunks")
+        totals["chunks"][at][bucket >> 6] = first_chunk + chunk * chunks.itemsize
+        chunks["low"][chunk][bucket & 63] = 1
+    (place,) = np.flatnonzero(totals["chunks"][at]).tolist()
+    chunk = (int(totals["chunks"][at][place]) - first_chunk) // chunks.itemsize
+    (bucket,) = np.flatnonzero(chunks["low"][chunk]).tolist()
+    chunks["low"][chunk][bucket] = times & 0xFFFF
+    if times >> 16:
+        if not chunks["high"][chunk]:
+            chunks["high"][chunk] = first_high + take_slot(recorder, "highs") * highs.itemsize
+        highs["high"][(int(chunks["high"][chunk]) - first_high) // highs.itemsize][bucket] = times >> 16
