@@ -421,6 +421,7 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     with (home / agent_launch.BEGINNINGS).open("a") as beginnings:
         beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.AGENTS)
     os.kill(other, signal.SIGKILL)
+    until(lambda: not agents())
     go_on()
     _, errors = service.communicate(timeout=240)
     assert f"{spans_of(10)} spans that no agent has exported" in errors
