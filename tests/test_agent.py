@@ -1174,6 +1174,18 @@ def test_two_hundred_forks_of_a_storm_of_threads_are_one_report_and_leave_nothin
     assert done.stderr.count("; saved as ") == 20
 
 
+def test_a_child_that_a_thread_forks_ends_with_that_thread_although_its_end_loads_numpy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The threads of OpenBLAS never end. Where it may begin some, the parent would wait for ever."""
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    done = run(STORM.replace("range(25)", "(1,)").replace("range(8)", "range(2)"))
+    assert done.returncode == 0
+    assert "fault" not in done.stderr
+    (row,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == "3"
+
+
 RECYCLED = """
 import os, sys, time
 from instrument import scope

@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "recording": (4_022, 19),
     "report": (12_816, 45),
     "runtime": (2_616, 18),
-    "sessions": (7_224, 30),
+    "sessions": (7_229, 30),
     "trace": (8_586, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

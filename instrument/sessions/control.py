@@ -219,6 +219,7 @@ class ControlServer:
             if self._end is not None:
                 look_at = min(look_at, now + MAIN_S)
                 if _has_main_thread_ended():
+                    self._stopping = True
                     _attempt(self._end)
                     return
             look_at = min(look_at, _attempt(lambda: self._find_agent(now)) or look_at)  # noqa: B023 - called at once

@@ -115,7 +115,11 @@ class Leaving:
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
     def end_beside(self) -> None:
-        """End the session on a thread: the process would have ended by now, were it not for threads of ours."""
+        """End the session on a thread: the process would have ended by now, were it not for threads of ours.
+
+        A report imports numpy, whose OpenBLAS begins threads that never end, and the process with them.
+        """
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
 
     def _report(self) -> None:
