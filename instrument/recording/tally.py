@@ -37,7 +37,7 @@ Int64s = NDArray[np.int64]
 LARGEST_COPY_BYTES = 1 << 50
 """No machine copies more at once; a damaged file that says so does not spoil the sum."""
 
-LARGEST = 1 << 60
+LARGEST = 1 << 62
 """The most that all lines add up to. Numbers beyond it are damage, and are cut so that every sum has 64 bits."""
 
 ALL_THREADS = "(all threads)"
@@ -149,12 +149,12 @@ class Tally:
     ) -> Tally:
         """Return the tally of lines whose `node` is the place of their path; without a path they are left out.
 
-        Lines of one path and thread become one.
+        Lines of one path and thread become one. Nodes are in the order of their paths.
         """
         lines, numbers = lines.copy(), np.full(len(paths), NOT_BELOW, dtype=np.int64)
-        used = dict.fromkeys(lines["node"].tolist())
+        used = np.unique(lines["node"]).tolist()
         tree, nodes = _tree_of([paths[place] or () for place in used])
-        numbers[list(used)] = nodes
+        numbers[used] = nodes
         lines["node"] = numbers[lines["node"]]
         names = dict(threads)
         for thread_id in dict.fromkeys(lines["thread_id"][lines["node"] != NOT_BELOW].tolist()):

@@ -85,6 +85,7 @@ else:
             if namespace.get(name) is None:
                 setattr(result, name, method)
         result._members, result._compared = inherited | added, None
+        result.__match_args__ = () if kw_only else tuple(result._members)
         result.__dataclass_fields__ = _LateFields(result, "__dataclass_fields__", frozen, kw_only)
         result.__dataclass_params__ = _LateFields(result, "__dataclass_params__", frozen, kw_only)
         return result

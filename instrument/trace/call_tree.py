@@ -330,7 +330,9 @@ def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_
     buckets["line"] = np.argsort(order)[buckets["line"]]
     lines, names = lines[order], dict(threads or {})
     known = {one: names.get(one, f"thread {one}") for one in dict.fromkeys(lines["thread_id"].tolist())}
-    return Tally.of_paths(paths.all(trace.sites), lines, buckets, known)
+    every, used = paths.all(trace.sites), dict.fromkeys(lines["node"].tolist())
+    lines["node"] = places_of(np.array(list(used), dtype=np.int64), len(every))[lines["node"]]
+    return Tally.of_paths([every[node] for node in used], lines, buckets, known)
 
 
 def _folded_nodes(trace: Columns, paths: _Paths) -> Int64s:

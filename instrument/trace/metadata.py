@@ -200,6 +200,8 @@ def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
             nodes.append((numbers[parents[one]], places[its[site_of[one]]]))
         return numbers[missing[0] if missing else node]
 
+    for node in np.unique(tally.lines["node"]).tolist():  # in their order, which calls that begin together follow
+        number(node)
     ends = np.cumsum(np.bincount(tally.buckets["line"], minlength=len(tally))).tolist()
     pairs = tally.buckets[["bucket", "times"]].tolist()
     lines, begin, rows = tally.lines.copy(), 0, []
