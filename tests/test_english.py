@@ -38,10 +38,10 @@ MOST = {
     "proposal": (0, 5, 20, 0),
     "recorder": (0, 7, 43, 1),
     "recording": (22, 133, 130, 8),
-    "report": (0, 361, 504, 37),
+    "report": (0, 359, 504, 37),
     "runtime": (1, 3, 20, 2),
     "sessions": (110, 241, 199, 14),
-    "trace": (0, 138, 524, 1),
+    "trace": (0, 17, 73, 1),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

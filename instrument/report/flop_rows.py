@@ -208,12 +208,12 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
     found = np.zeros(len(trace), dtype=np.int64)
     if len(kernels):
         clock = Clock.of(its.thread_id[kernels], its.launched_ns[kernels])
-        launches = clock.told(its.thread_id[kernels], its.launched_ns[kernels])
+        launches = clock.numbers(its.thread_id[kernels], its.launched_ns[kernels])
         order = np.argsort(launches, kind="stable")
         sums = np.concatenate([[0], np.cumsum((its.end_ns - its.start_ns)[kernels[order]])])
         on_known = rows[clock.knows(trace.thread_id[rows])]
         first, end = (
-            np.searchsorted(launches[order], clock.told(trace.thread_id[on_known], times[on_known]))
+            np.searchsorted(launches[order], clock.numbers(trace.thread_id[on_known], times[on_known]))
             for times in (trace.start_ns, trace.end_ns)
         )
         found[on_known] = sums[end] - sums[first]

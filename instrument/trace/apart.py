@@ -1,4 +1,4 @@
-"""The numbers of several processes together: threads, streams and devices stay apart, sites are joined."""
+"""The joined numbers of several processes: threads, streams and devices stay distinct, equal sites become one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instrument.trace.watched import moved_watched
 
 
 class Apart:
-    """Numbers that each process has of its own: the same where nobody else has it, else the next that is free."""
+    """The distinct numbers of several owners. A number keeps its value if it is free, else gets the next one."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[Hashable, int], int] = {}
@@ -29,7 +29,7 @@ class Apart:
         self._next = 0
 
     def number(self, own_number: int, owner: Hashable) -> int:
-        """Return the new number of an owner's number."""
+        """Return the joined number of an owner's number."""
         number = self._given.get((owner, own_number))
         if number is None:
             number = self._next if own_number in self._taken else own_number
@@ -39,29 +39,29 @@ class Apart:
         return number
 
     def column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
-        """Return the new numbers of one owner's numbers."""
+        """Return the joined numbers of an owner's numbers."""
         return _each(numbers, lambda number: self.number(number, owner))
 
     def owned(self, owner: Hashable) -> dict[int, int]:
-        """The own numbers of an owner by what they are now."""
+        """Return the own numbers of an owner by their joined numbers."""
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
 
 def _each(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
-    """Return the new numbers, each distinct one asked for once."""
+    """Return the new number of each number. Calls `become` once per distinct number."""
     distinct, places = ranked(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
 
 
 class JoinedSites:
-    """Sites by what they mean; of attributes, what all of one place agree on."""
+    """The joined sites of several files, by key. A joined site has the attributes that all sites of its key share."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[object, ...], int] = {}
         self._found: list[list[Site]] = []
 
     def place(self, site: Site) -> int:
-        """The place of what a site has become."""
+        """Return the place of the joined site of a site."""
         place = self._places.setdefault(site.key, len(self._found))
         if place == len(self._found):
             self._found.append([])
@@ -71,7 +71,7 @@ class JoinedSites:
 
     @cached_property
     def joined(self) -> tuple[Site, ...]:
-        """All of them, when the last one has been given."""
+        """The joined sites in the order of their places. Read it after the last call of `place`."""
         return tuple(map(_joined, self._found))
 
 
@@ -86,24 +86,24 @@ _FLAGS = [item.name for item in fields(Site) if item.type == "bool"]
 
 
 def linked_ids(link: Any) -> Int64s | None:
-    """The ids of the span and of the root to which a root is linked, None for a value that is no such link."""
+    """Return the ids of the span and the root that a link names, None for a value that is no link."""
     if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
         return None
     return np.array(link, dtype=np.int64) if all(-1 << 63 <= number < 1 << 63 for number in link) else None
 
 
 class ApartFile:
-    """One file among those that are merged: what becomes of its numbers."""
+    """A file among the merged ones, with the new rows of its spans."""
 
     def __init__(self, saved: Saved, process: int, first: int, moved_ns: int) -> None:
         self.saved, self.process, self.first, self.moved_ns = saved, process, first, moved_ns
         self.trace = saved.trace.columns
         self.row = np.zeros(0, dtype=np.int64)
-        """The new row of each row, also where another file's was taken for it."""
+        """The merged row of each row. A row of another file may represent it."""
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
     def sites(self) -> list[Site]:
-        """All that it names: those of its spans, of its totals and of its start-up."""
+        """Return the sites of its spans, of its tally and of its start-up."""
         sites = [*self.trace.sites]
         if self.saved.tally is not None:
             sites += self.saved.tally.sites()
@@ -113,7 +113,7 @@ class ApartFile:
         return sites
 
     def called_sites(self) -> set[Site]:
-        """The sites of its spans and of its totals, which were called."""
+        """Return the sites of its spans and of the calls in its tally."""
         sites = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
         if self.saved.tally is not None:
             sites |= {row.path[-1] for row in self.saved.tally.rows() if row.totals.calls}
@@ -121,12 +121,12 @@ class ApartFile:
 
     @property
     def of_all(self) -> slice:
-        """Its rows among those of all files."""
+        """The places of its rows among the rows of all files."""
         return slice(self.first, self.first + len(self.trace))
 
 
 class Numbers:
-    """The new numbers of all files."""
+    """The joined sites, threads, streams and devices of all files."""
 
     def __init__(self, parts: Sequence[ApartFile]) -> None:
         self._threads, self._streams, self._devices = Apart(), Apart(), Apart()
@@ -138,15 +138,15 @@ class Numbers:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """All sites, each once."""
+        """The joined sites, each once."""
         return self._sites.joined
 
     def site(self, site: Site) -> Site:
-        """Return the new site of a site."""
+        """Return the joined site of a site."""
         return self.sites[self._sites.place(site)]
 
     def sites_of(self, part: ApartFile) -> Int64s:
-        """The place of the site of each row."""
+        """Return the place of the joined site of each row."""
         places = [self._sites.place(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
 
@@ -155,26 +155,26 @@ class Numbers:
         return self._threads.number(number, part.process)
 
     def threads_of(self, part: ApartFile) -> Int64s:
-        """The thread of each row."""
+        """Return the joined thread number of each row."""
         return self._threads.column(part.trace.thread_id, part.process)
 
     def threads(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
-        """Return the new numbers of threads; 0, which stands for none, stays."""
+        """Return the joined numbers of threads. The number 0 means no thread and stays."""
         threads = np.zeros(len(numbers), dtype=np.int64)
         of_some = numbers != 0
         threads[of_some] = self._threads.column(numbers[of_some], part.process)
         return threads
 
     def streams(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
-        """Return the new numbers of streams."""
+        """Return the joined numbers of streams."""
         return self._streams.column(numbers, part.process)
 
     def devices(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
-        """Return the new numbers of devices."""
+        """Return the joined numbers of devices."""
         return _each(numbers, lambda number: self.device(number, part))
 
     def device(self, number: int, part: ApartFile) -> int:
-        """Return the number of a device: all processes that use a GPU of a known UUID have one number for it."""
+        """Return the joined number of a device. A GPU with a known UUID has one number in all processes."""
         if number == HOST:
             return number
         uuid = next((gpu.uuid for gpu in part.saved.trace.gpus if gpu.device == number), "")
@@ -183,7 +183,7 @@ class Numbers:
         return joined
 
     def of_process(self, process: int) -> dict[str, dict[int, int]]:
-        """The threads, devices and streams of a process as it calls them, by what they are now."""
+        """Return the own thread, device and stream numbers of a process by the joined numbers."""
         return {
             "threads": self._threads.owned(process),
             "devices": self._own_devices.get(process, {}),
@@ -191,18 +191,18 @@ class Numbers:
         }
 
 
-# A merged file as its processes: a span that it has, and another file of its process, is known to be one
+# A merged file is split into its processes, so a span that another file of the process has too is recognised
 
 
 def process_key(saved: Saved) -> Hashable:
-    """A value that files of one process share. A file of an unknown process, or of another profiler, is alone."""
+    """Return a key that files of one process share. A file of an unknown process or profiler has its own."""
     origin = saved.trace.origin
     is_known = origin.pid > 0 and origin.recorder != "other"
     return (origin.host, origin.boot, origin.pid, origin.service, origin.start_ticks) if is_known else id(saved)
 
 
 def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
-    """The recordings of each process, by which came first; a merged file counts as those that it was made of."""
+    """Return the recordings of each process, in the order of first appearance. A merged file is split into its own."""
     groups: dict[Hashable, list[Saved]] = {}
     for saved in files:
         for part in unmerged(saved):
@@ -211,7 +211,7 @@ def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
 
 
 def unmerged(saved: Saved) -> list[Saved]:
-    """The recordings that a merged one was made of, one for each process; a file of one process as it is."""
+    """Return the recordings that a merged recording was made of. The recording of one process is returned alone."""
     processes = saved.trace.processes
     if not processes:
         return [saved]
@@ -235,15 +235,15 @@ def unmerged(saved: Saved) -> list[Saved]:
 
 
 def _own(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
-    """Return the numbers that a process gave, by the merged ones; an unknown number stays."""
+    """Return the own numbers of a process for merged numbers. An unknown number stays."""
     return _each(numbers, lambda number: own_numbers.get(number, number))
 
 
-def _columns(trace: Columns, of_row: Int64s, wanted: Bools, process: MergedProcess) -> Columns:
-    """The wanted rows of a process with the numbers that it gave; `of_row` are the processes of all rows."""
-    rows = np.flatnonzero(wanted)
-    columns, moved_ns = trace.with_attributes(wanted), process.moved_ns
-    # A parent or a root in another process was not known to this one, which had the topmost of its own spans instead.
+def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
+    """Return the wanted rows of a process with its own numbers. `of_row` has the process of each row."""
+    rows = np.flatnonzero(is_wanted)
+    columns, moved_ns = trace.with_attributes(is_wanted), process.moved_ns
+    # The process did not know parents and roots of other processes. Its own topmost span was the root.
     is_apart = trace.parent != NONE
     is_apart &= of_row != of_row[trace.parent] if len(trace) else is_apart
     top = tops(np.where(is_apart, np.int32(NONE), trace.parent).astype(np.int32))
@@ -277,7 +277,7 @@ def _own_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
 
 
 def _own_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
-    """Return the attributes of the rows of a process, with links by the ids that it gave."""
+    """Return the attributes of rows of a process, with links by its own ids."""
 
     def relink(_: int, link: Any) -> Any:
         ids = linked_ids(link)
@@ -287,14 +287,14 @@ def _own_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Att
 
 
 def _tallies(saved: Saved, of_thread: Mapping[int, int]) -> list[Tally] | None:
-    """Return the totals of each process, by the process of their thread; None where the file has none."""
+    """Return the tally of each process, by the process of each thread; None if the file has no tally."""
     if (tally := saved.tally) is None:
         return None
     return [_tally_of(tally, process, number, of_thread) for number, process in enumerate(saved.trace.processes)]
 
 
 def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapping[int, int]) -> Tally:
-    """Return the totals of one process, with the threads as it knows them."""
+    """Return the tally of one process, with its own thread numbers."""
 
     def own(thread: int) -> int | None:
         return process.threads.get(thread, thread) if of_thread.get(thread, 0) == number else None
@@ -308,7 +308,7 @@ def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapp
 
 
 def _facts(facts: Trace, number: int) -> Trace:
-    """The facts of a process, with the devices that it has, and readings of a device that no process before it has."""
+    """Return the facts of a process with its devices. The first process that has a device gets its samples."""
     process = facts.processes[number]
     before = {device for other_process in facts.processes[:number] for device in other_process.devices}
     devices, moved_ns = process.devices, process.moved_ns

@@ -1,13 +1,13 @@
 """The call tree of a trace, and its tally: the times of the calls of each call path.
 
-A line is what one thread, or one task on it, runs. In the tree a call on another line than its parent's is a node of
-its own by its thread, and no part of the parent's time. Device time of a call is the union of its own device intervals
-and of those of the calls below it on its line. So an interval around the intervals of inner calls counts once.
+A line is the work of one thread, or of one task on it. A call on another line than its parent's has a node of its own
+per thread, and is no part of the parent's time. Device time of a call is the union of the device intervals of the call
+and of the calls below it on its line. So overlapping device intervals of nested calls count once.
 
-The tally has totals by call path and thread, as recorders count them. Recursion is folded as they fold it: a call of a
-site that is on its path already counts at the node of that site. Where a call around it on the same node and thread had
-not ended, it is an inner call, whose total and device time do not count. Parents say which calls are around one. Around
-a generator's is the call in which it began, even where another one resumed it.
+The tally has totals by call path and thread, as recorders count them, with the same folding of recursion. A call of a
+site that is on its path already counts at the node of that site. It is an inner call if an outer call of the same node
+and thread had not ended. The total and device time of an inner call do not count. Parents decide which calls are outer
+ones. The parent of a generator's call is the call in which it began, even if another call resumed it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class NodeTimes:
 
     @classmethod
     def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
-        """Return the times of one length per call; a group is a node."""
+        """Return the times of nodes from one length per call. `groups` has the node of each call."""
         return cls(
             groups.sizes(), groups.sums(lengths_ns), groups.most(lengths_ns, 0), groups.least(lengths_ns, FARTHEST_NS)
         )
 
 
 class StreamTimes(NamedTuple):
-    """The work of a stream for the calls of a node: number of intervals, their sum, the longest and the shortest."""
+    """The work of a stream for the calls of a node: the count, sum, maximum and minimum of its intervals."""
 
     node: int
     device: int
@@ -61,10 +61,10 @@ class StreamTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallPaths:
-    """Call paths, a node each, in the order in which they are first seen, parents before what is below them.
+    """The call tree's nodes, one per call path, in the order of first appearance, parents before children.
 
-    `parent` is the node around one, `NONE` for a topmost one. `thread_id` is that of the node's line, on which it
-    `is_elsewhere` where it begins one. `first_ns` is the earliest begin. `device` counts calls with device time alone.
+    `parent` is a node's parent, `NONE` for a root. `thread_id` is the thread of the node's line. A node that begins a
+    line `is_elsewhere`. `first_ns` is the earliest begin. `device` counts the calls with device time only.
     """
 
     parent: Int64s
@@ -83,20 +83,20 @@ class CallPaths:
 def call_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> CallPaths:  # fmt: skip
-    """The nodes of all spans, or of those `among` them as if there were no others. Device time is counted for calls of
-    `kinds` and for those right below.
+    """Return the nodes of all spans, or of the spans in `among` alone. Calls of `kinds` and the calls right below them
+    have device time.
 
-    With a `window` only what is in it counts, and nodes without calls are around some that have them.
+    With a `window`, times are clipped to it. A node without a call in it is there only for the nodes below it.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = lie_in(trace.start_ns, trace.end_ns, (first, last))
-    wanted = counted if counted.all() else and_above(trace.parent, np.flatnonzero(counted))
+    is_included = counted if counted.all() else and_above(trace.parent, np.flatnonzero(counted))
     level = trace.level
     if among is not None:
-        counted, wanted = counted & among, wanted & among
-        level = levels(np.where(np.append(wanted, False)[trace.parent], trace.parent, np.int32(NONE)))
-    on_line = trace.on_line_of_parent & wanted[trace.parent]
-    node_of, parent, some_row = _nodes(trace, level, wanted, on_line)
+        counted, is_included = counted & among, is_included & among
+        level = levels(np.where(np.append(is_included, False)[trace.parent], trace.parent, np.int32(NONE)))
+    on_line = trace.on_line_of_parent & is_included[trace.parent]
+    node_of, parent, some_row = _nodes(trace, level, is_included, on_line)
     count = len(parent)
     is_elsewhere = ~on_line[some_row]
     is_of = np.array([*(site.kind in kinds for site in trace.sites), False])[trace.site[some_row]]
@@ -105,7 +105,7 @@ def call_tree(
     inside = nearest(around.astype(np.int32), below) != NONE
     host, first_row, first_ns = _host_times(trace, counted, node_of, (first, last), count)
     device, streams = _device_times(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
-    order, new_of = _by_first_sight(parent, first_row.tolist())
+    order, new_of = _in_order_of_appearance(parent, first_row.tolist())
     old = np.array(order, dtype=np.int64)
     return CallPaths(
         parent=np.where(parent[old] == NONE, NONE, new_of[parent[old]]) if count else parent,
@@ -113,20 +113,20 @@ def call_tree(
         thread_id=trace.thread_id[some_row[old]],
         is_elsewhere=is_elsewhere[old],
         first_ns=first_ns[old],
-        host=_taken(host, old),
-        device=_taken(device, old),
-        streams=[one._replace(node=int(new_of[one.node])) for one in streams],
+        host=_reordered(host, old),
+        device=_reordered(device, old),
+        streams=[stream_times._replace(node=int(new_of[stream_times.node])) for stream_times in streams],
     )
 
 
-def _taken(times: NodeTimes, order: Int64s) -> NodeTimes:
+def _reordered(times: NodeTimes, order: Int64s) -> NodeTimes:
     return NodeTimes(times.calls[order], times.total_ns[order], times.most_ns[order], times.least_ns[order])
 
 
-def _nodes(trace: Columns, level: Int32s, wanted: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the node of each wanted row, and of each node its parent and one of its rows. Parents come first.
+def _nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the node of each included row, and the parent and one row of each node. Parents come first.
 
-    `level` says how many wanted rows are above one, and `on_line` which ran on the line of a wanted parent.
+    `level` is the number of included rows above a row. `on_line` is True for rows on the line of an included parent.
     """
     node_of = np.full(len(trace), NONE, dtype=np.int64)
     parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
@@ -134,11 +134,11 @@ def _nodes(trace: Columns, level: Int32s, wanted: Bools, on_line: Bools) -> tupl
     count = 0
     threads = np.where(on_line, 0, numbered(trace.thread_id)[0] + 1) if len(trace) else node_of
     for rows in by_level(level):
-        rows = rows[wanted[rows]]
+        rows = rows[is_included[rows]]
         if not len(rows):
             break
         above = np.where(trace.parent[rows] == NONE, NONE, node_of[trace.parent[rows]])
-        if len(rows) == 1:  # as in a chain, of which there may be thousands of levels
+        if len(rows) == 1:  # a chain may have thousands of levels
             numbers, firsts = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
         else:
             numbers, firsts = numbered(above - above.min(), trace.site[rows], threads[rows])
@@ -149,8 +149,8 @@ def _nodes(trace: Columns, level: Int32s, wanted: Bools, on_line: Bools) -> tupl
     return node_of, np.concatenate(parents), np.concatenate(some_rows)
 
 
-def _by_first_sight(parent: Int64s, first_row: list[int]) -> tuple[list[int], Int64s]:
-    """The nodes in the order in which they, or some below them, are first seen, and of each its place in that order."""
+def _in_order_of_appearance(parent: Int64s, first_row: list[int]) -> tuple[list[int], Int64s]:
+    """Return the nodes by the first row at or below each, and the place of each node in that order."""
     order = sorted(range(len(parent)), key=least_below(parent.tolist(), first_row).__getitem__)
     return order, places_of(np.array(order, dtype=np.int64), len(parent))
 
@@ -158,7 +158,7 @@ def _by_first_sight(parent: Int64s, first_row: list[int]) -> tuple[list[int], In
 def _host_times(
     trace: Columns, counted: Bools, node_of: Int64s, window: Interval, count: int
 ) -> tuple[NodeTimes, Int64s, Int64s]:  # fmt: skip
-    """Host times of the calls of nodes, and of each node its first row and its earliest begin."""
+    """Return the host times, the first row and the earliest begin of each node."""
     calls = np.flatnonzero(counted)
     groups = Groups(node_of[calls], count)
     starts, ends = clipped(trace.start_ns[calls], trace.end_ns[calls], window)
@@ -167,81 +167,81 @@ def _host_times(
 
 
 def _device_times(
-    trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, wanted: Bools, inside: Bools, window: Interval,
+    trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, is_timed: Bools, inside: Bools, window: Interval,
     count: int,
 ) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
-    """Device times of the calls of wanted nodes, and what streams did for these and for what is inside of them."""
-    its, (first, last) = trace.device, window
-    if not len(its) or not count:
+    """Return the device times of the marked nodes, and the stream times of them and the nodes inside."""
+    work, (first, last) = trace.device, window
+    if not len(work) or not count:
         nothing = np.zeros(0, dtype=np.int64)
         return NodeTimes.of(Groups(nothing, count), nothing), []
-    nodes = node_of[its.row]
-    kept = its.timed & counted[its.row] & (wanted | inside)[nodes] & lie_in(its.start_ns, its.end_ns, window)
-    rows, nodes = its.row[kept], nodes[kept]
-    starts, ends = np.maximum(its.start_ns[kept], first), np.minimum(its.end_ns[kept], last)
-    streams = _stream_times(nodes, its.device[kept], its.stream[kept], ends - starts)
-    is_call = (node_of != NONE) & wanted[node_of]
+    nodes = node_of[work.row]
+    is_kept = work.timed & counted[work.row] & (is_timed | inside)[nodes] & lie_in(work.start_ns, work.end_ns, window)
+    rows, nodes = work.row[is_kept], nodes[is_kept]
+    starts, ends = np.maximum(work.start_ns[is_kept], first), np.minimum(work.end_ns[is_kept], last)
+    streams = _stream_times(nodes, work.device[is_kept], work.stream[is_kept], ends - starts)
+    is_call = (node_of != NONE) & is_timed[node_of]
     around = np.where(on_line, trace.parent, np.int32(NONE))
     calls, lengths_ns = lengths_below(around, is_call, rows, starts, ends)
-    told = counted[calls]
-    return NodeTimes.of(Groups(node_of[calls[told]], count), lengths_ns[told]), streams
+    is_counted = counted[calls]
+    return NodeTimes.of(Groups(node_of[calls[is_counted]], count), lengths_ns[is_counted]), streams
 
 
 def _stream_times(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: Int64s) -> list[StreamTimes]:
     if not len(nodes):
         return []
     keys, firsts = numbered(nodes, devices, streams)
-    found = NodeTimes.of(Groups(keys, len(firsts)), lengths_ns)
-    columns = (nodes[firsts], devices[firsts], streams[firsts], *(getattr(found, name) for name in found.__slots__))
-    return [StreamTimes(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
+    times = NodeTimes.of(Groups(keys, len(firsts)), lengths_ns)
+    columns = (nodes[firsts], devices[firsts], streams[firsts], *(getattr(times, name) for name in times.__slots__))
+    return [StreamTimes(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def lengths_below(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
-    """Return the calls with intervals at or below them on their lines, and the length of the union of these.
+    """Return the calls with intervals at or below them on their lines, and the length of the union of their intervals.
 
-    Unions go up level by level, so a deep interval is kept once. A call that only hands on the intervals of one call
-    below it takes no level of its own.
+    Unions go up level by level, so a deep interval is kept once. A call without intervals of its own and with one child
+    has no level of its own.
     """
-    holder = nearest(around, is_call)
-    up = np.where(around == NONE, NONE, holder[around]).astype(np.int32)
-    held = holder[rows]
-    kept = held != NONE
-    held, starts, ends = held[kept], starts[kept], ends[kept]
-    # The forest of the calls alone that have anything, numbered from 0.
-    calls = np.flatnonzero(and_above(up, held))
+    nearest_call = nearest(around, is_call)
+    up = np.where(around == NONE, NONE, nearest_call[around]).astype(np.int32)
+    owner = nearest_call[rows]
+    has_owner = owner != NONE
+    owner, starts, ends = owner[has_owner], starts[has_owner], ends[has_owner]
+    # The forest of the calls that have intervals, numbered from 0.
+    calls = np.flatnonzero(and_above(up, owner))
     number_of = places_of(calls, len(around)).astype(np.int32)
-    up, held = number_of[up[calls]], number_of[held]
-    own = np.bincount(held, minlength=len(calls)) > 0
+    up, owner = number_of[up[calls]], number_of[owner]
+    has_intervals = np.bincount(owner, minlength=len(calls)) > 0
     children = np.bincount(up[up != NONE], minlength=len(calls))
-    joins = own | (children != 1)
-    # What hands on has the length of the nearest below it that joins something.
-    found = np.zeros(len(calls), dtype=np.int64)
+    joins = has_intervals | (children != 1)
+    # A call that joins nothing has the length of the nearest call below it that joins intervals.
+    lengths_ns = np.zeros(len(calls), dtype=np.int64)
     above = np.where(up == NONE, NONE, nearest(up, joins)[up]).astype(np.int32)
     level = levels(above)
     joining = np.flatnonzero(joins)
     order = joining[np.argsort(-level[joining], kind="stable")]
-    by_depth = np.argsort(-level[held], kind="stable")
-    held, starts, ends = held[by_depth], starts[by_depth], ends[by_depth]
-    begun = 0
+    by_depth = np.argsort(-level[owner], kind="stable")
+    owner, starts, ends = owner[by_depth], starts[by_depth], ends[by_depth]
+    position = 0
     passed = (np.zeros(0, dtype=np.int64),) * 3
     for depth in range(int(level[order].max(initial=NONE)), -1, -1):
-        until = int(np.searchsorted(-level[held], -depth, side="right"))
-        its, its_starts, its_ends = union_by_group(
-            *(np.concatenate([part, more[begun:until]])
-              for part, more in zip(passed, (held, starts, ends), strict=True))
+        until = int(np.searchsorted(-level[owner], -depth, side="right"))
+        joined_calls, joined_starts, joined_ends = union_by_group(
+            *(np.concatenate([part, more[position:until]])
+              for part, more in zip(passed, (owner, starts, ends), strict=True))
         )  # fmt: skip
-        begun = until
-        if len(its):
-            np.add.at(found, its, its_ends - its_starts)
-        ups = above[its].astype(np.int64)
+        position = until
+        if len(joined_calls):
+            np.add.at(lengths_ns, joined_calls, joined_ends - joined_starts)
+        ups = above[joined_calls].astype(np.int64)
         goes_on = ups != NONE
-        passed = ups[goes_on], its_starts[goes_on], its_ends[goes_on]
+        passed = ups[goes_on], joined_starts[goes_on], joined_ends[goes_on]
     below = np.full(len(calls), NONE, dtype=np.int32)
     hands_on = (up != NONE) & ~joins[up]
     below[up[hands_on]] = np.flatnonzero(hands_on)
-    return calls, found[nearest(below, joins)] if len(calls) else found
+    return calls, lengths_ns[nearest(below, joins)] if len(calls) else lengths_ns
 
 
 # The tally
@@ -253,10 +253,10 @@ _TOO_DEEP = "its calls lie in one another deeper than any program's; it is damag
 
 
 class _Paths:
-    """Call paths as nodes, each with its site's number and the node above it, and of each call of a site in one, its
-    node: `recurring` are those in which a call may have another one of the same node around it.
+    """Folded call paths as nodes, each with its site's number and its parent. A call in a node of `recurring` may have
+    an outer call of the same node.
 
-    Raises `ValueError` where it has gone over more than `limit_links` nodes to find such.
+    Raises `ValueError` after a search of more than `limit_links` nodes for recursion.
     """
 
     def __init__(self, limit_links: int | None) -> None:
@@ -269,7 +269,7 @@ class _Paths:
         self._known_sites: set[int] = set()
 
     def below(self, parent: int, site: int) -> int:
-        """The node of a site that is called in another, on first sight that of its path which is of the site."""
+        """Return the node of a site called from a parent node. A recursive call has the site's node on its path."""
         node = self._below.get((parent, site))
         if node is None:
             node = self._below[parent, site] = self._folded(parent, site)
@@ -297,11 +297,11 @@ class _Paths:
                 raise ValueError(_TOO_DEEP)
 
     def all(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
-        """The path of each node, the topmost site first."""
-        found: list[tuple[Site, ...]] = []
+        """Return the path of each node, the topmost site first."""
+        paths: list[tuple[Site, ...]] = []
         for site, parent in zip(self.site, self.parent, strict=True):
-            found.append((*(() if parent == NONE else found[parent]), sites[site]))
-        return found
+            paths.append((*(() if parent == NONE else paths[parent]), sites[site]))
+        return paths
 
 
 def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
@@ -312,9 +312,9 @@ def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
 
 
 def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
-    """The tally of all spans; `threads` are the names of some.
+    """Return the tally of all spans. `threads` has names of threads, not necessarily of all.
 
-    Raises `ValueError` where the call paths have more than `limit_links` sites in all, as no program's have.
+    Raises `ValueError` if the call paths have more than `limit_links` sites in all.
     """
     if not len(trace):
         return Tally()
@@ -329,20 +329,20 @@ def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_
     order = np.array(_in_order(trace, cell_of, len(rows)), dtype=np.int64)
     buckets["line"] = np.argsort(order)[buckets["line"]]
     lines, names = lines[order], dict(threads or {})
-    known = {one: names.get(one, f"thread {one}") for one in dict.fromkeys(lines["thread_id"].tolist())}
+    labels = {thread: names.get(thread, f"thread {thread}") for thread in dict.fromkeys(lines["thread_id"].tolist())}
     every, used = paths.all(trace.sites), dict.fromkeys(lines["node"].tolist())
     lines["node"] = places_of(np.array(list(used), dtype=np.int64), len(every))[lines["node"]]
-    return Tally.of_paths([every[node] for node in used], lines, buckets, known)
+    return Tally.of_paths([every[node] for node in used], lines, buckets, labels)
 
 
 def _folded_nodes(trace: Columns, paths: _Paths) -> Int64s:
-    """Return the node of each row. Sites that mean the same place are one."""
-    known: dict[tuple[object, ...], int] = {}
-    places = np.array([known.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
-    node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last one is above those that have no parent
+    """Return the folded node of each row. Sites of the same key count as one."""
+    by_key: dict[tuple[object, ...], int] = {}
+    places = np.array([by_key.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
+    node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is the parent of roots
     for rows in by_level(trace.level):
         above, sites = node_of[trace.parent[rows]], places[trace.site[rows]]
-        if len(rows) == 1:  # as in a chain, of which there may be thousands of levels
+        if len(rows) == 1:  # a chain may have thousands of levels
             node_of[rows[0]] = paths.below(int(above[0]), int(sites[0]))
             continue
         numbers, some = numbered(above + 1, sites)
@@ -352,7 +352,7 @@ def _folded_nodes(trace: Columns, paths: _Paths) -> Int64s:
 
 
 def _inner(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
-    """Return True for calls that began before one around them of the same node and thread had ended."""
+    """Return True for calls that began before an outer call of the same node and thread had ended."""
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
         return inner
@@ -360,22 +360,22 @@ def _inner(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
     is_recurring[list(recurring)] = True
     rows = np.flatnonzero(is_recurring[node_of])
     around = _around_of_node(trace, node_of, rows)
-    # The latest end of all that are around: pointers are doubled.
+    # The latest end of all outer calls, by pointer doubling.
     latest, up = np.full(len(trace), -FARTHEST_NS, dtype=np.int64), around.copy()
     latest[rows] = np.where(around[rows] == NONE, -FARTHEST_NS, trace.end_ns[around[rows]])
-    rows = found = rows[around[rows] != NONE]
+    rows = enclosed = rows[around[rows] != NONE]
     while len(rows):
-        its = up[rows]
-        later, farther = latest[its], up[its]
+        above = up[rows]
+        later, farther = latest[above], up[above]
         latest[rows] = np.maximum(latest[rows], later)
         up[rows] = farther
         rows = rows[farther != NONE]
-    inner[found] = latest[found] >= trace.start_ns[found]
+    inner[enclosed] = latest[enclosed] >= trace.start_ns[enclosed]
     return inner
 
 
 def _around_of_node(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
-    """Return the nearest row above each of some rows that is of the same node and thread."""
+    """Return for each of some rows the nearest row above it of the same node and thread."""
     around = np.full(len(trace), NONE, dtype=np.int32)
     up = trace.parent[rows]
     while True:
@@ -389,7 +389,7 @@ def _around_of_node(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
 
 
 def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Records, Records]:
-    """Return the totals of each cell, and their histograms."""
+    """Return the totals and the histogram of each cell, a node on a thread."""
     device_ns, elapsed_ns = _device_and_elapsed(trace)
     elapsed_ns[inner] = trace.total_ns[inner]
     moved = np.zeros(len(trace), dtype=np.int64)
@@ -423,7 +423,7 @@ def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Re
 
 
 def _device_and_elapsed(trace: Columns) -> tuple[Int64s, Int64s]:
-    """Return the length of the union of each row's device intervals, and of them and its host interval."""
+    """Return the device time of each row, and the length of the union of its device and host intervals."""
     device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
     if len(trace.device):
         rows, starts, ends = union_by_group(trace.device.row, trace.device.start_ns, trace.device.end_ns)
@@ -436,13 +436,13 @@ def _device_and_elapsed(trace: Columns) -> tuple[Int64s, Int64s]:
 
 
 def _in_order(trace: Columns, cells: Int64s, count: int) -> list[int]:
-    """The cells as one meets them from the roots down, of calls side by side those first that begin first.
+    """Return the cells in the order of a walk from the roots down. Siblings are in the order of their begins.
 
-    Of some that begin together the longer ones come first, then by id.
+    Siblings that begin together are in the order of length, the longest first, then of id.
     """
     rank = places_of(in_order(trace), len(trace))
     by_depth, parent = by_level(trace.level), trace.parent
-    sizes = np.ones(len(trace) + 1, dtype=np.int64)  # of a row and all below it
+    sizes = np.ones(len(trace) + 1, dtype=np.int64)  # the number of rows at and below each
     for rows in reversed(by_depth[1:]):
         if len(rows) == 1:
             sizes[parent[rows[0]]] += sizes[rows[0]]
@@ -458,5 +458,5 @@ def _in_order(trace: Columns, cells: Int64s, count: int) -> list[int]:
         firsts = np.flatnonzero(np.diff(parent[rows], prepend=NONE - 1))
         before -= np.repeat(before[firsts], np.diff(firsts, append=len(rows)))
         places[rows] = places[parent[rows]] + 1 + before
-    found: list[int] = np.argsort(Groups(cells, count).least(places[:-1], 0)).tolist()
-    return found
+    ordered: list[int] = np.argsort(Groups(cells, count).least(places[:-1], 0)).tolist()
+    return ordered

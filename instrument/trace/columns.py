@@ -1,7 +1,7 @@
-"""A trace as numpy columns. One that exists is sound: what its columns say is checked where it is made, and only there.
+"""A trace as numpy columns. Its constructor checks the columns, so every existing trace is sound.
 
-Rows are spans, in the order in which they were given. Times are ns on the monotonic clock, in 64 bits, of which one is
-left: so sums and differences of two do not wrap.
+Rows are spans, in the order of the input. Times are ns on the monotonic clock in 63 of 64 bits, so sums and differences
+of two times do not overflow.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
-Told = TypeVar("Told", bound=Hashable)
+Description = TypeVar("Description", bound=Hashable)
 
 FARTHEST_NS = 1 << 62
-"""No clock reads more."""
+"""The bound of times in ns: no clock reads more."""
 
 
 class Attributes(Protocol):
-    """The attributes of spans by their row, decoded when they are asked for."""
+    """The attributes of spans by row, decoded on access."""
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        """The attributes of a row."""
+        """Return the attributes of a row."""
 
     def rows(self) -> Int64s:
-        """The rows that have any, in order."""
+        """Return the rows with attributes, in order."""
 
     def having(self, name: str) -> Int64s:
-        """The rows that have one of that name, in order."""
+        """Return the rows with an attribute of a name, in order."""
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """The values of some rows under a name, None for a row without one."""
+        """Return the values of an attribute in some rows, None for a row without it."""
 
     def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        """Return the number of the set of attributes of each row, `NONE` for a row without any, and the sets."""
+        """Return the distinct attribute sets of rows: each row's number, `NONE` without one, and the sets."""
         numbers = np.full(len(rows), NONE, dtype=np.int64)
         places = np.flatnonzero(np.isin(rows, self.rows()))
         numbers[places] = np.arange(len(places))
@@ -55,10 +55,10 @@ class Attributes(Protocol):
 
 
 class AttributesOfRows(Attributes):
-    """The attributes of spans by their row, of dicts that nobody changes."""
+    """The attributes of spans as dicts by row. Nobody changes the dicts."""
 
-    def __init__(self, found: Mapping[int, Mapping[str, AttributeValue]]) -> None:
-        self._found = found
+    def __init__(self, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> None:
+        self._found = attributes_by_row
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         return self._found.get(row, {})
@@ -67,26 +67,26 @@ class AttributesOfRows(Attributes):
         return np.array([*self._found], dtype=np.int64)
 
     def having(self, name: str) -> Int64s:
-        return np.array([row for row, its in self._found.items() if name in its], dtype=np.int64)
+        return np.array([row for row, attributes in self._found.items() if name in attributes], dtype=np.int64)
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         return [self._found.get(row, {}).get(name) for row in rows.tolist()]
 
 
 class ComposedAttributes(Attributes):
-    """The attributes of rows that come from several `parts`: a row's part is in `part`, and its row there in `own`.
+    """The attributes of rows from several `parts`. `part` has each row's part, `row_in_part` its row there.
 
-    `relink` returns the link of a root by the ids of the composed trace, by the number of its part.
+    `relink` takes a part's number and a link, and returns the link with the ids of the composed trace.
     """
 
     def __init__(
         self,
         parts: Sequence[Attributes],
         part: NDArray[Any],
-        own: Int64s,
+        row_in_part: Int64s,
         relink: Callable[[int, Any], Any] = lambda _, link: link,
     ) -> None:
-        self._parts, self._part, self._own, self._relink = parts, part, own, relink
+        self._parts, self._part, self._own, self._relink = parts, part, row_in_part, relink
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         number = int(self._part[row])
@@ -104,13 +104,13 @@ class ComposedAttributes(Attributes):
         return self._composed([part.having(name) for part in self._parts])
 
     def _composed(self, rows: Sequence[Int64s]) -> Int64s:
-        """Return the composed rows, in order, of rows of each part."""
+        """Return the rows of each part as composed rows, in order."""
         composed = [np.zeros(0, dtype=np.int64)]
         for number, rows_of_part in enumerate(rows):
             composed_rows = np.flatnonzero(self._part == number)
-            own = self._own[composed_rows]
-            count = max(int(own.max(initial=0)), int(rows_of_part.max(initial=0))) + 1
-            places = places_of(own, count)[rows_of_part]
+            rows_in_part = self._own[composed_rows]
+            count = max(int(rows_in_part.max(initial=0)), int(rows_of_part.max(initial=0))) + 1
+            places = places_of(rows_in_part, count)[rows_of_part]
             composed.append(composed_rows[places[places != NONE]])
         return np.sort(np.concatenate(composed))
 
@@ -136,15 +136,15 @@ class ComposedAttributes(Attributes):
 
 
 def extended(attributes: Attributes, count: int, more: Sequence[Mapping[str, AttributeValue]]) -> Attributes:
-    """Return the attributes of `count` rows, and of further rows behind them."""
-    own = np.concatenate([np.arange(count), np.arange(len(more))])
+    """Return the attributes of `count` rows, followed by those of more rows."""
+    row_in_part = np.concatenate([np.arange(count), np.arange(len(more))])
     part = np.repeat(np.array([0, 1], dtype=np.int32), [count, len(more)])
-    return ComposedAttributes([attributes, AttributesOfRows(dict(enumerate(more)))], part, own)
+    return ComposedAttributes([attributes, AttributesOfRows(dict(enumerate(more)))], part, row_in_part)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceIntervals:
-    """The device intervals of all spans, those of a span one after another: `row` is the span's, and never falls.
+    """The device intervals of all spans. `row` is the span's row, in ascending order.
 
     `label` is a place in `labels`.
     """
@@ -163,26 +163,26 @@ class DeviceIntervals:
 
     @property
     def timed(self) -> Bools:
-        """True for intervals that are lengths of work."""
+        """True for intervals with a measured length."""
         return np.array([*(label not in UNTIMED for label in self.labels), False], dtype=np.bool_)[self.label]
 
     @property
     def total_ns(self) -> Int64s:
-        """The length of each."""
+        """The length of each interval."""
         return self.end_ns - self.start_ns
 
-    def only(self, wanted: Bools) -> DeviceIntervals:
-        """The wanted ones alone."""
-        if wanted.all():
+    def only(self, is_wanted: Bools) -> DeviceIntervals:
+        """Return the wanted intervals."""
+        if is_wanted.all():
             return self
-        columns = {one.name: getattr(self, one.name)[wanted] for one in fields(self) if one.name != "labels"}
+        columns = {item.name: getattr(self, item.name)[is_wanted] for item in fields(self) if item.name != "labels"}
         return DeviceIntervals(**columns, labels=self.labels)
 
     def within(self, window: Interval) -> DeviceIntervals:
         """Return the parts of intervals that are in a window."""
-        its = self.only(lie_in(self.start_ns, self.end_ns, window))
-        start_ns, end_ns = clipped(its.start_ns, its.end_ns, window)
-        return replace(its, start_ns=start_ns, end_ns=end_ns)
+        inner = self.only(lie_in(self.start_ns, self.end_ns, window))
+        start_ns, end_ns = clipped(inner.start_ns, inner.end_ns, window)
+        return replace(inner, start_ns=start_ns, end_ns=end_ns)
 
     def union(self) -> Union:
         """Return the union of the intervals."""
@@ -190,7 +190,7 @@ class DeviceIntervals:
 
     @classmethod
     def none(cls) -> DeviceIntervals:
-        """Return the columns of spans without any."""
+        """Return the columns of no intervals."""
         rows, numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         return cls(rows, numbers, numbers, numbers, numbers, rows, numbers, ())
 
@@ -200,11 +200,11 @@ class Columns:
     """Spans as columns, a row each, with the names of `instrument.recording.spans.Span`.
 
     `site` and `error` are places in `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent, `NONE`
-    for a span without one among these. `remote` is by row, of the few that have one. `own_id` is the id by which
-    the process knows a span: another one than `span_id` in a merged trace alone.
+    without one in this trace. `remote` has the remote parents by row. `own_id` is the span's id in its process. It
+    differs from `span_id` in merged traces only.
 
-    Raises `ValueError` for columns that are not sound: of different lengths, with times or numbers that no clock and no
-    table has, with an id twice, or with parents that run in a circle.
+    Raises `ValueError` for unsound columns: different lengths, times out of range, places outside of their table,
+    duplicate ids, or cyclic parents.
     """
 
     sites: tuple[Site, ...]
@@ -227,7 +227,7 @@ class Columns:
     own_id: Int64s = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
     parent: Int32s = field(init=False)
     level: Int32s = field(init=False)
-    """The number of spans around a row, by its parents."""
+    """The number of ancestors of each row."""
 
     def __post_init__(self) -> None:
         if not len(self.own_id):
@@ -243,22 +243,22 @@ class Columns:
 
     @cached_property
     def total_ns(self) -> Int64s:
-        """The host interval's length."""
+        """The length of each host interval."""
         return self.end_ns - self.start_ns
 
     def of_kind(self, *kinds: str) -> Bools:
         """Return True for rows of one of the kinds."""
         return self.of_sites([site.kind in kinds for site in self.sites])
 
-    def of_sites(self, wanted: Sequence[bool]) -> Bools:
-        """Return True for rows of the sites that are wanted, by the site's place."""
-        found: Bools = np.array([*wanted, False], dtype=np.bool_)[self.site]
-        return found
+    def of_sites(self, is_wanted: Sequence[bool]) -> Bools:
+        """Return True for rows of the wanted sites. `is_wanted` is by the site's place."""
+        mask: Bools = np.array([*is_wanted, False], dtype=np.bool_)[self.site]
+        return mask
 
-    def numbered_sites(self, tell: Callable[[Site], Told]) -> tuple[list[Told], Int64s]:
-        """Return a function's distinct results for sites, and each site's number of them; behind these `NONE`."""
-        numbers: dict[Told, int] = {}
-        of_site = [numbers.setdefault(tell(site), len(numbers)) for site in self.sites]
+    def numbered_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
+        """Return the distinct results of `describe`, and each site's number among them. A last `NONE` follows."""
+        numbers: dict[Description, int] = {}
+        of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
 
     def calls(self) -> dict[Site, int]:
@@ -270,16 +270,16 @@ class Columns:
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def untimed(self) -> int:
-        """Count the rows that asked for device time and have none."""
-        asked = self.of_sites([site.device for site in self.sites])
-        asked[self.device.row] = False
-        return int(np.count_nonzero(asked))
+        """Count the rows without device intervals whose site asks for device time."""
+        is_missing = self.of_sites([site.device for site in self.sites])
+        is_missing[self.device.row] = False
+        return int(np.count_nonzero(is_missing))
 
-    def only(self, wanted: Bools) -> Columns:
-        """The wanted rows alone, without their attributes."""
-        rows = np.flatnonzero(wanted)
-        device = self.device.only(wanted[self.device.row])
-        number_of = np.cumsum(wanted, dtype=np.int32) - 1
+    def only(self, is_wanted: Bools) -> Columns:
+        """Return the wanted rows without attributes."""
+        rows = np.flatnonzero(is_wanted)
+        device = self.device.only(is_wanted[self.device.row])
+        number_of = np.cumsum(is_wanted, dtype=np.int32) - 1
         columns = {name: getattr(self, name)[rows] for name in _BY_ROW}
         return Columns(
             sites=self.sites,
@@ -290,53 +290,53 @@ class Columns:
             remote={},
         )
 
-    def with_attributes(self, wanted: Bools) -> Columns:
-        """The wanted rows alone, with their attributes."""
-        rows = np.flatnonzero(wanted)
-        remote = {at: self.remote[row] for at, row in enumerate(rows.tolist()) if row in self.remote}
+    def with_attributes(self, is_wanted: Bools) -> Columns:
+        """Return the wanted rows with their attributes."""
+        rows = np.flatnonzero(is_wanted)
+        remote = {place: self.remote[row] for place, row in enumerate(rows.tolist()) if row in self.remote}
         attributes = ComposedAttributes([self.attributes], np.zeros(len(rows), dtype=np.int32), rows)
-        return replace(self.only(wanted), attributes=attributes, remote=remote)
+        return replace(self.only(is_wanted), attributes=attributes, remote=remote)
 
-    def owners(self, wanted: Bools) -> Int32s:
-        """The row of the topmost wanted span at or above each, `NONE` where there is none.
+    def owners(self, is_wanted: Bools) -> Int32s:
+        """Return the topmost wanted row at or above each row, `NONE` without one.
 
-        The root that a span names is asked first: its parents may be among the spans that were not kept.
+        A wanted root has precedence, because parents in between may not have been kept.
         """
         rows = np.arange(len(self), dtype=np.int32)
-        found = np.where(wanted, rows, np.int32(NONE)).astype(np.int32)
+        owner = np.where(is_wanted, rows, np.int32(NONE)).astype(np.int32)
         above, open_rows = self.parent.copy(), np.flatnonzero(self.parent != NONE)
-        while len(open_rows):  # of ever longer ways up, whose upper part comes first
+        while len(open_rows):  # by pointer doubling; the upper half of a path has precedence
             up = above[open_rows]
-            higher, farther = found[up], above[up]
-            found[open_rows] = np.where(higher != NONE, higher, found[open_rows])
+            higher, farther = owner[up], above[up]
+            owner[open_rows] = np.where(higher != NONE, higher, owner[open_rows])
             above[open_rows] = farther
             open_rows = open_rows[farther != NONE]
         roots = rows_of(self.span_id, self.root_id)
-        by_root = (roots != NONE) & wanted[roots] if len(self) else np.zeros(0, dtype=np.bool_)
-        return np.where(by_root, roots, found).astype(np.int32)
+        by_root = (roots != NONE) & is_wanted[roots] if len(self) else np.zeros(0, dtype=np.bool_)
+        return np.where(by_root, roots, owner).astype(np.int32)
 
     def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
-        """Return the device time of some rows, and True where any of it was timed."""
-        its = self.device
-        numbers = places_of(rows, len(self))[its.row]
-        wanted = numbers != NONE
-        lengths_ns = lengths_by_group(numbers[wanted], its.start_ns[wanted], its.end_ns[wanted], len(rows))
+        """Return the device time of some rows, and True for rows with a timed interval."""
+        device = self.device
+        numbers = places_of(rows, len(self))[device.row]
+        is_given = numbers != NONE
+        lengths_ns = lengths_by_group(numbers[is_given], device.start_ns[is_given], device.end_ns[is_given], len(rows))
         timed = np.zeros(len(rows), dtype=np.bool_)
-        timed[numbers[wanted & its.timed]] = True
+        timed[numbers[is_given & device.timed]] = True
         return lengths_ns, timed
 
     @cached_property
     def on_line_of_parent(self) -> Bools:
-        """True for rows whose parent ran on the same thread and task: they are part of its time."""
+        """True for rows on the thread and task of their parent. Their time is part of the parent's."""
         around = self.parent
         same = (self.thread_id == self.thread_id[around]) & (self.task_id == self.task_id[around])
         return np.asarray(same & (around != NONE)) if len(self) else np.zeros(0, dtype=np.bool_)
 
     @cached_property
     def around(self) -> Int32s:
-        """The row of the span around each on its line, `NONE` for the first of a line."""
-        found: Int32s = np.where(self.on_line_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
-        return found
+        """The parent of each row on its line, a thread or a task on it; `NONE` for the first row of a line."""
+        around: Int32s = np.where(self.on_line_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
+        return around
 
 
 _BY_ROW = (
@@ -346,12 +346,12 @@ _BY_ROW = (
 
 
 def _refuse_unsound(trace: Columns) -> None:
-    count, its = len(trace.span_id), trace.device
+    count, work = len(trace.span_id), trace.device
     columns = [getattr(trace, name) for name in _BY_ROW]
-    of_device: list[NDArray[Any]] = [its.device, its.stream, its.start_ns, its.end_ns, its.label, its.uncertainty_ns]
-    if any(len(one) != count for one in columns) or any(len(one) != len(its) for one in of_device):
+    inner: list[NDArray[Any]] = [work.device, work.stream, work.start_ns, work.end_ns, work.label, work.uncertainty_ns]
+    if any(len(column) != count for column in columns) or any(len(column) != len(work) for column in inner):
         raise ValueError("its columns are of different lengths; it is damaged")
-    for starts, ends in ((trace.start_ns, trace.end_ns), (its.start_ns, its.end_ns)):
+    for starts, ends in ((trace.start_ns, trace.end_ns), (work.start_ns, work.end_ns)):
         if not lie_within(starts, -FARTHEST_NS, FARTHEST_NS) or not lie_within(ends, -FARTHEST_NS, FARTHEST_NS):
             raise ValueError("it has a time that no clock reads; it is damaged")
         if (ends < starts).any():
@@ -361,46 +361,46 @@ def _refuse_unsound(trace: Columns) -> None:
     ):
         raise ValueError("it has a length of time that no clock reads; it is damaged")
     tables = (
-        (trace.site, 0, len(trace.sites)), (trace.error, NONE, len(trace.errors)), (its.label, 0, len(its.labels)),
-        (its.row, 0, count),
+        (trace.site, 0, len(trace.sites)), (trace.error, NONE, len(trace.errors)), (work.label, 0, len(work.labels)),
+        (work.row, 0, count),
     )  # fmt: skip
-    if not all(lie_within(*each) for each in tables) or (its.row[1:] < its.row[:-1]).any():
+    if not all(lie_within(*table) for table in tables) or (work.row[1:] < work.row[:-1]).any():
         raise ValueError("it names what is in none of its tables; it is damaged")
-    # Of an id that is there twice one of the rows is found for both; `np.unique` takes thirty times as long.
+    # A duplicate id has one row for both. `np.unique` would take thirty times as long.
     if (rows_of(trace.span_id, trace.span_id) != np.arange(count)).any():
         raise ValueError("two spans in it have one id; it is damaged")
 
 
 def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
-    """Return True if all numbers are from the first to before the end."""
+    """Return True if all numbers are at least `first` and below `end`."""
     return not len(column) or bool(first <= column.min() and column.max() < end)
 
 
 CELL = np.dtype(
     [(name, "i8") for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
 )
-"""One, as `instrument.recording.slot_ring` packs it. A stream is an address, or a small number."""
+"""A packed device interval of `instrument.recording.slot_ring`. A stream is an address or a small number."""
 
 
 def cells_in(packed: bytes) -> NDArray[np.void]:
-    """Return the intervals that a ring has packed."""
+    """Return the packed device intervals of a ring as records."""
     return np.frombuffer(packed, dtype=CELL)
 
 
 def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:
-    """Return the intervals of spans by their ids, each span's by time, without those of other spans."""
+    """Return the intervals of the spans with these ids, by row and time."""
     rows = rows_of(span_id, cells["span_id"])
     order = np.lexsort((cells["start_ns"], rows))
     order = order[rows[order] != NONE]
-    its = cells[order]
+    ordered = cells[order]
     return DeviceIntervals(
         row=rows[order],
-        device=its["device"].copy(),
-        stream=its["stream"].copy(),
-        start_ns=its["start_ns"].copy(),
-        # Where a clock was placed anew between the two, an end may lie before its begin.
-        end_ns=np.maximum(its["start_ns"], its["end_ns"]),
-        label=its["label"].astype(np.int32),
-        uncertainty_ns=its["uncertainty_ns"].copy(),
+        device=ordered["device"].copy(),
+        stream=ordered["stream"].copy(),
+        start_ns=ordered["start_ns"].copy(),
+        # An end may be before its begin if the clock was calibrated again in between.
+        end_ns=np.maximum(ordered["start_ns"], ordered["end_ns"]),
+        label=ordered["label"].astype(np.int32),
+        uncertainty_ns=ordered["uncertainty_ns"].copy(),
         labels=LABELS,
     )

@@ -1,10 +1,10 @@
-"""A saved recording: the columns of a trace, and what is known beside them, in one file of numpy's own format.
+"""A saved recording: the columns of a trace and its metadata, in one file of numpy's own format.
 
-`numpy.load` reads it without us: `layout` and `watched` say what each array is, and `metadata` is JSON in UTF-8.
-Nothing in it is pickled, and nothing that it says is believed before it is checked.
+`numpy.load` reads it without us: `layout` and `watched` define the arrays, and `metadata` is JSON in UTF-8. Nothing in
+it is pickled, and every value is checked before use.
 
-It is a zip archive of packed members, written in one go: `zipfile` can only pack by zlib, which takes four times as
-long. Its plain form is that of PKWARE's APPNOTE 6.3 (4.3.6 to 4.3.16), which `zipfile` reads.
+It is a zip archive of compressed members, written without `zipfile`, whose zlib takes four times as long. The format is
+that of PKWARE's APPNOTE 6.3 (4.3.6 to 4.3.16), which `zipfile` reads.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _VERSION, _DEFLATED, _DATE = 20, 8, 0x21
-"""The version 2.0 of the form, packing by deflate, and 1980-01-01: the same trace is the same file."""
+"""Zip version 2.0, compression by deflate, and 1980-01-01 as a fixed date, so equal traces make equal files."""
 
 ARCHIVE_LIMIT_BYTES = (1 << 32) - 1
-"""Most that an archive of this form can hold."""
+"""The largest archive of this format, in bytes."""
 
 ZLIB_LEVEL = 1
 
 
 def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None:
-    """Write members, by name, at the file's begin. Raises `OSError` for more than `ARCHIVE_LIMIT_BYTES`."""
+    """Write named members to the begin of a file. Raises `OSError` beyond `ARCHIVE_LIMIT_BYTES`."""
     at, count, directory = 0, 0, bytearray()
     for name, data in members:
         packer = compression.raw_compressor(ZLIB_LEVEL)
@@ -65,24 +65,24 @@ def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None
 
 
 LAYOUT = 2
-"""Version of what the arrays are."""
+"""The version of the arrays' definitions."""
 
 LIMIT_BYTES = 2 << 30
-"""Most bytes that `load` unpacks."""
+"""The largest unpacked size that `load` accepts, in bytes."""
 
 DEEPEST = 100_000
-"""Most calls in one another, of which even a recursion has fewer."""
+"""The deepest nesting of calls that is accepted. Even a recursion has fewer."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of a file: a trace, and the tally, None where none was saved."""
+    """The contents of a file: a trace, and its tally or None if none was saved."""
 
     trace: Trace
     tally: Tally | None
 
     def counted(self) -> Tally:
-        """The tally, counted from the spans if none was saved. Raises `TraceError` for calls too deep for it."""
+        """Return the tally, counted from the spans if none was saved. Raises `TraceError` for too deep calls."""
         if self.tally is not None:
             return self.tally
         try:
@@ -97,8 +97,8 @@ class Saved:
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
     """Write a trace, and the tally if one is given, as a recording.
 
-    The file appears complete and with mode 0600 or not at all, and replaces an older one; directories above it are
-    made. Raises `TraceError` when it cannot be written.
+    The file appears complete, with mode 0600, or not at all. It replaces an older file, and missing directories are
+    made. Raises `TraceError` if it cannot be written.
     """
     target = Path(path)
     try:
@@ -116,14 +116,12 @@ def _write(file: Any, facts: Trace, tally: Tally | None) -> None:
     arrays, more = packed(columns)
     arrays["site"] = places[arrays["site"]].astype(arrays["site"].dtype) if len(places) else arrays["site"]
     base_ns = facts.start_ns
-    more["samples"] = [
-        [one.name, one.device, one.at_ns - base_ns, one.value] for one in facts.samples if one.value is not None
-    ]
+    more["samples"] = [[s.name, s.device, s.at_ns - base_ns, s.value] for s in facts.samples if s.value is not None]
     kernels, names = packed_kernels(facts.kernels, base_ns)
     arrays |= kernels | packed_allocations(facts.allocations, base_ns)
     more["kernel_names"] = names
-    known = "".join(metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
-    text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{known}}}'
+    facts_json = "".join(metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
+    text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{facts_json}}}'
     arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
     write_archive(file, ((f"{name}.npy", _member(column)) for name, column in arrays.items()))
 
@@ -138,7 +136,7 @@ def _member(column: Column) -> bytes:
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:
-    """Return True if a file begins as a recording does."""
+    """Return True if a file begins with the signature of a recording."""
     try:
         with Path(path).open("rb") as file:
             return file.read(4) == b"PK\x03\x04"
@@ -147,26 +145,26 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read a recording. Raises `TraceError` for whatever cannot be read, or is not sound."""
+    """Read a recording. Raises `TraceError` for a file that is unreadable or unsound."""
     with _refusals(path):
         arrays = _arrays(Path(path), limit_bytes)
-        known = json.loads(arrays.pop("metadata").tobytes())
-        if known["layout"] != LAYOUT:
-            raise ValueError(f"its layout is {known['layout']!r:.20}; read it with the version that wrote it")
-        about = Metadata(checked(known["trace"], dict))
-        more = checked(known["spans"], dict)
-        columns = unpacked(arrays, more, about.sites)
-        facts = about.trace(SpanViews(columns), [_sample(about.base_ns, *each) for each in more["samples"]])
+        content = json.loads(arrays.pop("metadata").tobytes())
+        if content["layout"] != LAYOUT:
+            raise ValueError(f"its layout is {content['layout']!r:.20}; read it with the version that wrote it")
+        read = Metadata(checked(content["trace"], dict))
+        more = checked(content["spans"], dict)
+        columns = unpacked(arrays, more, read.sites)
+        facts = read.trace(SpanViews(columns), [_sample(read.base_ns, *sample) for sample in more["samples"]])
         names = [checked(name, str) for name in more["kernel_names"]]
-        facts.kernels = unpacked_kernels(arrays, names, about.base_ns)
-        facts.allocations = unpacked_allocations(arrays, about.base_ns)
-        return without_endless(Saved(facts, about.tally()))
+        facts.kernels = unpacked_kernels(arrays, names, read.base_ns)
+        facts.allocations = unpacked_allocations(arrays, read.base_ns)
+        return without_endless(Saved(facts, read.tally()))
 
 
 def without_endless(saved: Saved) -> Saved:
-    """The recording, whose totals are counted at once where that could take long: what recurs is short by call path.
+    """Return the recording, with a tally counted now if its call paths are long. This bounds the cost of hostile files.
 
-    Raises `ValueError` and `TraceError` for calls that lie in one another deeper than any program's.
+    Raises `ValueError` and `TraceError` for calls that are nested deeper than any program's.
     """
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
@@ -182,8 +180,8 @@ def facts_of(path: str | os.PathLike[str]) -> Trace:
         member = archive.getinfo("metadata.npy")
         if member.file_size > LIMIT_VALUE:
             raise ValueError("its metadata is longer than in any recording")
-        known = json.loads(_array(archive.read(member)).tobytes())
-        return Metadata(checked(known["trace"], dict)).trace([], [])
+        content = json.loads(_array(archive.read(member)).tobytes())
+        return Metadata(checked(content["trace"], dict)).trace([], [])
 
 
 def _sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:
@@ -193,19 +191,19 @@ def _sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> 
 
 
 def _arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
-    found: dict[str, Column] = {}
+    arrays: dict[str, Column] = {}
     with zipfile.ZipFile(path) as archive:
         if sum(member.file_size for member in archive.infolist()) > limit_bytes:
             raise ValueError(f"it unpacks to more than {limit_bytes} bytes")
         for member in archive.infolist():
-            found[member.filename.removesuffix(".npy")] = _array(archive.read(member))
-    if len(found["span_id_steps"]) > LIMIT_SPANS:
+            arrays[member.filename.removesuffix(".npy")] = _array(archive.read(member))
+    if len(arrays["span_id_steps"]) > LIMIT_SPANS:
         raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
-    return found
+    return arrays
 
 
 def _array(data: bytes) -> Column:
-    """An array of whole numbers, as a view of what was read: what its head claims is never made room for."""
+    """Return an array of whole numbers as a view of the data. Its header never causes an allocation."""
     head = io.BytesIO(data)
     if np.lib.format.read_magic(head) != (1, 0):
         raise ValueError("an array in it is of another version of numpy's format")
@@ -217,7 +215,7 @@ def _array(data: bytes) -> Column:
 
 @contextmanager
 def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Everything that a file may raise, as a `TraceError`."""
+    """Convert every error that a file may cause to a `TraceError`."""
     try:
         yield
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""Trees as a column of parents: which row is the parent of each, and how deep each is, in whatever order rows are."""
+"""Trees as a column with the parent of each row, in any order of rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from instrument.trace.groups import distinct, stable_order
 
 NONE = -1
-"""In place of a row: there is none."""
+"""The place of a missing row."""
 
 
-def rows_of(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The rows of the wanted ids, of which each is there once, -1 for those that are not there."""
+def rows_of(ids: NDArray[np.int64], wanted_ids: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return the rows of wanted ids among distinct ids, -1 for an id that is missing."""
     if not len(ids):
-        return np.full(len(wanted), NONE, dtype=np.int32)
-    # Most are numbered one after another, and then a table of all is faster than a sort; a few may be far from these.
+        return np.full(len(wanted_ids), NONE, dtype=np.int32)
+    # Most ids are consecutive, so a table is faster than a sort. A few may be far from the others.
     first = int(ids.min())
     end = min(first + 4 * len(ids) + 1_000, int(ids.max()) + 1)
     is_near = ids < end
@@ -25,29 +25,29 @@ def rows_of(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int
     if 2 * len(near) > len(ids):
         table = np.full(end - first, NONE, dtype=np.int32)
         table[ids[near] - first] = near
-        inside = (wanted >= first) & (wanted < end)
-        found = table[np.where(inside, wanted, first) - first]
-        found[~inside] = NONE
+        inside = (wanted_ids >= first) & (wanted_ids < end)
+        found_rows = table[np.where(inside, wanted_ids, first) - first]
+        found_rows[~inside] = NONE
         if len(near) < len(ids):
-            far, rest = np.flatnonzero(~inside), np.flatnonzero(~is_near)
-            rows = rows_of(ids[rest], wanted[far])
-            found[far] = np.where(rows == NONE, NONE, rest[rows])
-        return np.asarray(found)
+            far, far_rows = np.flatnonzero(~inside), np.flatnonzero(~is_near)
+            rows = rows_of(ids[far_rows], wanted_ids[far])
+            found_rows[far] = np.where(rows == NONE, NONE, far_rows[rows])
+        return np.asarray(found_rows)
     order = np.argsort(ids)
-    places = np.searchsorted(ids, wanted, sorter=order).clip(max=len(ids) - 1)
+    places = np.searchsorted(ids, wanted_ids, sorter=order).clip(max=len(ids) - 1)
     rows = order[places].astype(np.int32)
-    rows[ids[rows] != wanted] = NONE
+    rows[ids[rows] != wanted_ids] = NONE
     return np.asarray(rows)
 
 
 def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the number of rows above each. Pointers are doubled: as many rounds as the depth has binary digits.
+    """Return the number of ancestors of each row, by pointer doubling in log2(depth) rounds.
 
-    Raises `ValueError` where parents run in a circle.
+    Raises `ValueError` for cyclic parents.
     """
     depth = (parents != NONE).astype(np.int32)
     open_rows = np.flatnonzero(depth)
-    # Of each row one that is `depth` levels above it: its parent, then that one's, then one two above that, and so on.
+    # The row `depth` levels above each row: 1 level in the first round, then 2, 4 and so on.
     above = parents.copy()
     for _ in range(len(parents).bit_length() + 1):
         if not len(open_rows):
@@ -61,59 +61,59 @@ def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def tops(parents: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The topmost row at or above each. Raises `ValueError` where parents run in a circle."""
-    found = np.where(parents == NONE, np.arange(len(parents), dtype=np.int32), parents)
+    """Return the topmost row at or above each row. Raises `ValueError` for cyclic parents."""
+    top = np.where(parents == NONE, np.arange(len(parents), dtype=np.int32), parents)
     for _ in range(len(parents).bit_length() + 1):
-        farther = found[found]
-        if (farther == found).all():
-            # What has come round a circle may stand still, but on no topmost row.
-            if (parents[found] != NONE).any():
+        farther = top[top]
+        if (farther == top).all():
+            # A row of a cycle may have come back to itself, but it has a parent.
+            if (parents[top] != NONE).any():
                 break
-            return np.asarray(found)
-        found = farther
+            return np.asarray(top)
+        top = farther
     raise ValueError("parents in it run in a circle; it is damaged")
 
 
-def nearest(above: NDArray[np.int32], wanted: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """The nearest wanted row at or above each, -1 where there is none."""
-    found = np.where(wanted, np.arange(len(above), dtype=np.int32), np.int32(NONE)).astype(np.int32)
-    up = np.where(wanted, np.int32(NONE), above).astype(np.int32)
+def nearest(above: NDArray[np.int32], is_wanted: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return the nearest wanted row at or above each row, -1 without one."""
+    nearest_row = np.where(is_wanted, np.arange(len(above), dtype=np.int32), np.int32(NONE)).astype(np.int32)
+    up = np.where(is_wanted, np.int32(NONE), above).astype(np.int32)
     open_rows = np.flatnonzero(up != NONE)
     while len(open_rows):
-        its = up[open_rows]
-        nearer, farther = found[its], up[its]
-        found[open_rows] = nearer
+        next_rows = up[open_rows]
+        nearer, farther = nearest_row[next_rows], up[next_rows]
+        nearest_row[open_rows] = nearer
         up[open_rows] = farther
         open_rows = open_rows[farther != NONE]
-    return found
+    return nearest_row
 
 
-def nearest_above(parents: NDArray[np.int32], wanted: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """The nearest wanted row above each, -1 where there is none."""
-    return np.append(nearest(parents, wanted), np.int32(NONE))[parents]
+def nearest_above(parents: NDArray[np.int32], is_wanted: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return the nearest wanted row above each row, -1 without one."""
+    return np.append(nearest(parents, is_wanted), np.int32(NONE))[parents]
 
 
 def and_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return True for some rows, and for those above one of them."""
-    found = np.zeros(len(parents), dtype=np.bool_)
+    """Return True for the given rows and their ancestors."""
+    is_included = np.zeros(len(parents), dtype=np.bool_)
     while len(rows):
-        found[rows] = True
+        is_included[rows] = True
         rows = distinct(parents[rows])
-        rows = rows[(rows != NONE) & ~found[rows]]
-    return found
+        rows = rows[(rows != NONE) & ~is_included[rows]]
+    return is_included
 
 
 def least_below(parents: list[int], numbers: list[int]) -> list[int]:
-    """Return the least number of those at and below each row; parents come before their children."""
-    found = [*numbers]
+    """Return the least number at or below each row. Parents come before their children."""
+    least = [*numbers]
     for row in range(len(parents) - 1, -1, -1):
         above = parents[row]
-        if above != NONE and found[row] < found[above]:
-            found[above] = found[row]
-    return found
+        if above != NONE and least[row] < least[above]:
+            least[above] = least[row]
+    return least
 
 
 def by_level(level: NDArray[np.int32]) -> list[NDArray[np.int64]]:
-    """The rows of each level, topmost first, each level's in their order."""
+    """Return the rows of each level, the topmost level first, in ascending order within a level."""
     order = stable_order(level, int(level.max(initial=0)) + 1)
     return np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []

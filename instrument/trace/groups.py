@@ -1,4 +1,4 @@
-"""Numbers by the group that each belongs to: sums, extremes and counts of every group, exact in 64 bits."""
+"""Sums, extremes and counts of numbers by group, exact in 64 bits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Int64s = NDArray[np.int64]
 
 
 class Groups:
-    """The group of each of some numbers: from 0 to below `count`, and none of a group below 0."""
+    """The groups of a column of numbers, from 0 to below `count`. A number of a negative group is left out."""
 
     def __init__(self, groups: NDArray[Any], count: int) -> None:
         order = stable_order(groups, count)
-        its = groups[order]
-        first = int(np.searchsorted(its, 0))
-        order, its = order[first:], its[first:]
+        ascending = groups[order]
+        first = int(np.searchsorted(ascending, 0))
+        order, ascending = order[first:], ascending[first:]
         self._order, self._count = order, count
-        self._firsts = np.flatnonzero(np.diff(its, prepend=-1)) if len(its) else np.zeros(0, dtype=np.int64)
-        self._known = its[self._firsts]
+        self._firsts = np.flatnonzero(np.diff(ascending, prepend=-1)) if len(ascending) else np.zeros(0, dtype=np.int64)
+        self._known = ascending[self._firsts]
 
     def members(self) -> list[Int64s]:
-        """The places of the numbers of each group that has any, in order."""
+        """Return the places of the numbers of each group, in order, without empty groups."""
         return np.split(self._order, self._firsts[1:]) if len(self._firsts) else []
 
     def sizes(self) -> Int64s:
@@ -31,13 +31,13 @@ class Groups:
         return self._spread(np.diff(self._firsts, append=len(self._order)), 0)
 
     def sums(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Return the sum of each group, 0 for one without any; as Python's numbers where one may exceed 64 bits."""
+        """Return the sum of each group, 0 for an empty one. Sums that may exceed 64 bits are Python's ints."""
         if np.abs(numbers, dtype=np.float64).sum() < 1 << 62:
             return self._reduced(np.add, numbers, 0)
-        found = np.zeros(self._count, dtype=object)
+        totals = np.zeros(self._count, dtype=object)
         if len(self._firsts):
-            found[self._known] = np.add.reduceat(numbers[self._order].astype(object), self._firsts)
-        return found
+            totals[self._known] = np.add.reduceat(numbers[self._order].astype(object), self._firsts)
+        return totals
 
     def least(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
         return self._reduced(np.minimum, numbers, otherwise)
@@ -50,14 +50,14 @@ class Groups:
             return np.full(self._count, otherwise, dtype=np.int64)
         return self._spread(reduce.reduceat(numbers[self._order].astype(np.int64), self._firsts), otherwise)
 
-    def _spread(self, found: NDArray[Any], otherwise: int) -> Int64s:
+    def _spread(self, values: NDArray[Any], otherwise: int) -> Int64s:
         spread = np.full(self._count, otherwise, dtype=np.int64)
-        spread[self._known] = found
+        spread[self._known] = values
         return spread
 
 
 class Members:
-    """The members of each of some groups, in order: numbers, or their places where none are given."""
+    """The members of each group, in order: the given numbers, or places without such."""
 
     def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
         order = np.argsort(groups, kind="stable")
@@ -69,27 +69,27 @@ class Members:
 
 
 def places_of(rows: NDArray[Any], count: int) -> Int64s:
-    """Return the place of each row among some, -1 for one that is not among them; behind all of them -1, too."""
-    found = np.full(count + 1, -1, dtype=np.int64)
-    found[rows] = np.arange(len(rows))
-    return found
+    """Return the place of each of `count` rows among `rows`, -1 for a row that is missing. A last -1 follows."""
+    places = np.full(count + 1, -1, dtype=np.int64)
+    places[rows] = np.arange(len(rows))
+    return places
 
 
 def stable_order(numbers: NDArray[Any], end: int) -> Int64s:
-    """The places of numbers below an end in their order; numbers of 16 bits are sorted in a sixth of the time."""
+    """Return the stable sort order of numbers below `end`. Numbers of 16 bits take a sixth of the time."""
     if end < 1 << 16 and len(numbers) and int(numbers.min()) >= -1:
         return np.argsort((numbers + 1).astype(np.uint16), kind="stable")
     return np.argsort(numbers, kind="stable")
 
 
 def distinct(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Each number once, in order: as `np.unique`, whose table takes ten times as long."""
-    its = np.sort(numbers)
-    return np.asarray(its[np.flatnonzero(np.concatenate([[True], its[1:] != its[:-1]]))] if len(its) else its)
+    """Return each number once, in order. `np.unique` takes ten times as long."""
+    run = np.sort(numbers)
+    return np.asarray(run[np.flatnonzero(np.concatenate([[True], run[1:] != run[:-1]]))] if len(run) else run)
 
 
 def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
-    """The distinct numbers in order, and of each number its place among them; fast where they are few."""
+    """Return the distinct numbers in order, and the place of each number among them. It is fast for few values."""
     values = distinct(numbers[::997])
     while True:
         places = np.searchsorted(values, numbers).clip(max=max(len(values) - 1, 0))
@@ -100,7 +100,7 @@ def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
 
 
 def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Return the number of each row's combination of columns, from 0 on, and of each number a row that has it."""
+    """Number the distinct combinations of columns from 0. Return each row's number, and a row of each number."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         width = int(column.max()) + 1 if len(column) else 1
@@ -108,33 +108,33 @@ def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
             key = np.unique(key, return_inverse=True)[1].astype(np.int64)
             values, column = np.unique(column, return_inverse=True)
             width = len(values)
-        key = key * width + column.astype(np.int64)  # of nothing it may have any type
+        key = key * width + column.astype(np.int64)  # an empty column may have any type
     most = int(key.max(initial=-1)) + 1
-    if most <= 8 * len(key) + 1_000:  # a table of all that there can be takes a fifth of a sort's time
+    if most <= 8 * len(key) + 1_000:  # a table takes a fifth of a sort's time
         row_of = np.full(most, -1, dtype=np.int64)
         row_of[key[::-1]] = np.arange(len(key))[::-1]
-        known = np.flatnonzero(row_of >= 0)
+        used_keys = np.flatnonzero(row_of >= 0)
         number_of = np.empty(most, dtype=np.int64)
-        number_of[known] = np.arange(len(known))
-        return number_of[key], row_of[known]
+        number_of[used_keys] = np.arange(len(used_keys))
+        return number_of[key], row_of[used_keys]
     _, rows, numbers = np.unique(key, return_index=True, return_inverse=True)
     return numbers.astype(np.int64), rows.astype(np.int64)
 
 
 def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Return the result of `numbered`, by the first row of each combination."""
+    """Return the result of `numbered`, with numbers in the order of each combination's first row."""
     numbers, rows = numbered(*columns)
     order = np.argsort(rows)
     return places_of(order, len(rows))[numbers], rows[order]
 
 
 def firsts_of(groups: NDArray[Any]) -> Int64s:
-    """The places at which a group begins, of numbers that lie together by their group."""
+    """Return the place at which each group begins, for numbers that are ordered by group."""
     return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])[: len(groups)])
 
 
 def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
-    """Return the most up to each number within its group, whose numbers lie together, in the order of the groups."""
+    """Return the running maximum of numbers within each group. Numbers are ordered by group."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
@@ -145,11 +145,11 @@ def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
 
 
 def counts_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """Count the numbers of a group that are no more than a limit, for groups and their limits."""
-    both = np.concatenate([groups, of])
-    order = np.lexsort((np.arange(len(both)), np.concatenate([numbers, upto]), both))
-    is_asked = order >= len(groups)
-    counted = np.cumsum(~is_asked)
-    found = np.empty(len(both), dtype=np.int64)
-    found[order] = counted
-    return np.asarray(found[len(groups) :] - np.searchsorted(np.sort(groups), of))
+    """Count the numbers up to a limit in a group, for each pair of a group in `of` and its limit in `upto`."""
+    all_groups = np.concatenate([groups, of])
+    order = np.lexsort((np.arange(len(all_groups)), np.concatenate([numbers, upto]), all_groups))
+    is_limit = order >= len(groups)
+    counted = np.cumsum(~is_limit)
+    counts = np.empty(len(all_groups), dtype=np.int64)
+    counts[order] = counted
+    return np.asarray(counts[len(groups) :] - np.searchsorted(np.sort(groups), of))

@@ -1,12 +1,11 @@
-"""Keys: which request each span serves, across threads, tasks and processes, by what rules read of calls.
+"""Keys: the request that each span serves, across threads, tasks and processes.
 
-A request is known by the keys that spans of its tree bear. A span elsewhere that bears a key, and what lies below it,
-is of the request of that key which began last before it: keys may come again. A key by which another request was known
-first that was open at the time names this one from when it bore it. Other keys below a span that bears one name the
-request from then on, too. A request that bears the key of one that it lies within is a part of that one, as where an
-engine's process has request spans of its own. One in its own tree is a request of its own by its keys, and what bears
-there the key of another request is of that one. A batch is of several requests,
-and of none as a whole.
+A rule reads keys from calls. A request has the keys that spans of its tree bear. A span elsewhere with such a key
+belongs to that request, and so do the spans below it. A key may recur: it names the request that began last before the
+span. It may first have named another request that is still open. Then it names this one only from its first use here.
+Further keys below a span with a key name the same request from then on. A request within the interval of another
+request with its key is a part of that one, as in an engine's own process. A request in another one's tree can be a
+request of its own by its keys. A batch belongs to several requests, and to none as a whole.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from instrument.trace.forest import NONE, nearest, rows_of, tops
 from instrument.trace.groups import counts_up_to, running_most
 
 THOUSANDTHS = 1000
-"""The unit of weights."""
+"""The number of units in a weight of 1."""
 
 HEAVIEST = 1 << 31
-"""No weight is more than this."""
+"""The largest weight. A larger one is reduced to it."""
 
 ROUNDS = 8
-"""The most steps from a key to further keys of the same request."""
+"""The largest number of steps from a key to further keys of the same request."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Batches and the requests in them, a row for each pair; those of a batch lie together, in its order.
+    """Batches and their requests, a row per pair. The pairs of a batch are consecutive, in the batch's order.
 
-    `request` is the place of the request, `NONE` of a key that no request is known by; `weight` is in thousandths.
+    `request` is the place of the request, `NONE` for a key without one. `weight` is in thousandths.
     """
 
     batch: Int64s
@@ -53,11 +52,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Joined:
-    """The requests of a trace, by their rows in the order of their begins, and what serves them.
+    """The requests of a trace, as rows in the order of their begins, and the spans that serve them.
 
-    `of` has the place of each row's request among them, `NONE` without one. A batch has that of the request around it.
-    `keys` are, by place, those that a request is known by. `foreign` are the batches in the tree of a request that they
-    do not serve, as of a loop that this one began.
+    `of` has the place of each row's request, `NONE` without one. A batch has the request around it. `keys` has the keys
+    of requests by place. `foreign` are batches in the tree of a request that they do not serve. This happens if the
+    request began the engine's loop.
     """
 
     rows: Int64s
@@ -66,7 +65,7 @@ class Joined:
     keys: Mapping[int, tuple[str, ...]]
     served: Served
     unbound: int
-    """Spans with a key that no request is known by."""
+    """The number of spans with a key of no request."""
 
     @cached_property
     def owner(self) -> Int32s:
@@ -77,9 +76,9 @@ class Joined:
 
 
 def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
-    """The requests of the trace, with what serves them anywhere in it. `owner` is that of each row, if it is known.
+    """Return the requests of a trace with the spans that serve them. `owner` is each row's request, if known.
 
-    Where the clocks of its processes are apart, a span may seem to begin before its request, by `apart_ns` at most.
+    `apart_ns` bounds the difference of its processes' clocks: a span may seem to begin that much before its request.
     """
     if owner is None:
         owner = trace.owners(trace.of_kind("request"))
@@ -94,11 +93,11 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     for _ in range(ROUNDS):
         bound = _Bound(trace, pairs, since_ns, apart_ns, owner, first)
         rows, place_of, of, unbound = _resolved(trace, owner, above, keyed, key_of, bound)
-        known = np.flatnonzero(of[keyed] != NONE)
+        bound_places = np.flatnonzero(of[keyed] != NONE)
         more, since_ns = _pairs(
-            np.concatenate([pairs[0], key_of[known]]),
-            np.concatenate([pairs[1], rows[of[keyed[known]]]]),
-            np.concatenate([since_ns, starts[known]]),
+            np.concatenate([pairs[0], key_of[bound_places]]),
+            np.concatenate([pairs[1], rows[of[keyed[bound_places]]]]),
+            np.concatenate([since_ns, starts[bound_places]]),
         )
         if more.shape == pairs.shape:
             break
@@ -118,34 +117,34 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
         rows=rows,
         of=of,
         foreign=foreign,
-        keys={place: tuple(its) for place, its in keys.items()},
+        keys={place: tuple(names_of_request) for place, names_of_request in keys.items()},
         served=served,
         unbound=unbound,
     )
 
 
 def _keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
-    """The rows that bear a key, the number of each one's, and the numbers of all keys."""
+    """Return the rows that bear a key, the number of each row's key, and the numbers of all keys."""
     keyed = trace.attributes.having(KEY)
-    told = trace.attributes.values(KEY, keyed)
-    is_text = np.array([isinstance(one, str) and bool(one) for one in told], dtype=np.bool_)
-    texts = [one for one in told if isinstance(one, str) and one]
+    values = trace.attributes.values(KEY, keyed)
+    is_text = np.array([isinstance(value, str) and bool(value) for value in values], dtype=np.bool_)
+    texts = [value for value in values if isinstance(value, str) and value]
     numbers: dict[str, int] = {}
     key_of = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
     return keyed[is_text], key_of, numbers
 
 
 def _pairs(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, Int64s]:
-    """Keys and the rows of requests that bear them, each pair once, and the first of its times."""
+    """Return the distinct pairs of keys and request rows, and the first time of each pair."""
     if not len(keys):
         return np.zeros((2, 0), dtype=np.int64), times_ns
     order = np.lexsort((times_ns, requests, keys))
-    found, firsts = np.unique(np.stack([keys, requests])[:, order], axis=1, return_index=True)
-    return found, times_ns[order][firsts]
+    pairs, firsts = np.unique(np.stack([keys, requests])[:, order], axis=1, return_index=True)
+    return pairs, times_ns[order][firsts]
 
 
 def _above(trace: Columns) -> Int32s:
-    """The parent of each row, or its root where the parent was not kept and the root was."""
+    """Return the parent of each row, or its root if only the parent was not kept."""
     roots = rows_of(trace.span_id, trace.root_id)
     if not len(trace):
         return roots
@@ -157,32 +156,32 @@ def _above(trace: Columns) -> Int32s:
 def _resolved(
     trace: Columns, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
 ) -> tuple[Int64s, Int64s, Int64s, int]:
-    """The rows of requests, the place of each row among them, of each row that of its request, and how many spans with
-    keys have none."""
+    """Return the rows of requests, the place of each row among them, the place of each row's request, and the number
+    of spans whose key has no request."""
     is_part = np.zeros(len(trace), dtype=np.bool_)
     is_part[bound.parts] = True
     rows = np.flatnonzero((owner == np.arange(len(trace))) & ~is_part)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-    place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last is that of no row
+    place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is that of a missing row
     place_of[rows] = np.arange(len(rows))
     whole = np.arange(len(trace) + 1)
     whole[bound.parts] = bound.wholes
     of = place_of[whole[owner]]
-    apart = np.flatnonzero(owner[keyed] == NONE)
-    requests = place_of[bound.at(key_of[apart], trace.start_ns[keyed[apart]])]
+    outside = np.flatnonzero(owner[keyed] == NONE)
+    requests = place_of[bound.at(key_of[outside], trace.start_ns[keyed[outside]])]
     of_key = np.full(len(trace) + 1, NONE, dtype=np.int64)
-    of_key[keyed[apart]] = requests
+    of_key[keyed[outside]] = requests
     is_known = np.zeros(len(trace), dtype=np.bool_)
-    is_known[keyed[apart[requests != NONE]]] = True
+    is_known[keyed[outside[requests != NONE]]] = True
     if is_known.any():
         of = np.where(of == NONE, of_key[nearest(above, is_known)], of)
     return rows, place_of, of, int((requests == NONE).sum())
 
 
 class _Bound:
-    """The requests that keys name at a time: rows of requests by key and begin.
+    """The request that each key names at a time, as an index of request rows by key and begin.
 
-    A key of which another request was known first, which has not ended yet, names a request from `since_ns` on.
+    A key that first named another request, which is still open, names this one only after `since_ns`.
     """
 
     def __init__(
@@ -194,15 +193,15 @@ class _Bound:
         keys, requests, starts, ends = keys[order], requests[order], starts[order], ends[order]
         reach, wholes = ends.copy(), requests.copy()
         parts: dict[int, int] = {}
-        for place in range(1, len(keys)):  # of requests with keys, a few steps for each
+        for place in range(1, len(keys)):  # a few steps per request with keys
             if keys[place] == keys[place - 1] and ends[place] <= reach[place - 1]:
                 reach[place], wholes[place] = reach[place - 1], wholes[place - 1]
                 if wholes[place] != requests[place]:
                     parts.setdefault(int(requests[place]), int(wholes[place]))
-        # One that is a part by one key may be whole by another: what is whole of it stands.
+        # A request may be a part by one key and whole by another. Its whole wins.
         self.parts = np.array(list(parts), dtype=np.int64)
-        self.wholes = np.array([_top(parts, one) for one in parts], dtype=np.int64)
-        whole = np.array([_top(parts, one) for one in requests.tolist()], dtype=np.int64)
+        self.wholes = np.array([_top(parts, request) for request in parts], dtype=np.int64)
+        whole = np.array([_top(parts, request) for request in requests.tolist()], dtype=np.int64)
         names_from = self._named_from(trace, keys, whole, since_ns[order], owner, first)
         order = np.lexsort((-trace.end_ns[whole], trace.start_ns[whole], names_from, keys))
         self._keys, self._requests, self._starts = keys[order], whole[order], names_from[order]
@@ -211,61 +210,61 @@ class _Bound:
     def _named_from(
         self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
-        """Return the time from which each key names its request: the begin of the request as a rule.
+        """Return the time from which each key names its request. This is usually the begin of the request.
 
-        Where another request is known by the key first, and was open when this one bore it, it is right after that.
+        It is right after `since_ns` if the key first named another request that was open then.
         """
-        found = trace.start_ns[whole]
+        from_ns = trace.start_ns[whole]
         further = np.flatnonzero(~first.are_first(whole, keys))
         if not len(further):
-            return found
+            return from_ns
         keys, whole, since_ns = keys[further], whole[further], since_ns[further]
         whole_of = np.arange(len(trace))
         whole_of[self.parts] = self.wholes
         around = owner[first.rows].astype(np.int64)
         around = whole_of[np.where(around == NONE, first.rows, around)]
         ends = np.maximum(first.ends, first.starts + 1)
-        begun = counts_up_to(first.keys, first.starts, keys, since_ns)
-        before = counts_up_to(first.keys, ends, keys, trace.start_ns[whole])
+        begun_counts = counts_up_to(first.keys, first.starts, keys, since_ns)
+        ended_counts = counts_up_to(first.keys, ends, keys, trace.start_ns[whole])
         of_own = first.keys * len(trace) + around
-        own = counts_up_to(of_own, first.starts, keys * len(trace) + whole, since_ns)
-        is_theirs = begun - before > own
-        found[further[is_theirs]] = since_ns[is_theirs] + 1
-        return found
+        own_counts = counts_up_to(of_own, first.starts, keys * len(trace) + whole, since_ns)
+        is_theirs = begun_counts - ended_counts > own_counts
+        from_ns[further[is_theirs]] = since_ns[is_theirs] + 1
+        return from_ns
 
     def at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """The row of the request that each key names at a time, -1 for none: an index of what says so.
+        """Return the row of the request that each key names at a time, -1 without one.
 
-        Where that one had ended, it is one that begins right after, as far as clocks are apart.
+        If that request had ended, a request that begins within the clocks' difference replaces it.
         """
-        found = self._begun(keys, times_ns)
+        requests = self._begun(keys, times_ns)
         if self._apart_ns and len(self._keys):
-            is_over = (found == NONE) | (self._ends[found] < times_ns)
-            found = np.where(is_over, self._begun(keys, times_ns + self._apart_ns), found)
-        return found
+            is_over = (requests == NONE) | (self._ends[requests] < times_ns)
+            requests = np.where(is_over, self._begun(keys, times_ns + self._apart_ns), requests)
+        return requests
 
     def _begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """The row of the request of each key that began last up to a time."""
-        begun = counts_up_to(self._keys, self._starts, keys, times_ns)
-        last = np.searchsorted(self._keys, keys) + begun - 1
-        return np.where(begun > 0, np.append(self._requests, NONE)[last], NONE)
+        """Return the row of each key's request that began last up to a time, `NONE` without one."""
+        begun_counts = counts_up_to(self._keys, self._starts, keys, times_ns)
+        last = np.searchsorted(self._keys, keys) + begun_counts - 1
+        return np.where(begun_counts > 0, np.append(self._requests, NONE)[last], NONE)
 
 
 def _top(parts: Mapping[int, int], request: int) -> int:
-    """The request that one is a part of in the end. Keys may disagree, but nothing is within itself."""
-    seen = {request}
-    while (above := parts.get(request)) is not None and above not in seen:
-        seen.add(request := above)
+    """Return the outermost request that a request is a part of. Keys may disagree, so cycles end the search."""
+    path = {request}
+    while (above := parts.get(request)) is not None and above not in path:
+        path.add(request := above)
     return request
 
 
 def _served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
     rows = trace.attributes.having(BATCH_KEYS)
-    of_rows = [batch_keys(one) for one in trace.attributes.values(BATCH_KEYS, rows)]
-    sizes = np.array([len(its) for its in of_rows], dtype=np.int64)
+    of_rows = [batch_keys(value) for value in trace.attributes.values(BATCH_KEYS, rows)]
+    sizes = np.array([len(keys_of_row) for keys_of_row in of_rows], dtype=np.int64)
     weights = [
-        batch_weights(told, len(its))
-        for told, its in zip(trace.attributes.values(BATCH_WEIGHTS, rows), of_rows, strict=True)
+        batch_weights(value, len(keys_of_row))
+        for value, keys_of_row in zip(trace.attributes.values(BATCH_WEIGHTS, rows), of_rows, strict=True)
     ]
     keys = tuple(chain.from_iterable(of_rows))
     batch = np.repeat(rows, sizes)
@@ -276,56 +275,56 @@ def _served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of:
 
 
 def _foreign(served: Served, of: Int64s) -> Int64s:
-    """The batches in the tree of a request that serve known ones, and not this one."""
+    """Return the batches in the tree of a request that serve other requests only."""
     around = of[served.batch]
     serves = served.batch[(around != NONE) & (served.request != NONE)]
     return np.setdiff1d(serves, served.batch[served.request == around])
 
 
 def each_once(served: Served) -> Served:
-    """Each request once in a batch: one that is there under several keys, or several times, has the weight of all."""
+    """Return the pairs with each request once per batch. Its weight is the sum over its keys."""
     places = np.arange(len(served.batch))
-    whose = np.where(served.request == NONE, NONE - 1 - places, served.request)  # what is of none stays as it is
-    order = np.lexsort((places, whose, served.batch))
-    batch, whose = served.batch[order], whose[order]
+    members = np.where(served.request == NONE, NONE - 1 - places, served.request)  # a key of no request stays distinct
+    order = np.lexsort((places, members, served.batch))
+    batch, members = served.batch[order], members[order]
     firsts = np.flatnonzero(
-        np.concatenate([[True], (batch[1:] != batch[:-1]) | (whose[1:] != whose[:-1])])[: len(order)]
+        np.concatenate([[True], (batch[1:] != batch[:-1]) | (members[1:] != members[:-1])])[: len(order)]
     )
     if len(firsts) == len(order):
         return served
-    kept = order[firsts]
-    back = np.argsort(kept)
+    rows = order[firsts]
+    back = np.argsort(rows)
     weight = np.add.reduceat(served.weight[order], firsts)[back]
-    kept = kept[back]
-    return Served(served.batch[kept], served.request[kept], weight, tuple(served.key[at] for at in kept.tolist()))
+    rows = rows[back]
+    return Served(served.batch[rows], served.request[rows], weight, tuple(served.key[at] for at in rows.tolist()))
 
 
-def batch_keys(told: Any) -> Sequence[str]:
-    """The keys that a batch serves, by what it says of them."""
-    found = told if isinstance(told, (list, tuple)) else ()
-    return [one for one in found[:BATCH_LIMIT] if isinstance(one, str)]
+def batch_keys(value: Any) -> Sequence[str]:
+    """Return the keys in the value of a batch's attribute, `BATCH_LIMIT` at most."""
+    keys = value if isinstance(value, (list, tuple)) else ()
+    return [key for key in keys[:BATCH_LIMIT] if isinstance(key, str)]
 
 
-def batch_weights(told: Any, count: int) -> Sequence[int]:
-    """Return the weight of each key in thousandths; equal ones where weights are missing or all 0."""
-    alike = [THOUSANDTHS] * count
-    if not isinstance(told, (list, tuple)) or len(told) != count:
-        return alike
-    found = [
-        round(min(one, HEAVIEST) * THOUSANDTHS) if isinstance(one, (int, float)) and one > 0 else 0 for one in told
+def batch_weights(value: Any, count: int) -> Sequence[int]:
+    """Return the weight of each key in thousandths. Weights are equal if they are missing or all 0."""
+    equal_weights = [THOUSANDTHS] * count
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        return equal_weights
+    weights = [
+        round(min(item, HEAVIEST) * THOUSANDTHS) if isinstance(item, (int, float)) and item > 0 else 0 for item in value
     ]
-    return found if any(found) else alike
+    return weights if any(weights) else equal_weights
 
 
 # Sub-requests
 
-# A request in the tree of another one is one of its own if it bears a key that the request around it bears only in it.
-# A request without a key outside of such has the single key in it; several keys, of several requests in it, are theirs.
-# A stray is done for one request in the tree of another, where an engine's loop began in the context of the first one.
+# A request in the tree of another one is a sub-request if it bears a key that the outer request bears only in it. An
+# outer request without a key of its own gets the only key within it. Several keys stay those of its sub-requests.
+# A stray serves one request in the tree of another one. This happens if a request began the engine's loop.
 
 
 def with_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
-    """The request of each row, with sub-requests, by that which is topmost, and by the keys that some rows bear."""
+    """Return the request of each row, with sub-requests as requests of their own. `owner` has the topmost requests."""
     is_request = trace.of_kind("request")
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
     if not inner.any() or not len(keyed):
@@ -341,22 +340,23 @@ def with_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int6
     candidates = np.unique(of[keyed[is_theirs]])
     for level in np.unique(trace.level[candidates]).tolist():
         around = nearest(trace.parent, is_own)
-        within: dict[int, list[int]] = {}
+        inner_by_outer: dict[int, list[int]] = {}
         for row in candidates[trace.level[candidates] == level].tolist():
-            within.setdefault(int(around[row]), []).append(row)
-        for outer, rows in within.items():
-            others = keys.get(outer, set())
-            found = [row for row in rows if not keys[row] & others]
-            if others or len({frozenset(keys[row]) for row in found}) > 1:
-                is_own[found] = True
-    own = nearest(trace.parent, is_own)
-    is_within = (own != NONE) & inner[own]
-    return np.where(is_within, own, owner).astype(np.int32)
+            inner_by_outer.setdefault(int(around[row]), []).append(row)
+        for outer, rows in inner_by_outer.items():
+            outer_keys = keys.get(outer, set())
+            inner_rows = [row for row in rows if not keys[row] & outer_keys]
+            if outer_keys or len({frozenset(keys[row]) for row in inner_rows}) > 1:
+                is_own[inner_rows] = True
+    nearest_own = nearest(trace.parent, is_own)
+    is_within = (nearest_own != NONE) & inner[nearest_own]
+    return np.where(is_within, nearest_own, owner).astype(np.int32)
 
 
 class FirstKeys:
-    """The requests of a trace by the keys that they were known by first: those in the trees of others, too, for parts
-    of a request lie in its tree or in their own."""
+    """The requests of a trace by their first keys, with the nested ones.
+
+    A part of a request may be in its tree or in a tree of its own."""
 
     def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
         near = nearest(trace.parent, trace.of_kind("request"))
@@ -365,7 +365,7 @@ class FirstKeys:
         borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
         order = np.lexsort((trace.span_id[borne], trace.start_ns[borne]))
         self.borne, self.borne_keys = borne[order], keys[order]
-        """The rows of requests that bear keys, in the order of their begins, and the numbers of these."""
+        """The rows with keys of requests, in the order of their begins, and the numbers of their keys."""
         rows, firsts = np.unique(self.around[self.borne], return_index=True)
         first = self.borne_keys[firsts]
         self._first_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last is that of no row
@@ -376,27 +376,27 @@ class FirstKeys:
         self._reach = running_most(self.ends, self.keys)
 
     def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
-        """Return True for requests that were known by these keys first."""
+        """Return True for requests whose first key is the given one."""
         return np.asarray(self._first_of[rows] == keys)
 
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
-        """Return True for keys of other requests, of keys that requests bore first at a time.
+        """Return True for keys that are the first key of another request which had begun at `at_ns`.
 
-        Such a request began at `start_ns` and is known by another key first. The key is another request's, which is
-        known by it first and had begun by then. Had that one ended by then, it began after the request around.
+        `at_ns` is the first time at which a request that began at `start_ns` bore the key, which is not its first key.
+        The other request was open then, or began after this one.
         """
-        begun = counts_up_to(self.keys, self.starts, keys, at_ns)
-        last = np.searchsorted(self.keys, keys) + begun - 1
+        begun_counts = counts_up_to(self.keys, self.starts, keys, at_ns)
+        last = np.searchsorted(self.keys, keys) + begun_counts - 1
         if not len(self.keys):
             return np.zeros(len(keys), dtype=np.bool_)
-        return np.asarray((begun > 0) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
+        return np.asarray((begun_counts > 0) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
 
 
 def without_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
-    """The request of each row, `NONE` of strays and of what lies below them: their own key says whose they are.
+    """Return the request of each row, `NONE` for strays and the rows below them. Their own key names their request.
 
-    They bear the key by which another request was known first, and which the request around them, known by another one,
-    did not bear before that one began. Else it is a further name of the request around them, which handed it over.
+    A stray bears the first key of another request. The request around it has another first key, and did not bear this
+    one before the other request began. Otherwise the key is a further name of the request around it.
     """
     around = first.around[first.borne]
     pairs, began, pair_of = np.unique(
@@ -414,16 +414,15 @@ def without_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
 
 # Grafting: one tree for each request
 
-# A span elsewhere that bears a request's key moves, with all below it, to below the span that handed the request
-# over. Of the spans that bear the key and had begun, that is the newest that was open. Else it is the one of the
-# request's own tree that ended last, else the request. A batch keeps its tree, for it is of several requests. In the
-# tree of a request that it does not serve it becomes a root. No row comes or goes, and none changes but in what is
-# above it.
-# A trace without an id gets one of the run and the key. So a process whose spans go to a collector by themselves
-# finds its request there.
+# A span elsewhere that bears a request's key moves, with all spans below it, to below the hand-off span. This is the
+# newest open span with the key. Without one it is the last ended span with the key in the request's own tree, else the
+# request. A batch keeps its tree, because it serves several requests. A foreign batch becomes a root. Rows stay the
+# same except for their ancestors.
+# A trace without an id gets one from the run and the key. So spans that a process sends to a collector directly join
+# their request there.
 
 LOOK_BACK = 64
-"""The number of newest spans with a key among which the one is found that handed a request over."""
+"""The number of newest spans with a key that are searched for the hand-off span."""
 
 
 def graft(saved: Saved) -> Saved:
@@ -433,17 +432,17 @@ def graft(saved: Saved) -> Saved:
 
 
 def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """Return the trace with one tree for each request. Without a `run` no trace gets an id.
+    """Return the trace with one tree for each request. Without a `run`, no trace gets an id.
 
-    Spans stay in their place where parents would run in a circle, as keys of one span within another may cause.
+    A move that would make parents cyclic falls back to the request as the parent, else to the original parent.
     """
     moves = _moves(trace, joined)
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]
-    parent[moves] = _givers(trace, joined, moves)
-    for instead in (requests, trace.parent[moves]):
+    parent[moves] = _hand_offs(trace, joined, moves)
+    for fallback in (requests, trace.parent[moves]):
         stuck = _in_circles(parent)[moves]
-        parent[moves[stuck]] = instead[stuck]
+        parent[moves[stuck]] = fallback[stuck]
     moved = moves[parent[moves] != trace.parent[moves]]
     root_id, parent_id = trace.root_id.copy(), trace.parent_id.copy()
     parent_id[moved] = trace.span_id[parent[moved]]
@@ -451,53 +450,53 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     top = tops(parent)
     below = np.isin(top, joined.foreign)
     root_id[below] = trace.span_id[top[below]]
-    its = np.flatnonzero(joined.of != NONE)
-    around = joined.rows[joined.of[its]]
-    is_below = top[its] == top[around]
-    root_id[its[is_below]] = trace.root_id[around[is_below]]
-    remote = {row: one for row, one in trace.remote.items() if root_id[row] == trace.root_id[row]}
+    served_rows = np.flatnonzero(joined.of != NONE)
+    around = joined.rows[joined.of[served_rows]]
+    is_below = top[served_rows] == top[around]
+    root_id[served_rows[is_below]] = trace.root_id[around[is_below]]
+    remote = {row: remote_parent for row, remote_parent in trace.remote.items() if root_id[row] == trace.root_id[row]}
     if run:
         remote |= _by_key(trace, joined, run, root_id, remote)
     return replace(trace, parent_id=parent_id, root_id=root_id, remote=remote)
 
 
 def trace_id_of(run: str, key: str) -> int:
-    """The trace, 128 bits, of the request that a key names in a run: the same wherever it is asked."""
+    """Return the trace id of 128 bits for a key in a run. All processes compute the same one."""
     text = f"{run}\0{key}".encode(errors="surrogatepass")
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
 
 
 def _moves(trace: Columns, joined: Joined) -> Int64s:
-    """The topmost rows of what is done for a request outside of its tree."""
+    """Return the topmost rows that serve a request outside of its tree."""
     of_parent = np.append(joined.of, NONE)[trace.parent]
     moves = (joined.of != NONE) & (of_parent != joined.of)
     moves[joined.rows] = False
     moves[_around(trace, joined)] = False
-    # A span of the request's own tree whose parent was not kept is where it belongs.
-    own = np.append(trace.root_id[joined.rows], 0)[joined.of]
-    moves &= (trace.parent != NONE) | (trace.root_id != own)
+    # A span of the request's own tree stays, even if its parent was not kept.
+    own_root = np.append(trace.root_id[joined.rows], 0)[joined.of]
+    moves &= (trace.parent != NONE) | (trace.root_id != own_root)
     return np.flatnonzero(moves)
 
 
 def _around(trace: Columns, joined: Joined) -> Int64s:
-    """The rows above requests that are done for the same ones: they cannot go below these."""
-    found = [np.zeros(0, dtype=np.int64)]
+    """Return the rows above a request that serve it. They cannot move below it."""
+    rows_above = [np.zeros(0, dtype=np.int64)]
     places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
     while (goes_on := above != NONE).any():
         places, above = places[goes_on], above[goes_on]
-        found.append(above[joined.of[above] == places].astype(np.int64))
+        rows_above.append(above[joined.of[above] == places].astype(np.int64))
         above = trace.parent[above]
-    return np.asarray(np.concatenate(found))
+    return np.asarray(np.concatenate(rows_above))
 
 
-def _givers(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
-    """Return the row that handed over the request of each row."""
-    found: Int64s = joined.rows[joined.of[moves]].copy()
+def _hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
+    """Return the hand-off span of each moving row, as a row; the request without one."""
+    hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.having(KEY)
     top = _tops_of_pieces(trace, joined.rows, moves)
     keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE) & ~np.isin(keyed, joined.rows)]
     if not len(keyed) or not len(moves):
-        return found
+        return hand_offs
     keyed = keyed[np.lexsort((trace.span_id[keyed], -trace.end_ns[keyed], trace.start_ns[keyed]))]
     of_keys: dict[tuple[int, object], list[int]] = {}
     key_of: dict[int, object] = {}
@@ -507,22 +506,22 @@ def _givers(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
         key_of[row] = key
         of_keys.setdefault((place, key), []).append(row)
     is_own = np.isin(top, joined.rows)
-    starts = {which: trace.start_ns[rows].tolist() for which, rows in of_keys.items()}
-    for at, (row, place) in enumerate(zip(moves.tolist(), joined.of[moves].tolist(), strict=True)):
+    starts = {pair: trace.start_ns[rows].tolist() for pair, rows in of_keys.items()}
+    for index, (row, place) in enumerate(zip(moves.tolist(), joined.of[moves].tolist(), strict=True)):
         own_keys: Sequence[object] = [key_of[row]] if row in key_of else joined.keys.get(place, ())
         before = [
-            one
-            for which in ((place, key) for key in own_keys)
-            if which in of_keys
-            for one in of_keys[which][: bisect_left(starts[which], int(trace.start_ns[row]))][-LOOK_BACK:]
+            candidate
+            for pair in ((place, key) for key in own_keys)
+            if pair in of_keys
+            for candidate in of_keys[pair][: bisect_left(starts[pair], int(trace.start_ns[row]))][-LOOK_BACK:]
         ]
-        giver = _giver(trace, before, is_own, int(trace.start_ns[row]))
-        if giver is not None:
-            found[at] = giver
-    return found
+        hand_off = _hand_off(trace, before, is_own, int(trace.start_ns[row]))
+        if hand_off is not None:
+            hand_offs[index] = hand_off
+    return hand_offs
 
 
-def _giver(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
+def _hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
     """Return the newest of some rows that was open at a time, else the last that ended in the request's own tree."""
     still_open = [row for row in before if trace.end_ns[row] > at_ns]
     if still_open:
@@ -532,14 +531,14 @@ def _giver(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> 
 
 
 def _tops_of_pieces(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
-    """At or above each row the nearest one that is a request, or goes below one."""
+    """Return the nearest row at or above each row that is a request or moves."""
     is_top = np.zeros(len(trace), dtype=np.bool_)
     is_top[requests] = is_top[moves] = True
     return nearest(trace.parent, is_top)
 
 
 def _in_circles(parent: Int32s) -> Bools:
-    """Return True for rows without a root above them, because parents run in a circle."""
+    """Return True for rows whose ancestors are cyclic."""
     above = parent.copy()
     for _ in range(len(parent).bit_length() + 1):
         above = np.where(above == NONE, np.int32(NONE), above[above]).astype(np.int32)
@@ -547,23 +546,23 @@ def _in_circles(parent: Int32s) -> Bools:
 
 
 def _by_key(
-    trace: Columns, joined: Joined, run: str, root_id: Int64s, known: dict[int, RemoteParent]
+    trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return the traces of requests by their first keys, and of spans with a key of no request here.
+    """Return the trace ids of requests by their first keys, and of roots with a key of no request here.
 
-    The first request of a key has its trace, because other processes cannot distinguish later ones.
+    Only the first request of a key gets its trace id, because other processes cannot distinguish later ones.
     """
-    have_traces = {int(root_id[row]) for row in known}
-    found: dict[int, RemoteParent] = {}
-    taken: set[str] = set()
+    have_traces = {int(root_id[row]) for row in remotes}
+    remote_by_row: dict[int, RemoteParent] = {}
+    used_keys: set[str] = set()
     for place, keys in sorted(joined.keys.items()):
         row = int(joined.rows[place])
-        if int(root_id[row]) not in have_traces and keys[0] not in taken and root_id[row] == trace.span_id[row]:
-            found[row] = RemoteParent(trace_id_of(run, keys[0]), 0)
-        taken.update(keys)
+        if int(root_id[row]) not in have_traces and keys[0] not in used_keys and root_id[row] == trace.span_id[row]:
+            remote_by_row[row] = RemoteParent(trace_id_of(run, keys[0]), 0)
+        used_keys.update(keys)
     keyed = trace.attributes.having(KEY)
     keyed = keyed[(joined.of[keyed] == NONE) & (trace.parent_id[keyed] == 0)]
     for row, key in zip(keyed.tolist(), trace.attributes.values(KEY, keyed), strict=True):
-        if isinstance(key, str) and key and key not in taken and row not in known:
-            found[row] = RemoteParent(trace_id_of(run, key), 0)
-    return found
+        if isinstance(key, str) and key and key not in used_keys and row not in remotes:
+            remote_by_row[row] = RemoteParent(trace_id_of(run, key), 0)
+    return remote_by_row

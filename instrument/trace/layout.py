@@ -1,7 +1,7 @@
-"""Columns packed for a file: each in the narrowest numbers that hold it, what is rare by the rows that have it.
+"""The packed columns of a file, in the narrowest numbers. Rare values are stored with their rows only.
 
-Columns that grow with the rows are kept as steps from row to row, and ends as lengths, so that most numbers take one or
-two bytes. Who reads them without us sums them up again (`numpy.cumsum`); ids and begins of spans count from `firsts`.
+Ascending columns are stored as steps from row to row, and ends as lengths, so most numbers take one or two bytes.
+`numpy.cumsum` restores a column from its steps. Ids and begins of spans count from `firsts`.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ WIDTHS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
 
 
 def narrow(column: Column) -> Column:
-    """The same whole numbers in the fewest bytes that hold each of them."""
+    """Return the same whole numbers in the narrowest type that fits all of them."""
     if not len(column):
         return column.astype(np.uint8)
     least, most = int(column.min()), int(column.max())
     for width in WIDTHS:
-        known = np.iinfo(width)
-        if known.min <= least and most <= known.max:
+        limits = np.iinfo(width)
+        if limits.min <= least and most <= limits.max:
             return column.astype(width)
     return column.astype(np.int64)
 
 
 def steps(column: Column) -> Column:
-    """Return the difference of each number to the one before it; the first as it is."""
+    """Return the difference of each number to its predecessor. The first number stays."""
     return narrow(np.diff(column.astype(np.int64), prepend=np.int64(0)))
 
 
 def summed(column: Column) -> Int64s:
-    """The numbers of which these are the steps."""
+    """Return the numbers with these steps."""
     return np.asarray(np.cumsum(column, dtype=np.int64))
 
 
 def in_order(trace: Columns) -> Int64s:
-    """The rows by begin, the longer ones first, then by id: parents come before their children."""
+    """Return the rows by begin, the longer ones first, then by id, so parents come before children."""
     order = np.argsort(trace.start_ns, kind="stable")
     starts = trace.start_ns[order]
     same = np.concatenate([[False], starts[1:] == starts[:-1], [False]])
-    tied = np.flatnonzero(same[1:] | same[:-1])  # few, for which three keys are three times the work
+    tied = np.flatnonzero(same[1:] | same[:-1])  # only the few ties need the sort by three keys
     rows = order[tied]
     order[tied] = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows]))]
     return order
 
 
 def packed(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
-    """The columns of a file by name, and what is in its metadata beside them.
+    """Return the columns of a file by name, and the rest of the trace as metadata.
 
-    Rows are put in the order of `in_order`.
+    Rows are in the order of `in_order`.
     """
     order = in_order(trace)
     rank = places_of(order, len(trace))
@@ -118,7 +118,7 @@ def packed(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
 
 
 def _ranked_below(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
-    """Return the result of `ranked` for what most rows share with their parents: few are looked at."""
+    """Return the result of `ranked`, fast for a column in which most rows share the value of their parents."""
     shares = trace.parent != NONE
     if len(trace):
         shares &= column == column[trace.parent]
@@ -129,17 +129,17 @@ def _ranked_below(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
     return values, place_of[tops(np.where(shares, trace.parent, np.int32(NONE)).astype(np.int32))]
 
 
-def _packed_intervals(its: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> dict[str, Column]:
-    order = np.argsort(rank[its.row], kind="stable")
-    row, begin_ns = rank[its.row][order], its.start_ns[order]
+def _packed_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> dict[str, Column]:
+    order = np.argsort(rank[device.row], kind="stable")
+    row, begin_ns = rank[device.row][order], device.start_ns[order]
     return {
         "device_row_steps": steps(row),
-        "device": narrow(its.device[order]),
-        "device_stream": narrow(its.stream[order]),
+        "device": narrow(device.device[order]),
+        "device_stream": narrow(device.stream[order]),
         "device_after_ns": narrow(begin_ns - start_ns[row]),
-        "device_total_ns": narrow(its.end_ns[order] - begin_ns),
-        "device_label": narrow(its.label[order]),
-        "device_uncertainty_ns": narrow(its.uncertainty_ns[order]),
+        "device_total_ns": narrow(device.end_ns[order] - begin_ns),
+        "device_label": narrow(device.label[order]),
+        "device_uncertainty_ns": narrow(device.uncertainty_ns[order]),
     }
 
 
@@ -147,11 +147,11 @@ def _packed_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
     has = np.zeros(len(trace), dtype=np.bool_)
     has[trace.attributes.rows()] = True
     rows = np.flatnonzero(has[order])
-    known: dict[str, int] = {}
+    table: dict[str, int] = {}
     numbers = [
-        known.setdefault(text, len(known)) for text in attribute_texts(trace, order[rows].tolist(), finite=False)
+        table.setdefault(text, len(table)) for text in attribute_texts(trace, order[rows].tolist(), finite=False)
     ]
-    texts = [text.encode() for text in known]
+    texts = [text.encode() for text in table]
     return {
         "attributes_row_steps": steps(rows),
         "attributes": narrow(np.array(numbers, dtype=np.int64)),
@@ -161,24 +161,24 @@ def _packed_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
 
 
 PLAIN = {str, int, bool}
-"""Types of values that are written alike where they are equal, as 0.0 and -0.0 are not."""
+"""The types whose equal values have equal JSON, unlike 0.0 and -0.0."""
 
 
 def attribute_texts(trace: Columns, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
-    """The JSON of the rows' attributes; most are the same as others', and are made into text once. Numbers that are not
-    `finite` are texts in JSON that viewers read."""
-    made: dict[object, str] = {}
+    """Yield the JSON of each row's attributes, with equal attributes encoded once. With `finite`, infinities and NaN
+    become texts for viewers."""
+    text_by_key: dict[object, str] = {}
     for row in rows:
-        its = trace.attributes[row]
-        values = tuple(its.values())
+        attributes = trace.attributes[row]
+        values = tuple(attributes.values())
         kinds = tuple(map(type, values))
         if not PLAIN.issuperset(kinds):
-            yield encode_numbers(safe(dict(its), finite=finite))
+            yield encode_numbers(safe(dict(attributes), finite=finite))
             continue
-        key = *its, values, kinds
-        text = made.get(key)
+        key = *attributes, values, kinds
+        text = text_by_key.get(key)
         if text is None:
-            text = made[key] = encode(safe(dict(its)))
+            text = text_by_key[key] = encode(safe(dict(attributes)))
         yield text
 
 
@@ -189,7 +189,7 @@ TEXTS_AT_ONCE = 1000
 
 
 class PackedAttributes:
-    """The attributes of spans by their row, decoded when they are asked for."""
+    """The attributes of spans by row, decoded on access."""
 
     def __init__(self, count: int, rows: Int64s, numbers: Column, ends: Int64s, texts: bytes | bytearray) -> None:
         self._rows, self._numbers, self._ends, self._texts = rows, numbers, ends, texts
@@ -201,8 +201,8 @@ class PackedAttributes:
         return {} if place < 0 else self._of(int(self._numbers[place]))
 
     def _of(self, number: int) -> dict[str, Any]:
-        (found,) = decoded([self._text(number)])
-        return found
+        (attributes,) = decoded([self._text(number)])
+        return attributes
 
     def _text(self, number: int) -> bytes:
         first = int(self._ends[number - 1]) if number else 0
@@ -212,15 +212,15 @@ class PackedAttributes:
         return self._rows
 
     def having(self, name: str) -> Int64s:
-        """The rows that have one of that name. Few texts are decoded: in one with no object in it, a text before a
-        colon is a name."""
+        """Return the rows with an attribute of a name, in order. Texts without nested objects are not decoded: a text
+        before a colon is a name there."""
         written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
-        at = np.fromiter((one.start() for one in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
-        its = np.searchsorted(ends, at, side="right")
-        numbers, braces = distinct(its), _places_of(b"{", texts)
+        at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
+        text_of_match = np.searchsorted(ends, at, side="right")
+        numbers, braces = distinct(text_of_match), _places_of(b"{", texts)
         firsts = np.where(numbers > 0, ends[numbers - 1], 0)
         are_flat = np.searchsorted(braces, ends[numbers]) - np.searchsorted(braces, firsts) == 1
-        are_flat &= ~np.isin(numbers, its[np.frombuffer(texts, dtype=np.uint8)[at - 1] == ord("\\")])
+        are_flat &= ~np.isin(numbers, text_of_match[np.frombuffer(texts, dtype=np.uint8)[at - 1] == ord("\\")])
         has = np.zeros(len(ends), dtype=np.bool_)
         has[numbers[are_flat]] = True
         for number in numbers[~are_flat].tolist():
@@ -228,28 +228,28 @@ class PackedAttributes:
         return self._rows[has[self._numbers]]
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the values of a name in some rows. A text that many have is decoded once."""
+        """Return the values of an attribute in some rows. A text that rows share is decoded once."""
         places = self._place[rows]
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
-        known = distinct(of_rows[of_rows != NONE]).tolist()
-        found: dict[int, AttributeValue | None] = {NONE: None}
-        for first in range(0, len(known), TEXTS_AT_ONCE):
-            some = known[first : first + TEXTS_AT_ONCE]
-            found |= zip(some, (each.get(name) for each in decoded(map(self._text, some))), strict=True)
-        return list(map(found.__getitem__, of_rows.tolist()))
+        numbers = distinct(of_rows[of_rows != NONE]).tolist()
+        values: dict[int, AttributeValue | None] = {NONE: None}
+        for first in range(0, len(numbers), TEXTS_AT_ONCE):
+            chunk = numbers[first : first + TEXTS_AT_ONCE]
+            values |= zip(chunk, (pairs.get(name) for pairs in decoded(map(self._text, chunk))), strict=True)
+        return list(map(values.__getitem__, of_rows.tolist()))
 
     def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
         places = self._place[rows]
-        its = np.flatnonzero(places >= 0)
-        known, numbers = ranked(self._numbers[places[its]])
-        found = np.full(len(rows), NONE, dtype=np.int64)
-        found[its] = numbers
-        return found, decoded(map(self._text, known.tolist()))
+        with_attributes = np.flatnonzero(places >= 0)
+        distinct_numbers, numbers = ranked(self._numbers[places[with_attributes]])
+        set_of_row = np.full(len(rows), NONE, dtype=np.int64)
+        set_of_row[with_attributes] = numbers
+        return set_of_row, decoded(map(self._text, distinct_numbers.tolist()))
 
 
 def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
-    """Return the places of a byte, looked for in some of the texts at a time."""
+    """Return the places of a byte in the texts, by a search in chunks of bounded memory."""
     every = np.frombuffer(texts, dtype=np.uint8)
     parts = [
         np.flatnonzero(every[first : first + BYTES_AT_ONCE] == ord(byte)) + first
@@ -259,21 +259,21 @@ def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
 
 
 def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Attributes of their JSON, in which lists were tuples; what is none of it is no attribute. Together they take half
-    of the time."""
-    found = json.loads(b"[%b]" % b",".join(texts))
-    if not all(isinstance(one, dict) for one in found):
+    """Return the attributes in some JSON texts, with lists as tuples. Decoding them together takes half of the time.
+    Raises `TypeError` for a text that is no object."""
+    objects = json.loads(b"[%b]" % b",".join(texts))
+    if not all(isinstance(attributes, dict) for attributes in objects):
         raise TypeError("attributes in it are none")
-    return [{key: as_tuples(value) for key, value in one.items()} for one in found]
+    return [{key: as_tuples(value) for key, value in attributes.items()} for attributes in objects]
 
 
 def as_tuples(value: Any) -> Any:
-    """Return the value of an attribute, in which JSON's lists were tuples."""
+    """Return the value of an attribute with JSON's lists as tuples."""
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:
-    """The trace of a file's arrays. Raises `ValueError` and `LookupError` for what is damaged."""
+    """Return the trace of a file's arrays. Raises `ValueError` and `LookupError` for damaged ones."""
     span_id, start_ns = summed(arrays["span_id_steps"]), summed(arrays["start_ns_steps"])
     total_ns = arrays["total_ns"].astype(np.int64)
     if len(span_id):
@@ -315,10 +315,10 @@ def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) ->
     )
 
 
-def _texts(found: Any) -> tuple[str, ...]:
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+def _texts(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise TypeError("a table of names in it is none")
-    return tuple(found)
+    return tuple(names)
 
 
 def _refuse_outside(rows: Column, count: int) -> None:
@@ -363,11 +363,11 @@ def _unpacked_attributes(arrays: Arrays, count: int) -> PackedAttributes:
 
 
 MOST_KNOWN = 10_000
-"""Texts of attributes that are looked for among those that there are: where they differ this much, none comes twice."""
+"""The number of distinct attribute texts that are shared between rows. Texts beyond it rarely recur."""
 
 
 def column(numbers: array[int]) -> Int64s:
-    """The numbers of an array of 64 bits, which does not grow from here on."""
+    """Return the numbers of an array of 64 bits as a view. The array must not grow while it exists."""
     return np.frombuffer(numbers, dtype=np.int64)
 
 
@@ -379,7 +379,7 @@ def rank_of(order: NDArray[np.int64]) -> Int32s:
 
 
 class GatheredAttributes:
-    """The attributes of rows as JSON, equal texts once. `refuse` raises for a text that has none."""
+    """The attributes of rows as JSON, equal texts once. `refuse` raises for a text that is no attributes."""
 
     def __init__(self, refuse: Callable[[bytes], None] | None = None) -> None:
         self._refuse = refuse
@@ -390,7 +390,7 @@ class GatheredAttributes:
         self._numbers = array("q")
 
     def add(self, row: int, text: bytes) -> None:
-        """Add the attributes of a row that has none yet."""
+        """Add the attributes of a row without any."""
         number = self._known.get(text)
         if number is None:
             if self._refuse is not None:
@@ -404,16 +404,16 @@ class GatheredAttributes:
         self._numbers.append(number)
 
     def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
-        """Add the attributes of rows that have none yet: as they are, since such a text hardly comes twice."""
+        """Add the attributes of rows without any, without a search for equal texts, which are rare here."""
         number = len(self._ends)
         self._ends.extend(accumulate(map(len, texts), initial=len(self._texts)))
-        del self._ends[number]  # where the first of them begins
+        del self._ends[number]  # the begin of the first one
         self._texts += b"".join(texts)
         self._rows.extend(rows)
         self._numbers.extend(range(number, number + len(rows)))
 
     def packed(self, rank: Int32s) -> PackedAttributes:
-        """The attributes of the rows by their rank."""
+        """Return the attributes by the ranks of their rows."""
         rows = rank[column(self._rows)]
         order = np.argsort(rows, kind="stable")
         numbers = column(self._numbers).astype(np.int32)[order]
@@ -421,12 +421,12 @@ class GatheredAttributes:
 
 
 def written(attributes: Mapping[str, object]) -> bytes:
-    """Attributes as the text in which they are kept, without escapes that `having` would not see."""
+    """Return attributes as JSON, without escapes in names, which `having` would not find."""
     try:
         text = msgspec.json.encode(attributes)
     except (ValueError, OverflowError):
         text = b"null"
-    # Which would stand for numbers that JSON has not, such as those beyond all floats.
+    # msgspec writes null for numbers that JSON does not have, such as infinity.
     if b"null" not in text:
         return text
     return json.dumps(attributes, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")

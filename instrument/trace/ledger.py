@@ -1,22 +1,22 @@
-"""The ledger: what the wall of each request was spent on, part by part, to the nanosecond.
+"""The ledger: the parts of each request's time, which add up to it to the nanosecond.
 
-Every instant of a request belongs to one part, that which began last of those that went on then: a phase of its own
-work, in whatever process, a batch that served it, or one of the times between these.
+Every instant of a request belongs to the part that began last among the open ones. A part is a phase of the request's
+own work in any process, a batch that served it, or a time between these.
 
-- `queue`: up to its first batch, from the newest span before that which handed it over: one that bears its key. It
-  begins with the end of that span, or with its begin where that goes on or failed. Where no span did so the queue
-  begins where the last of its own work before that began or ended. A further key has a queue of its own likewise. A
-  request that failed or was broken off after it was handed over, and that no batch served, was in the queue to its end.
-- `stall`: from a batch to its next one.
-- `transport`: from the last that was done for it on a thread to the first that another thread of another kind of work
-  did for it: from a batch to its own work, and from its own work to that of whoever accepts it before the first batch.
+- `queue`: from the hand-off to the first batch. The hand-off span is the newest span before that batch with the
+  request's key. The queue begins at its end, or at its begin if it failed or was still open. Without a hand-off span,
+  the queue begins at the last begin or end of the request's own work. A further key has a queue of its own. A failed
+  or cancelled request that was handed off, but that no batch served, was in the queue to its end.
+- `stall`: from a batch to the next one.
+- `transport`: between the request's own threads and the batch threads. It is the time from a batch to the next own
+  work, and from own work to the first work on a batch thread before the first batch.
 - `sub-requests`: requests that began within it and are no parts of it. Each has a ledger of its own.
-- `unknown`: none of all.
+- `unknown`: none of the above.
 
-An instant in a batch is the request's own share of it, as far as that goes, or waiting for the others in it. A
-batch's time is given out by weight, exactly once: of `length` ns and weights w the first k get
-`length * sum(w[:k]) // sum(w)` together. A batch within another one gives out its time, and the outer one the rest:
-`own_lengths`.
+An instant in a batch counts as the request's own share, up to that share, else as waiting for the other members. A
+batch's time is distributed by weight, exactly once: of `length` ns and weights w, the first k members get
+`length * sum(w[:k]) // sum(w)` together. The outer of two nested batches distributes its time without the inner one's
+(see `own_lengths`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
 def phase_of(site: Site) -> str | None:
-    """The phase of a request's work that spans of the site are, None of one that is no phase."""
+    """Return the phase of a request's work that a site's spans are, None if they are no phase."""
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:
@@ -59,10 +59,10 @@ def phase_of(site: Site) -> str | None:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The parts of requests: a row for each part that a request had any time of. They add up to its wall.
+    """The parts of requests: a row for each part with time. The parts of a request add up to its wall time.
 
-    The rows of a request lie together, by its place; `part` is a place among `names`. `given_ns` is the part of
-    a batch that a request in it is given, for each pair of these. The parts of a batch add up to its own time.
+    Rows are ordered by the request's place. `part` is a place in `names`. `given_ns` is the share of each pair of a
+    batch and a request. The shares of a batch add up to its own time.
     """
 
     names: tuple[str, ...]
@@ -72,16 +72,16 @@ class Ledger:
     given_ns: Int64s
 
     def parts_of(self, place: int) -> dict[str, int]:
-        """The time of each part that one request had any of."""
+        """Return the time of each part of one request, without empty parts."""
         first, last = np.searchsorted(self.request, [place, place + 1])
-        its = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
-        return {self.names[part]: time_ns for part, time_ns in its}
+        rows = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
+        return {self.names[part]: time_ns for part, time_ns in rows}
 
 
 def shares(served: Served, amounts: Int64s) -> Int64s:
-    """Return the request's part of the amount of a batch, for each pair of a batch and a request.
+    """Return the request's share of a batch's amount, for each pair of a batch and a request.
 
-    `amounts` are by the rows of batches.
+    `amounts` is by row of the trace.
     """
     lengths = amounts[served.batch]
     if not len(lengths):
@@ -100,11 +100,11 @@ def shares(served: Served, amounts: Int64s) -> Int64s:
 
 
 def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
-    """The time that batches have for themselves, by the rows of the trace.
+    """Return the time that each batch has for itself, by row of the trace.
 
-    `parts` are when each went on, by groups; `batch` and `device` are the row and the device of each group, of which
-    parts of others are no rivals. Two batches may serve the same request, or one be below the other on its thread.
-    The inner one, which began last, has the time in which both go on.
+    `parts` has the intervals of batches by group. `batch` and `device` are the row and the device of each group. Two
+    batches compete on the same device if they serve the same request, or if one is nested in the other on its thread.
+    The one that began last gets the time of their overlap.
     """
     its_batch, lengths = batch[parts.groups], parts.ends - parts.starts
     at_once = np.flatnonzero(_overlapping(device[parts.groups], parts.starts, parts.ends))
@@ -121,29 +121,29 @@ def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, de
     in_order = np.argsort(batches, kind="stable")
     batches, members = batches[in_order], members[in_order]
     firsts, ends = (np.searchsorted(batches, its_batch[at_once], side=side) for side in ("left", "right"))
-    which = np.repeat(at_once, ends - firsts)
-    member = members[np.arange(len(which)) - np.repeat(np.cumsum(ends - firsts) - ends, ends - firsts)]
-    _, once = numbered(which, member)  # keys that no request is known by may be there twice
-    which, member = which[once], member[once]
-    rivals, _ = numbered(member, device[parts.groups][which])
-    is_rival = _overlapping(rivals, parts.starts[which], parts.ends[which])
-    which, rivals = which[is_rival], rivals[is_rival]
-    starts, stops = parts.starts[which], parts.ends[which]
-    ranks = np.empty(len(which), dtype=np.int64)
-    row = its_batch[which]
-    ranks[np.lexsort((trace.span_id[row], -trace.end_ns[row], trace.start_ns[row]))] = np.arange(len(which))
-    has_turn, begun, ended = turns(rivals, starts, stops, ranks)
-    # An interval and its turns, in order: from its begin or the end of a turn to the next turn or its end it has none.
-    places = np.concatenate([np.arange(len(which)), has_turn])
-    lost_from, lost_to = np.concatenate([starts, ended]), np.concatenate([begun, stops])
-    to_places = np.concatenate([has_turn, np.arange(len(which))])
+    interval_of = np.repeat(at_once, ends - firsts)
+    member = members[np.arange(len(interval_of)) - np.repeat(np.cumsum(ends - firsts) - ends, ends - firsts)]
+    _, once = numbered(interval_of, member)  # a batch may have a key of no request twice
+    interval_of, member = interval_of[once], member[once]
+    rivals, _ = numbered(member, device[parts.groups][interval_of])
+    is_rival = _overlapping(rivals, parts.starts[interval_of], parts.ends[interval_of])
+    interval_of, rivals = interval_of[is_rival], rivals[is_rival]
+    starts, stops = parts.starts[interval_of], parts.ends[interval_of]
+    ranks = np.empty(len(interval_of), dtype=np.int64)
+    row = its_batch[interval_of]
+    ranks[np.lexsort((trace.span_id[row], -trace.end_ns[row], trace.start_ns[row]))] = np.arange(len(interval_of))
+    has_turn, turn_starts, turn_ends = turns(rivals, starts, stops, ranks)
+    # An interval loses the time outside of its turns: from its begin or a turn's end to the next turn or its end.
+    places = np.concatenate([np.arange(len(interval_of)), has_turn])
+    lost_from, lost_to = np.concatenate([starts, turn_ends]), np.concatenate([turn_starts, stops])
+    to_places = np.concatenate([has_turn, np.arange(len(interval_of))])
     begins, finishes = np.lexsort((lost_from, places)), np.lexsort((lost_to, to_places))
-    lost = lengths_by_group(which[places[begins]], lost_from[begins], lost_to[finishes], len(its_batch))
+    lost = lengths_by_group(interval_of[places[begins]], lost_from[begins], lost_to[finishes], len(its_batch))
     return np.asarray(Groups(its_batch, len(trace)).sums(lengths - lost), dtype=np.int64)
 
 
 def _nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
-    """Return the rows of batches within another batch of the same thread and task, and the rows of the outer ones."""
+    """Return the rows of batches nested in a batch of the same thread and task, and the rows of the outer batches."""
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[served.batch] = True
     rows = np.flatnonzero(is_batch)
@@ -157,21 +157,21 @@ def _nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
 
 
 def _overlapping(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
-    """A mark at each interval that may have something in common with another of its group."""
-    found = np.zeros(len(groups), dtype=np.bool_)
+    """Return True for each interval that may overlap another one of its group."""
+    is_overlapping = np.zeros(len(groups), dtype=np.bool_)
     order = np.lexsort((starts, groups))
-    its = np.cumsum(np.diff(groups[order], prepend=groups[order[:1]]) != 0)
-    begins_before = starts[order][1:] < running_most(ends[order], its)[:-1]
-    later = np.flatnonzero(begins_before & (its[1:] == its[:-1])) + 1
-    found[order[later]] = found[order[later - 1]] = True
-    return found
+    group_numbers = np.cumsum(np.diff(groups[order], prepend=groups[order[:1]]) != 0)
+    begins_before = starts[order][1:] < running_most(ends[order], group_numbers)[:-1]
+    later = np.flatnonzero(begins_before & (group_numbers[1:] == group_numbers[:-1])) + 1
+    is_overlapping[order[later]] = is_overlapping[order[later - 1]] = True
+    return is_overlapping
 
 
 class Turns(NamedTuple):
-    """The turns of requests, those of each in the order of time.
+    """The turns of requests, by request and time. A turn is an interval that belongs to one part.
 
-    `part` is a place among the `names` of parts. `row` is that of the span which had the turn, `NONE` between spans,
-    and `pair` that of the batch and the request among what is served, `NONE` outside of batches.
+    `part` is a place in `names`. `row` is the row of the turn's span, `NONE` between spans. `pair` is the place of the
+    batch and the request in `Served`, `NONE` outside of batches.
     """
 
     names: tuple[str, ...]
@@ -189,11 +189,11 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     between, inner = _between(trace, joined, work, batches), _sub_requests(trace, joined)
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
     part_of_site = np.array(
-        [NONE if one is None else names.setdefault(one, len(names)) for one in map(phase_of, trace.sites)] or [NONE],
+        [NONE if name is None else names.setdefault(name, len(names)) for name in map(phase_of, trace.sites)] or [NONE],
         dtype=np.int64,
     )
     request, starts, ends, pair = (
-        np.concatenate([getattr(one, name) for one in (between, work, inner, batches)])
+        np.concatenate([getattr(stretches, name) for stretches in (between, work, inner, batches)])
         for name in ("request", "start_ns", "end_ns", "pair")
     )
     in_batch = np.full(len(batches.row), names[SHARE])
@@ -201,66 +201,70 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_others, in_batch])
     spans, none = np.concatenate([work.row, inner.row, batches.row]), np.full(len(between.row), NONE)
     ranks = _ranks(trace, between, spans)
-    del work, batches, between, inner, in_batch  # as much memory as the columns of the trace, which `turns` wants again
-    taken, begun, ended = turns(request, starts, ends, ranks)
-    row = np.concatenate([none, spans])[taken]
-    return Turns(tuple(names), request[taken], part[taken], row, pair[taken], begun, ended - begun)
+    del work, batches, between, inner, in_batch  # frees as much memory as `turns` needs
+    order, begins, finishes = turns(request, starts, ends, ranks)
+    row = np.concatenate([none, spans])[order]
+    return Turns(tuple(names), request[order], part[order], row, pair[order], begins, finishes - begins)
 
 
 def _ranks(trace: Columns, between: Stretches, spans: Int64s) -> Int64s:
-    """Times between spans and then spans by when these began, also before the request; what begins and ends with a time
-    between spans comes after it."""
+    """Return the ranks of times between spans and of spans, by their begins before clipping.
+
+    A time between spans ranks below a span with the same begin and end."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
     order = np.argsort(begins, kind="stable")
     in_order = begins[order]
     is_tied = in_order[1:] == in_order[:-1]
     tied = np.flatnonzero(np.append(is_tied, [False]) | np.append([False], is_tied))
-    if len(tied):  # of a few: all keys for all spans would take five times as long
-        its = order[tied]
-        finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])[its]
-        by_id = np.concatenate([np.full(len(between.row), NONE), trace.span_id[spans]])[its]
-        order[tied] = its[np.lexsort((its, by_id, its >= len(between.row), -finishes, begins[its]))]
+    if len(tied):  # a sort of all spans by all keys would take five times as long
+        rows = order[tied]
+        finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])[rows]
+        by_id = np.concatenate([np.full(len(between.row), NONE), trace.span_id[spans]])[rows]
+        order[tied] = rows[np.lexsort((rows, by_id, rows >= len(between.row), -finishes, begins[rows]))]
     ranks = np.empty(len(begins), dtype=np.int64)
     ranks[order] = np.arange(len(order))
     return ranks
 
 
 def served_stretches(trace: Columns, joined: Joined) -> tuple[Stretches, Stretches]:
-    """The batches of each request, and what lies before and between them: of the latter `row` is 0 for the queue, 1 for
-    a stall, 2 for transport. Both by request, batches in order of time."""
+    """Return the batches of each request, and the times before and between them. Both are ordered by request.
+
+    The `row` of a time between is 0 for the queue, 1 for a stall, 2 for transport. Batches are in order of time."""
     batches = _batches(trace, joined)
     return batches, _between(trace, joined, _work(trace, joined), batches, of_all_keys=False)
 
 
 def ledger(trace: Columns, joined: Joined) -> Ledger:
     """Return the parts of each request's time."""
-    found = turns_of(trace, joined)
+    all_turns = turns_of(trace, joined)
     rows = distinct(joined.served.batch)
-    when = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
-    given = shares(joined.served, own_lengths(trace, joined.served, when, rows, np.zeros(len(rows), dtype=np.int64)))
-    numbers = {name: number for number, name in enumerate(found.names)}
+    spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
+    given_ns = shares(
+        joined.served, own_lengths(trace, joined.served, spans, rows, np.zeros(len(rows), dtype=np.int64))
+    )
+    numbers = {name: number for number, name in enumerate(all_turns.names)}
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
-    own = found.pair == NONE
-    its, own_shares, waiting = _in_batches(given, found.pair[~own], found.length_ns[~own])
-    of_batches = joined.served.request[its]
+    is_own = all_turns.pair == NONE
+    pairs, own_shares, waiting = _in_batches(given_ns, all_turns.pair[~is_own], all_turns.length_ns[~is_own])
+    of_batches = joined.served.request[pairs]
     waits = numbers.setdefault(WAITING, len(numbers))
-    request = np.concatenate([found.request[own], of_batches, of_batches])
-    part = np.concatenate([found.part[own], np.full(len(its), numbers[SHARE]), np.full(len(its), waits)])
-    time_ns = np.concatenate([found.length_ns[own], own_shares, waiting])
-    told_ns = Groups(request, len(joined.rows)).sums(time_ns).astype(np.int64)  # at most the wall
+    request = np.concatenate([all_turns.request[is_own], of_batches, of_batches])
+    part = np.concatenate([all_turns.part[is_own], np.full(len(pairs), numbers[SHARE]), np.full(len(pairs), waits)])
+    time_ns = np.concatenate([all_turns.length_ns[is_own], own_shares, waiting])
+    known_ns = Groups(request, len(joined.rows)).sums(time_ns).astype(np.int64)  # up to the wall time
     request = np.concatenate([request, np.arange(len(joined.rows))])
     part = np.concatenate([part, np.full(len(joined.rows), unknown)])
-    time_ns = np.concatenate([time_ns, trace.total_ns[joined.rows] - told_ns])
+    time_ns = np.concatenate([time_ns, trace.total_ns[joined.rows] - known_ns])
     has_time = time_ns > 0
     request, part, time_ns = request[has_time], part[has_time], time_ns[has_time]
     groups, firsts = numbered(request, part)
     order = np.lexsort((part[firsts], request[firsts]))
     sums = Groups(groups, len(firsts)).sums(time_ns)[order].astype(np.int64)
-    return Ledger(tuple(numbers), request[firsts[order]], part[firsts[order]], sums, given)
+    return Ledger(tuple(numbers), request[firsts[order]], part[firsts[order]], sums, given_ns)
 
 
 class Moment(NamedTuple):
-    """A turn of one request: which part it is, from when to when, and the rows as in `Turns`."""
+    """A turn of one request, with the fields of `Turns`."""
 
     part: str
     start_ns: int
@@ -270,21 +274,21 @@ class Moment(NamedTuple):
 
 
 def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
-    """All turns of one request in order, what is unknown among them: from its begin to its end without a gap.
+    """Return all turns of one request in order, unknown ones too: from its begin to its end without a gap.
 
-    A turn in a batch is `SHARE`, whatever of it was the request's own.
+    A turn in a batch is `SHARE`, also for the time of other members.
     """
     served = joined.served
-    its_own = replace(served, request=np.where(served.request == place, place, NONE))
-    found = turns_of(trace, replace(joined, of=np.where(joined.of == place, place, NONE), served=its_own))
+    own_served = replace(served, request=np.where(served.request == place, place, NONE))
+    own_turns = turns_of(trace, replace(joined, of=np.where(joined.of == place, place, NONE), served=own_served))
     row = int(joined.rows[place])
     at_ns, end_ns = int(trace.start_ns[row]), int(trace.end_ns[row])
     moments: list[Moment] = []
-    columns = (found.part, found.row, found.pair, found.start_ns, found.length_ns)
+    columns = (own_turns.part, own_turns.row, own_turns.pair, own_turns.start_ns, own_turns.length_ns)
     for part, span, pair, start_ns, length_ns in zip(*(column.tolist() for column in columns), strict=True):
         if start_ns > at_ns:
             moments.append(Moment(UNKNOWN, at_ns, start_ns, NONE, NONE))
-        name, at_ns = found.names[part], start_ns + length_ns
+        name, at_ns = own_turns.names[part], start_ns + length_ns
         last = moments[-1] if moments else None
         if last is not None and (last.part, last.row, last.pair, last.end_ns) == (name, span, pair, start_ns):
             moments[-1] = last._replace(end_ns=at_ns)
@@ -295,20 +299,20 @@ def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
     return moments
 
 
-def _in_batches(given: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """The pairs that had turns in batches, and of each the time as its share of them and waiting for the others."""
+def _in_batches(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the pairs with turns in batches, the own share in each pair's turns, and the waiting time in them."""
     groups, firsts = numbered(pairs)
     spent = Groups(groups, len(firsts)).sums(lengths)
-    its = pairs[firsts]
-    own_shares = np.minimum(spent, given[its])
-    return its, own_shares, spent - own_shares
+    distinct_pairs = pairs[firsts]
+    own_shares = np.minimum(spent, given_ns[distinct_pairs])
+    return distinct_pairs, own_shares, spent - own_shares
 
 
 _Part = tuple[Int64s, Int64s, Int64s, int]
 
 
 class Stretches(NamedTuple):
-    """Intervals of requests, clipped to these: spans by their `row`, or times between them by what they are."""
+    """The intervals of requests, clipped to them. `row` is a span's row, or the kind of a time between spans."""
 
     request: Int64s
     row: Int64s
@@ -324,7 +328,7 @@ def _clipped(trace: Columns, joined: Joined, request: Int64s, row: Int64s, pair:
 
 
 def _work(trace: Columns, joined: Joined) -> Stretches:
-    """The phases of each request's own work, in whatever process."""
+    """Return the phases of each request's own work in all processes."""
     is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
     is_phase[joined.rows] = False
     rows = np.flatnonzero(is_phase & (joined.of != NONE))
@@ -333,7 +337,7 @@ def _work(trace: Columns, joined: Joined) -> Stretches:
 
 
 def _sub_requests(trace: Columns, joined: Joined) -> Stretches:
-    """Requests that began within other ones, of which they are no parts."""
+    """Return the sub-requests: requests that began within another one and are no part of it."""
     above = trace.parent[joined.rows]
     around = np.append(joined.of, NONE)[above]
     inner = np.flatnonzero((around != NONE) & (around != np.arange(len(around))))
@@ -341,18 +345,18 @@ def _sub_requests(trace: Columns, joined: Joined) -> Stretches:
 
 
 def _batches(trace: Columns, joined: Joined) -> Stretches:
-    """The batches of each request, in their order."""
+    """Return the batches of each request, in the order of time."""
     pairs = np.flatnonzero(joined.served.request != NONE)
-    its = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
-    order = np.lexsort((its.end_ns, its.start_ns, its.request))
-    order = order[(its.start_ns < its.end_ns)[order]]
-    return Stretches(*(column[order] for column in its))
+    stretches = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
+    order = np.lexsort((stretches.end_ns, stretches.start_ns, stretches.request))
+    order = order[(stretches.start_ns < stretches.end_ns)[order]]
+    return Stretches(*(column[order] for column in stretches))
 
 
 def _between(
     trace: Columns, joined: Joined, work: Stretches, batches: Stretches, *, of_all_keys: bool = True
 ) -> Stretches:
-    """Return the times before and between the batches of each request: `row` is 0 queue, 1 stall, 2 transport.
+    """Return the times before and between the batches of each request: `row` is 0 for queue, 1 stall, 2 transport.
 
     With `of_all_keys`, further keys of a request have queues, too.
     """
@@ -360,7 +364,7 @@ def _between(
         nothing = np.zeros(0, dtype=np.int64)
         return Stretches(nothing, nothing, nothing, nothing, nothing)
     is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])[: len(batches.request)]
-    # A pipeline's batches overlap: the time between two begins when all up to then have ended.
+    # A pipeline's batches overlap. A stall begins when all earlier batches have ended.
     reach = running_most(batches.end_ns, np.cumsum(is_first) - 1)
     firsts = np.flatnonzero(is_first)
     handing = _handing_over(trace, joined)
@@ -371,14 +375,15 @@ def _between(
     parts.append((batches.request[later], reach[later - 1], batches.start_ns[later], 1))
     parts += _handed_over(trace, joined, work, batches, firsts, reach)
     request, starts, ends = (np.concatenate([part[column] for part in parts]) for column in range(3))
-    what = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
+    kinds = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
     filled = starts < ends
-    return Stretches(request[filled], what[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
+    return Stretches(request[filled], kinds[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
 
 
 def _handing_over(trace: Columns, joined: Joined) -> Stretches:
-    """The spans that hand requests over, by request and begin: those that bear a key, but for the request's own and
-    what its batches are below."""
+    """Return the spans that may hand off requests, by request and begin.
+
+    They bear a key, are no requests, and are not above a batch."""
     rows = trace.attributes.having(KEY)
     is_other = joined.of[rows] != NONE
     if not is_other.any():
@@ -393,55 +398,54 @@ def _handing_over(trace: Columns, joined: Joined) -> Stretches:
     return Stretches(request, rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
 
 
-def _handed_at(trace: Columns, handing: Stretches, which: Int64s, upto: Int64s) -> Int64s:
-    """Return the times at which spans had handed their requests over. This is the end of a span, or its begin where it
-    failed or went on after `upto`."""
-    rows = handing.row[which]
-    is_done = (handing.end_ns[which] <= upto) & (trace.error[rows] == NONE)
+def _handed_at(trace: Columns, handing: Stretches, places: Int64s, upto: Int64s) -> Int64s:
+    """Return the hand-off time of spans: a span's end, or its begin if it failed or ended after `upto`."""
+    rows = handing.row[places]
+    is_done = (handing.end_ns[places] <= upto) & (trace.error[rows] == NONE)
     is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))
-    return np.where(is_done, handing.end_ns[which], handing.start_ns[which])
+    return np.where(is_done, handing.end_ns[places], handing.start_ns[places])
 
 
 def _queued(
     trace: Columns, joined: Joined, work: Stretches, handing: Stretches, batches: Stretches, firsts: Int64s
 ) -> _Part:
-    """Return the queue of each request: from its handing over to its first batch.
+    """Return the queue of each request: from its hand-off to its first batch.
 
-    A request that was never handed over begins its queue at the last begin or end of its own work.
+    The queue of a request without a hand-off span begins at the last begin or end of its own work.
     """
-    whose = np.concatenate([work.request, work.request])
+    owners = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
-    order = np.lexsort((edges, whose))
-    whose, edges = whose[order], edges[order]
+    order = np.lexsort((edges, owners))
+    owners, edges = owners[order], edges[order]
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
-    last = _last_before(whose, edges, requests, upto)
+    last = _last_before(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
     from_ns = np.where(last == NONE, begins, edges[last] if len(edges) else begins)
     newest = _last_before(handing.request, handing.start_ns, requests, upto)
-    known = np.flatnonzero(newest != NONE)
-    from_ns[known] = _handed_at(trace, handing, newest[known], upto[known])
+    handed_over = np.flatnonzero(newest != NONE)
+    from_ns[handed_over] = _handed_at(trace, handing, newest[handed_over], upto[handed_over])
     return requests, np.maximum(from_ns, begins), upto, 0
 
 
 def _given_up(trace: Columns, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
-    """Return the queues of failed requests that no batch served: from their handing over to their ends."""
+    """Return the queues of failed requests that no batch served: from their hand-offs to their ends."""
     rows = joined.rows
     is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
     is_lost[batches.request] = False
     requests = np.flatnonzero(is_lost)
     ends = trace.end_ns[rows[requests]]
     newest = _last_before(handing.request, handing.start_ns, requests, ends)
-    known = np.flatnonzero(newest != NONE)
-    requests, ends = requests[known], ends[known]
-    from_ns = _handed_at(trace, handing, newest[known], ends)
+    handed_over = np.flatnonzero(newest != NONE)
+    requests, ends = requests[handed_over], ends[handed_over]
+    from_ns = _handed_at(trace, handing, newest[handed_over], ends)
     return requests, np.maximum(from_ns, trace.start_ns[rows[requests]]), ends, 0
 
 
 def _queued_again(trace: Columns, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
-    """Return the queues by further keys: from the handing over of a key to the first batch that has it."""
+    """Return the queues of further keys: from the hand-off of a key to the first batch with it."""
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
     handing, batches = (
-        Stretches(*(column[np.isin(its.request, several)] for column in its)) for its in (handing, batches)
+        Stretches(*(column[np.isin(part.request, several)] for column in part)) for part in (handing, batches)
     )
     numbers: dict[str, int] = {}
     of_batch = np.array(
@@ -453,39 +457,39 @@ def _queued_again(trace: Columns, joined: Joined, handing: Stretches, batches: S
     groups = batches.request * len(numbers) + of_batch
     _, firsts = np.unique(groups, return_index=True)
     firsts = firsts[batches.request[firsts - 1] == batches.request[firsts]]
-    firsts = firsts[firsts > 0]  # the batches of a request lie together, in the order of time
-    named = np.flatnonzero(of_span != NONE)
-    its = Stretches(*(column[named] for column in handing))
-    of_handing = its.request * len(numbers) + of_span[named]
-    order = np.lexsort((np.arange(len(named)), its.start_ns, of_handing))
-    its = Stretches(*(column[order] for column in its))
-    newest = _last_before(of_handing[order], its.start_ns, groups[firsts], batches.start_ns[firsts])
-    known = np.flatnonzero(newest != NONE)
-    firsts = firsts[known]
+    firsts = firsts[firsts > 0]  # the batches of a request are consecutive, in the order of time
+    with_key = np.flatnonzero(of_span != NONE)
+    key_spans = Stretches(*(column[with_key] for column in handing))
+    of_handing = key_spans.request * len(numbers) + of_span[with_key]
+    order = np.lexsort((np.arange(len(with_key)), key_spans.start_ns, of_handing))
+    key_spans = Stretches(*(column[order] for column in key_spans))
+    newest = _last_before(of_handing[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
+    queued = np.flatnonzero(newest != NONE)
+    firsts = firsts[queued]
     upto = batches.start_ns[firsts]
     requests = batches.request[firsts]
-    from_ns = np.maximum(_handed_at(trace, its, newest[known], upto), trace.start_ns[joined.rows[requests]])
+    from_ns = np.maximum(_handed_at(trace, key_spans, newest[queued], upto), trace.start_ns[joined.rows[requests]])
     return requests, from_ns, upto, 0
 
 
 def _handed_over(
     trace: Columns, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
-    """Transport: between a request's own threads and those of its batches, where work of its own tells when."""
+    """Return the transport between a request's own threads and its batch threads, where own work bounds it."""
     threads = distinct(trace.thread_id[distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
-    its = Stretches(*(column[order[elsewhere[order]]] for column in work))
-    found: list[_Part] = []
-    # Back: from all batches up to one to the next of its own work, where no batch of it comes before that.
-    after = _next_after(its.request, its.start_ns, batches.request, reach)
+    own_work = Stretches(*(column[order[elsewhere[order]]] for column in work))
+    parts: list[_Part] = []
+    # From the end of all batches so far to the next own work, if no batch of the request comes before it.
+    after = _next_after(own_work.request, own_work.start_ns, batches.request, reach)
     next_batch = np.append(batches.start_ns[1:], 0)
     last = np.append(batches.request[1:] != batches.request[:-1], [True])
-    known = np.flatnonzero(after != NONE)
-    starts = its.start_ns[after[known]]
-    known = known[last[known] | (starts <= next_batch[known])]
-    found.append((batches.request[known], reach[known], its.start_ns[after[known]], 2))
-    # There: from its own work to what the thread of its batches, or one beside it, did first for it.
+    returning = np.flatnonzero(after != NONE)
+    starts = own_work.start_ns[after[returning]]
+    returning = returning[last[returning] | (starts <= next_batch[returning])]
+    parts.append((batches.request[returning], reach[returning], own_work.start_ns[after[returning]], 2))
+    # From own work to the first work on a batch thread.
     accepting = np.lexsort((work.start_ns, work.request))
     accepting = accepting[~elsewhere[accepting]]
     accepted = Stretches(*(column[accepting] for column in work))
@@ -493,54 +497,54 @@ def _handed_over(
     first = _next_after(accepted.request, accepted.start_ns, batches.request[firsts], begins)
     before = np.flatnonzero(first != NONE)
     before = before[accepted.start_ns[first[before]] < batches.start_ns[firsts[before]]]
-    arrived = accepted.start_ns[first[before]]
+    arrivals = accepted.start_ns[first[before]]
     requests = batches.request[firsts[before]]
-    ends = np.lexsort((its.end_ns, its.request))
-    left = _last_before(its.request[ends], its.end_ns[ends], requests, arrived)
-    sent = np.flatnonzero(left != NONE)
-    found.append((requests[sent], its.end_ns[ends][left[sent]], arrived[sent], 2))
-    return found
+    ends = np.lexsort((own_work.end_ns, own_work.request))
+    last_work = _last_before(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
+    departing = np.flatnonzero(last_work != NONE)
+    parts.append((requests[departing], own_work.end_ns[ends][last_work[departing]], arrivals[departing], 2))
+    return parts
 
 
-def _next_after(groups: Int64s, times: Int64s, asked: Int64s, at: Int64s) -> Int64s:
-    """The place of the first time of each asked group that is not before one, -1 for none. Times lie in order."""
-    both = np.concatenate([asked, groups])
-    order = np.lexsort((np.arange(len(both)), np.concatenate([at, times]), both))[::-1]
-    return _last_seen(order, len(asked), both)
+def _next_after(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
+    """Return the place of each queried group's first time at or after `at`, -1 without one. Times are sorted."""
+    all_groups = np.concatenate([queries, groups])
+    order = np.lexsort((np.arange(len(all_groups)), np.concatenate([at, times]), all_groups))[::-1]
+    return _last_seen(order, len(queries), all_groups)
 
 
-def _last_before(groups: Int64s, times: Int64s, asked: Int64s, at: Int64s) -> Int64s:
-    """The place of the last time of each asked group that is not after one, -1 for none. Times lie in order."""
-    both = np.concatenate([asked, groups])
-    is_asked = np.arange(len(both)) < len(asked)
-    order = np.lexsort((is_asked, np.concatenate([at, times]), both))
-    return _last_seen(order, len(asked), both)
+def _last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
+    """Return the place of each queried group's last time up to `at`, -1 without one. Times are sorted."""
+    all_groups = np.concatenate([queries, groups])
+    is_query = np.arange(len(all_groups)) < len(queries)
+    order = np.lexsort((is_query, np.concatenate([at, times]), all_groups))
+    return _last_seen(order, len(queries), all_groups)
 
 
 def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
-    """Return the last other before each of the first `count` in an order, where it is of the same group."""
-    is_told = order >= count
-    last = np.maximum.accumulate(np.where(is_told, np.arange(len(order)), NONE))
-    found = np.full(count, NONE, dtype=np.int64)
-    wanted = np.flatnonzero(~is_told & (last != NONE))
-    before = order[last[wanted]]
-    fits = groups[before] == groups[order[wanted]]
-    found[order[wanted]] = np.where(fits, before - count, NONE)
-    return found
+    """Return the place of the last time before each of the first `count` items, -1 if it is of another group."""
+    is_time = order >= count
+    last = np.maximum.accumulate(np.where(is_time, np.arange(len(order)), NONE))
+    places = np.full(count, NONE, dtype=np.int64)
+    query_places = np.flatnonzero(~is_time & (last != NONE))
+    before = order[last[query_places]]
+    fits = groups[before] == groups[order[query_places]]
+    places[order[query_places]] = np.where(fits, before - count, NONE)
+    return places
 
 
 # Device time of requests
 
-# The device time of a batch is that of its span and of all below it: of each device the union, and these added up. It
-# is given out as its wall is, without what batches within it had. Other spans of a request have theirs likewise.
+# The device time of a batch is that of its span and all spans below it: the sum over devices of the union on each. It
+# is distributed as its wall time is, without that of nested batches. Other spans of a request count likewise.
 
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """`own_ns` and `shared_ns` of each request, by its place.
+    """The device times of requests: `own_ns` and `shared_ns` by the request's place.
 
-    `batch_ns` is of each row, 0 of what is no batch, and `given_ns` of each pair of a batch and a request how much that
-    request is given: over those of a batch it adds up to what the batch had for itself.
+    `batch_ns` is by row, 0 for other rows than batches. `given_ns` is the share of each pair of a batch and a request.
+    The shares of a batch add up to its own device time.
     """
 
     own_ns: Int64s
@@ -551,26 +555,26 @@ class DeviceLedger:
 
 def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     """Return the device time of each request."""
-    its, served = trace.device, joined.served
-    timed = np.flatnonzero(its.timed)
+    device, served = trace.device, joined.served
+    timed = np.flatnonzero(device.timed)
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[trace.attributes.having(BATCH_KEYS)] = True
-    rows = its.row[timed]
+    rows = device.row[timed]
     batch = nearest(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
     of_batches, owners, devices = _busy(trace, timed[batch != NONE], batch[batch != NONE])
     batch_ns = Groups(owners[of_batches.groups], len(trace)).sums(of_batches.ends - of_batches.starts).astype(np.int64)
     of_requests, requests, _ = _busy(trace, timed[request != NONE], request[request != NONE])
-    own = Groups(requests[of_requests.groups], len(joined.rows)).sums(of_requests.ends - of_requests.starts)
-    given = shares(served, own_lengths(trace, served, of_batches, owners, devices))
+    own_ns = Groups(requests[of_requests.groups], len(joined.rows)).sums(of_requests.ends - of_requests.starts)
+    given_ns = shares(served, own_lengths(trace, served, of_batches, owners, devices))
     return DeviceLedger(
-        own.astype(np.int64), Groups(served.request, len(joined.rows)).sums(given), batch_ns, given
+        own_ns.astype(np.int64), Groups(served.request, len(joined.rows)).sums(given_ns), batch_ns, given_ns
     )  # fmt: skip
 
 
 def _busy(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
-    """The unions of the intervals of each owner on each device, by groups, and the owner and the device of each."""
-    its = trace.device
-    groups, firsts = numbered(owners, its.device[intervals])
-    found = union_by_group(groups, its.start_ns[intervals], its.end_ns[intervals])
-    return found, owners[firsts], its.device[intervals[firsts]].astype(np.int64)
+    """Return the unions of device intervals by owner and device as groups, and the owner and device of each group."""
+    device = trace.device
+    groups, firsts = numbered(owners, device.device[intervals])
+    busy = union_by_group(groups, device.start_ns[intervals], device.end_ns[intervals])
+    return busy, owners[firsts], device.device[intervals[firsts]].astype(np.int64)

@@ -1,12 +1,11 @@
-"""Saved recordings of several processes, or several of one, as one: on one clock, each span once, and ids unique.
+"""A merge of saved recordings, of one or several processes: on one clock, each span once, with unique ids.
 
-Spans are numbered anew, in the order of their begins. Sites that mean the same place become one. Threads stay apart by
-process, and so do streams and devices that nobody says are the same. Several files of a
-process may have one span, such as a dump and the file of the end. It is taken from the file that has most of it.
+Spans are renumbered in the order of their begins. Sites with the same key become one. Threads and streams stay distinct
+by process, and devices without a shared UUID, too. Several files of a process may have the same span, such as a dump
+and the file of its end. It is taken from the file that has most of it.
 
-`folded` makes one recording of processes that have ended, which grows no further: it has all totals and the newest
-spans. A service whose workers are recycled for months has thousands of them, so threads, call paths, readings and notes
-are bounded.
+`folded` makes one bounded recording of processes that have ended, with all totals and the newest spans. A service may
+recycle thousands of workers over months, so threads, call paths, samples and notes are bounded.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from instrument.trace.groups import places_of
 from instrument.trace.merged_facts import called, merged_facts, merged_processes, merged_tally
 
 MONOTONIC, WALL = "monotonic", "wall"
-"""The clocks on which files may be put: the one that all processes of a machine have until it is started anew, and the
-time of day, which two machines never have alike."""
+"""The clock of the merged trace: the monotonic clock that all processes share between two boots of a machine, or the
+time of day, which differs slightly between machines."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The merged files, with the numbers of files, processes and runs, and the clock: `MONOTONIC` or `WALL`."""
+    """The merged files, the numbers of files, processes and runs, and the clock: `MONOTONIC` or `WALL`."""
 
     saved: Saved
     files: int
@@ -44,20 +43,20 @@ class Merged:
     runs: int
     clock: str
     apart_ns: int | None
-    """The distance of the clocks of two processes at most, None where nobody knows."""
+    """The largest difference of two processes' clocks in ns, None if it is unknown."""
     parts: Sequence[ApartFile] = field(repr=False)
-    """The new places of each file's rows; files of one process follow each other."""
+    """The files with the merged rows of their spans. Files of one process are consecutive."""
 
     @property
     def header(self) -> str:
-        """The line that a reader needs before the numbers."""
-        of = f"{self.files} file{'s' * (self.files != 1)} of {self.processes} process{'es' * (self.processes != 1)}"
-        of += f" in {self.runs} runs" * (self.runs > 1)
+        """The header of a report: the numbers of files and processes, and their clock."""
+        text = f"{self.files} file{'s' * (self.files != 1)} of {self.processes} process{'es' * (self.processes != 1)}"
+        text += f" in {self.runs} runs" * (self.runs > 1)
         if self.clock == MONOTONIC:
-            return f"{of}, on the monotonic clock of one machine"
+            return f"{text}, on the monotonic clock of one machine"
         if self.apart_ns is None:
-            return f"{of}, by their wall clocks, of which nobody knows how far they are apart"
-        return f"{of}, by their wall clocks, which are at most {self.apart_ns / 1e6:.3g} ms apart"
+            return f"{text}, by their wall clocks, of which nobody knows how far they are apart"
+        return f"{text}, by their wall clocks, which are at most {self.apart_ns / 1e6:.3g} ms apart"
 
 
 _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
@@ -66,10 +65,10 @@ _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     """Return the files as one.
 
-    Raises `TraceError` for files that cannot be put on one clock, or are no sound trace together.
+    Raises `TraceError` for files that cannot be put on one clock, or that together are no sound trace.
 
-    Files of different machines are put together by their wall clocks, and so are those of a machine that was started
-    anew in between. All must say how exact these are, unless `by_wall_clock`.
+    Files of different machines are merged by their wall clocks, and so are files from different boots of a machine.
+    All files must have an error bound of their wall clock, unless `by_wall_clock`.
     """
     try:
         groups = processes_of(files)
@@ -87,33 +86,33 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
             "machine, or do not tell, nor how exact its wall clock was; take these with --clock wall, which may be "
             "seconds apart, or see each with --by process"
         )
-    if clock == WALL and (untold := [one for one in parts if not one.trace.origin.realtime_ns]):
-        raise TraceError(f"the file of {called(untold[0])} does not tell the time of day; see each with --by process")
+    if clock == WALL and (undated := [saved for saved in parts if not saved.trace.origin.realtime_ns]):
+        raise TraceError(f"the file of {called(undated[0])} does not tell the time of day; see each with --by process")
     try:
-        before_ns = max(saved.trace.apart_ns for saved in parts)  # of files that are of several themselves
-        made = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
+        before_ns = max(saved.trace.apart_ns for saved in parts)  # of files that were merged before
+        merging = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
         runs = len({saved.trace.origin.run for saved in parts} - {""})
-        return Merged(made.saved, len(files), len(groups), runs, clock, apart_ns, made.parts)
+        return Merged(merging.saved, len(files), len(groups), runs, clock, apart_ns, merging.parts)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
 
 
 def _only(saved: Saved) -> Merged:
-    """One file, which stays as it is."""
+    """Return one file unchanged as the merged one."""
     part = ApartFile(saved, 0, 0, 0)
     part.row = np.arange(len(saved.trace.columns))
     return Merged(saved, 1, 1, int(bool(saved.trace.origin.run)), MONOTONIC, 0, [part])
 
 
 SECONDS_NS = 10**9
-"""The distance of wall clocks where nobody knows it."""
+"""The assumed difference of wall clocks with unknown errors, in ns."""
 
 SLEW = 500e-6
-"""The deviation from true time of a clock while it is set, at most (man 2 adjtimex)."""
+"""The largest drift of a clock while NTP adjusts it, as a rate (man 2 adjtimex)."""
 
 
 def _apart_ns(files: Sequence[Saved]) -> int | None:
-    """Return the distance of the wall clocks of two files at most, None where one is unknown."""
+    """Return the largest difference of two files' wall clocks in ns, None if an error bound is unknown."""
     bounds = []
     for facts in (saved.trace for saved in files):
         origin = facts.origin
@@ -125,11 +124,11 @@ def _apart_ns(files: Sequence[Saved]) -> int | None:
 
 
 def _joined_attributes(parts: Sequence[ApartFile], count: int) -> Attributes:
-    """Return the attributes of the spans of several files, which are decoded when they are asked for."""
-    part, own = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
+    """Return the attributes of the spans of several files, decoded on access."""
+    part, row_in_part = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
     for number, file in enumerate(parts):
         rows = np.flatnonzero(file.is_kept)
-        part[file.row[rows]], own[file.row[rows]] = number, rows
+        part[file.row[rows]], row_in_part[file.row[rows]] = number, rows
 
     def relink(number: int, link: Any) -> Any:
         ids = linked_ids(link)
@@ -138,7 +137,7 @@ def _joined_attributes(parts: Sequence[ApartFile], count: int) -> Attributes:
         rows = rows_of(parts[number].trace.span_id, ids)
         return tuple(0 if row == NONE else int(parts[number].row[row]) + 1 for row in rows.tolist())
 
-    return ComposedAttributes([file.trace.attributes for file in parts], part, own, relink)
+    return ComposedAttributes([file.trace.attributes for file in parts], part, row_in_part, relink)
 
 
 class _Merge:
@@ -173,13 +172,13 @@ class _Merge:
         end_ns = _joined_columns(part.trace.end_ns + part.moved_ns for part in parts)
         thread_id = _joined_columns(self._numbers.threads_of(part) for part in parts)
         span_id = _joined_columns(part.trace.span_id for part in parts)
-        taken = self._taken_for(span_id, site, thread_id, start_ns, end_ns)
-        kept = np.flatnonzero(taken == np.arange(count))
-        order = kept[np.lexsort((kept, -end_ns[kept], start_ns[kept]))]
-        row_of = places_of(order, count)[taken]
+        chosen = self._taken_for(span_id, site, thread_id, start_ns, end_ns)
+        kept_rows = np.flatnonzero(chosen == np.arange(count))
+        order = kept_rows[np.lexsort((kept_rows, -end_ns[kept_rows], start_ns[kept_rows]))]
+        row_of = places_of(order, count)[chosen]
         for part in parts:
             part.row = row_of[part.of_all]
-            part.is_kept = taken[part.of_all] == np.arange(part.first, part.first + len(part.trace))
+            part.is_kept = chosen[part.of_all] == np.arange(part.first, part.first + len(part.trace))
         errors, error = _tables([(part.trace.errors, part.trace.error) for part in parts])
         parent_id, root_id = self._ids_above()
         columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
@@ -206,87 +205,87 @@ class _Merge:
         )
 
     def _taken_for(self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s) -> Int64s:
-        """Return the row that is taken for each row of all files: itself, or what another file has of the same span."""
-        taken = np.arange(len(span_id))
+        """Return the row that represents each row of all files: itself, or the same span's row in another file."""
+        chosen = np.arange(len(span_id))
         process = np.repeat([part.process for part in self._parts], [len(part.trace) for part in self._parts])
-        many = {process for process, group in enumerate(self._groups) if len(group) > 1}
-        rows = np.flatnonzero(np.isin(process, list(many)))
+        in_several_files = {process for process, group in enumerate(self._groups) if len(group) > 1}
+        rows = np.flatnonzero(np.isin(process, list(in_several_files)))
         rows = rows[
             np.lexsort((-end_ns[rows], start_ns[rows], site[rows], thread_id[rows], span_id[rows], process[rows]))
         ]
-        while len(rows):  # as often as one span is in several parts that do not overlap
+        while len(rows):  # once per non-overlapping part of the same span
             is_first = np.ones(len(rows), dtype=np.bool_)
             is_first[1:] = False
             for column in (process, span_id, thread_id, site):
                 is_first[1:] |= column[rows[1:]] != column[rows[:-1]]
             leader = rows[is_first][np.cumsum(is_first) - 1]
             same = (start_ns[rows] < end_ns[leader]) | (start_ns[rows] == start_ns[leader])
-            taken[rows[same]] = leader[same]
+            chosen[rows[same]] = leader[same]
             rows = rows[~same]
-        return taken
+        return chosen
 
     def _ids_above(self) -> tuple[Int64s, Int64s]:
-        """The ids of the parents and of the roots; of those that no file has, ids that nobody else has."""
+        """Return the merged ids of parents and roots. A span that no file has gets a new unique id."""
         absent = self._absent
         above = 1 + sum(len(part.trace) for part in self._parts)
-        found: dict[str, list[Int64s]] = {"parent_id": [], "root_id": []}
+        ids_by_name: dict[str, list[Int64s]] = {"parent_id": [], "root_id": []}
         for part in self._parts:
-            others = [one for one in self._parts if one.process == part.process and one is not part]
-            for name, columns in found.items():
-                asked = getattr(part.trace, name)
-                ids = _ids_in(part, asked)
-                for other in others:
+            other_files = [file for file in self._parts if file.process == part.process and file is not part]
+            for name, columns in ids_by_name.items():
+                process_ids = getattr(part.trace, name)
+                ids = _ids_in(part, process_ids)
+                for file in other_files:
                     unknown = ids == NONE
-                    ids[unknown] = _ids_in(other, asked[unknown])
-                ids[asked == 0] = 0
+                    ids[unknown] = _ids_in(file, process_ids[unknown])
+                ids[process_ids == 0] = 0
                 for row in np.flatnonzero(ids == NONE).tolist():
-                    ids[row] = absent.setdefault((part.process, int(asked[row])), above + len(absent))
+                    ids[row] = absent.setdefault((part.process, int(process_ids[row])), above + len(absent))
                 columns.append(ids)
-        return _joined_columns(found["parent_id"]), _joined_columns(found["root_id"])
+        return _joined_columns(ids_by_name["parent_id"]), _joined_columns(ids_by_name["root_id"])
 
     def _intervals(self) -> DeviceIntervals:
         parts = self._parts
-        kept = [part.is_kept[part.trace.device.row] for part in parts]
-        row = _joined_columns(part.row[part.trace.device.row[its]] for part, its in zip(parts, kept, strict=True))
+        masks = [part.is_kept[part.trace.device.row] for part in parts]
+        row = _joined_columns(part.row[part.trace.device.row[mask]] for part, mask in zip(parts, masks, strict=True))
         order = np.argsort(row, kind="stable")
         labels, label = _tables(
-            [(part.trace.device.labels, part.trace.device.label[its]) for part, its in zip(parts, kept, strict=True)]
+            [(part.trace.device.labels, part.trace.device.label[mask]) for part, mask in zip(parts, masks, strict=True)]
         )
         columns: dict[str, Int64s] = {}
         for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns"):
-            its_columns = []
-            for part, its in zip(parts, kept, strict=True):
-                column = getattr(part.trace.device, name)[its]
+            part_columns = []
+            for part, mask in zip(parts, masks, strict=True):
+                column = getattr(part.trace.device, name)[mask]
                 if name == "device":
                     column = self._numbers.devices(column, part)
                 elif name == "stream":
                     column = self._numbers.streams(column, part)
                 elif name != "uncertainty_ns":
                     column = column + part.moved_ns
-                its_columns.append(column)
-            columns[name] = _joined_columns(its_columns)[order]
+                part_columns.append(column)
+            columns[name] = _joined_columns(part_columns)[order]
         return DeviceIntervals(
             row=row[order].astype(np.int32), label=label[order].astype(np.int32), labels=labels, **columns
         )
 
 
 def _joined_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
-    found = [column.astype(np.int64) for column in columns]
-    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+    int_columns = [column.astype(np.int64) for column in columns]
+    return np.concatenate(int_columns) if int_columns else np.zeros(0, dtype=np.int64)
 
 
 def _tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[str, ...], Int64s]:
-    """Tables of names and places in them as one."""
-    known: dict[str, int] = {}
+    """Join tables of names. Return the joined table and the places in it."""
+    table: dict[str, int] = {}
     columns = []
     for names, places in pairs:
-        numbers = np.array([*(known.setdefault(name, len(known)) for name in names), NONE], dtype=np.int64)
+        numbers = np.array([*(table.setdefault(name, len(table)) for name in names), NONE], dtype=np.int64)
         columns.append(numbers[places])
-    return tuple(known), _joined_columns(columns)
+    return tuple(table), _joined_columns(columns)
 
 
 def _ids_in(part: ApartFile, ids: NDArray[np.int64]) -> Int64s:
-    """Return the new ids of a process's ids, `NONE` for those that the file does not have."""
+    """Return the merged ids of a process's ids, `NONE` for ids that the file does not have."""
     rows = rows_of(part.trace.span_id, ids)
     if not len(part.row):
         return np.full(len(ids), NONE, dtype=np.int64)
@@ -295,10 +294,10 @@ def _ids_in(part: ApartFile, ids: NDArray[np.int64]) -> Int64s:
 
 SPANS_KEPT = 20_000
 SAMPLES_KEPT = 20_000
-"""Newest readings of gauges that are kept."""
+"""The number of newest samples that `folded` keeps."""
 
 PATHS_KEPT = 16_384
-"""Call paths that have a line of their own, as many as in one process; then each site has one."""
+"""The number of call paths that keep a row of their own, as in one process. Later ones share a row per site."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not told"
@@ -306,11 +305,11 @@ MORE_NOTES = f"processes that ended long before the run did had more than {NOTES
 LEFT_OUT = "spans of processes that ended long before the run did"
 
 ENDED_THREADS = 0, "(ended threads)"
-"""The number and name under which the calls of threads count that have ended, as recorders have it."""
+"""The thread number and name for the calls of ended threads, as in recorders."""
 
 
 def folded(files: Sequence[Saved]) -> Saved:
-    """Recordings of processes that have ended, or what has been made of such before, as one. Raises `TraceError`."""
+    """Fold recordings of ended processes, or earlier folded ones, into one. Raises `TraceError`."""
     saved = merge(files).saved
     facts = saved.trace
     columns, since_ns = _newest(saved.trace.columns, SPANS_KEPT)
@@ -319,20 +318,20 @@ def folded(files: Sequence[Saved]) -> Saved:
         losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + lost
     samples = facts.samples[-SAMPLES_KEPT:]
     devices = {*columns.device.device.tolist(), *(sample.device for sample in samples)}
-    threads = {*columns.thread_id.tolist(), *(one.thread_id for one in facts.flops)}
+    threads = {*columns.thread_id.tolist(), *(flops.thread_id for flops in facts.flops)}
     facts = replace(
         facts,
-        origin=replace(facts.origin, pid=0),  # of none: the number may be another process's by now
+        origin=replace(facts.origin, pid=0),  # the pid may be reused by now
         threads={thread: name for thread, name in facts.threads.items() if thread in threads},
         losses=losses,
-        # As they were said: named by process they would be more with each fold, and the names before them too.
-        notes=_few(list(dict.fromkeys(note for one in files for note in one.trace.notes if note != MORE_NOTES))),
+        # The original notes: a prefix per process would make them more and longer with each fold.
+        notes=_few(list(dict.fromkeys(note for file in files for note in file.trace.notes if note != MORE_NOTES))),
         held_from_ns=max(facts.held_from_ns, since_ns),
         samples=samples,
         gpus=[gpu for gpu in facts.gpus if gpu.device in devices],
         startup=None,
         processes=(),
-        died="",  # each was said as it happened; the run's report counts them
+        died="",  # each was reported when it happened; the run's report counts them
     )
     return Saved(facts.with_columns(columns), _of_ended_threads(saved.counted()))
 
@@ -342,38 +341,38 @@ def _few(notes: list[str]) -> list[str]:
 
 
 def _newest(trace: Columns, count: int) -> tuple[Columns, int]:
-    """The spans that ended last, with the sites and errors of them alone, and since when none is missing (0: ever)."""
-    wanted, since_ns = np.ones(len(trace), dtype=np.bool_), 0
+    """Return the last ended spans with their sites and errors, and the time from which none is missing (0: always)."""
+    is_kept, since_ns = np.ones(len(trace), dtype=np.bool_), 0
     if len(trace) > count:
         in_order = np.argsort(trace.end_ns, kind="stable")
-        wanted[in_order[:-count]] = False
+        is_kept[in_order[:-count]] = False
         since_ns = int(trace.end_ns[in_order[-count - 1]]) + 1
-    return _with_used_sites(trace, wanted), since_ns
+    return _with_used_sites(trace, is_kept), since_ns
 
 
-def _with_used_sites(trace: Columns, wanted: Bools) -> Columns:
-    few = trace.with_attributes(wanted)
-    sites, site = np.unique(few.site, return_inverse=True)
-    known = np.unique(few.error[few.error >= 0])
-    error = np.where(few.error >= 0, np.searchsorted(known, few.error), few.error)
+def _with_used_sites(trace: Columns, is_kept: Bools) -> Columns:
+    kept_spans = trace.with_attributes(is_kept)
+    sites, site = np.unique(kept_spans.site, return_inverse=True)
+    used_errors = np.unique(kept_spans.error[kept_spans.error >= 0])
+    error = np.where(kept_spans.error >= 0, np.searchsorted(used_errors, kept_spans.error), kept_spans.error)
     return replace(
-        few,
+        kept_spans,
         sites=tuple(trace.sites[place] for place in sites.tolist()),
         site=site.astype(np.int32),
-        errors=tuple(trace.errors[place] for place in known.tolist()),
+        errors=tuple(trace.errors[place] for place in used_errors.tolist()),
         error=error.astype(np.int32),
     )
 
 
 def _of_ended_threads(tally: Tally) -> Tally:
-    """The same totals without the threads, in as many call paths as one process may have."""
+    """Return the tally with all calls on one thread, and with a bounded number of call paths."""
     thread, name = ENDED_THREADS
-    known = set[CallPath]()
+    kept_paths = set[CallPath]()
 
     def kept(path: CallPath) -> CallPath:
-        if path not in known and len(known) >= PATHS_KEPT:
-            path = (OVERFLOW, path[-1]) if len(known) < 2 * PATHS_KEPT else (OVERFLOW,)
-        known.add(path)
+        if path not in kept_paths and len(kept_paths) >= PATHS_KEPT:
+            path = (OVERFLOW, path[-1]) if len(kept_paths) < 2 * PATHS_KEPT else (OVERFLOW,)
+        kept_paths.add(path)
         return path
 
     return tally.placed(kept, lambda _: thread, {thread: name})

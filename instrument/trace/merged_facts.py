@@ -1,4 +1,4 @@
-"""The facts of several saved recordings as one: totals, losses, notes, costs, gauges."""
+"""The joined facts of several saved recordings: tallies, losses, notes, costs and gauges."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import moved_watched
 
 DEATHS_TOLD = 3
-"""Processes without a goodbye that are named one by one."""
+"""The number of processes that ended without notice and are named one by one."""
 
 NOTED_BY = 2
-"""Processes of a note that are named."""
+"""The number of processes that a note names."""
 
 OF_ALL = ("system_cpu",)
-"""Gauges of the host that are no process's own."""
+"""The gauges of the host that belong to no process."""
 
 
 def called(saved: Saved) -> str:
-    """Return the name of a process among others."""
+    """Return the name of a process: its service and its pid."""
     origin = saved.trace.origin
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
 
 def _processes(parts: Sequence[ApartFile]) -> Iterator[list[ApartFile]]:
-    for _, its in groupby(parts, attrgetter("process")):
-        yield list(its)
+    for _, files in groupby(parts, attrgetter("process")):
+        yield list(files)
 
 
 def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
-    """Return the files of a process whose totals count every call once; none where they overlap in part."""
-    found: list[ApartFile] = []
+    """Return files of a process whose tallies together count every call once, none if files overlap in part."""
+    counting: list[ApartFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
-        if not found or part.saved.trace.end_ns > found[-1].saved.trace.end_ns:
-            found.append(part)
-    edges = [(part.saved.trace.start_ns, part.saved.trace.end_ns) for part in found]
+        if not counting or part.saved.trace.end_ns > counting[-1].saved.trace.end_ns:
+            counting.append(part)
+    edges = [(part.saved.trace.start_ns, part.saved.trace.end_ns) for part in counting]
     is_apart = all(end_ns <= start_ns for (_, end_ns), (start_ns, _) in pairwise(edges))
-    return found if is_apart else []
+    return counting if is_apart else []
 
 
 def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
-    """Return the totals of all calls: those that were saved; where there are none, or they overlap, by the spans."""
+    """Return the tally of all calls. A process without usable saved tallies is counted by spans."""
     counted, names = list[Tally](), dict(threads)
-    for its in _processes(parts):
-        for part in its:
+    for files in _processes(parts):
+        for part in files:
             if part.saved.tally is not None and 0 in part.saved.tally.threads:
                 names.setdefault(0, part.saved.tally.threads[0])
-        counting = _counting(its)
+        counting = _counting(files)
         if not counting or any(part.saved.tally is None for part in counting):
-            mine = np.zeros(len(columns), dtype=np.bool_)
-            for part in its:
-                mine[part.row[part.is_kept]] = True
-            counted.append(tally_of(columns.only(mine), threads, limit_links=LIMIT_LINKS))
+            is_of_process = np.zeros(len(columns), dtype=np.bool_)
+            for part in files:
+                is_of_process[part.row[part.is_kept]] = True
+            counted.append(tally_of(columns.only(is_of_process), threads, limit_links=LIMIT_LINKS))
             continue
         counted += (
             part.saved.counted().placed(
@@ -77,25 +77,25 @@ def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Columns,
 
 
 def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> Trace:
-    """A trace without spans that knows what all of them know.
+    """Return a trace without spans that has the facts of all files.
 
-    Gauges of processes, and what torch.profiler saw in more than one, are left out; a note says so.
+    Gauges of single processes, and torch.profiler's data of several processes, are left out with a note.
     """
     processes = list(_processes(parts))
-    newest = [max(its, key=lambda part: part.saved.trace.end_ns) for its in processes]
+    newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
     watched = list(filter(None, map(_watched, processes)))
-    seen: dict[str, Any] = {}
+    profiled: dict[str, Any] = {}
     if len(watched) == 1:
         part = watched[0]
         devices, threads = partial(numbers.devices, part=part), partial(numbers.threads, part=part)
-        seen = moved_watched(part.saved.trace, devices, threads, part.moved_ns)
+        profiled = moved_watched(part.saved.trace, devices, threads, part.moved_ns)
     losses: dict[str, int] = {}
     for part in newest:
         for reason, count in part.saved.trace.losses.items():
             losses[reason] = losses.get(reason, 0) + count
     services = dict.fromkeys(part.saved.trace.origin.service for part in parts)
-    held = [part.saved.trace.held_from_ns + part.moved_ns for part in parts if part.saved.trace.held_from_ns]
-    samples, left_out = _samples(parts, numbers, is_one=len(processes) == 1)
+    edges_ns = [part.saved.trace.held_from_ns + part.moved_ns for part in parts if part.saved.trace.held_from_ns]
+    samples, left_out = _samples(parts, numbers, is_one_process=len(processes) == 1)
     notes = _notes(processes)
     if left_out or len(watched) > 1:
         notes.append("gauges of single processes, and what torch.profiler saw in several, are shown with --by process")
@@ -112,110 +112,110 @@ def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> Trace:
         notes=notes,
         window=parts[0].saved.trace.window,
         cost=_cost(processes, end_ns - start_ns),
-        held_from_ns=max(held, default=0),
+        held_from_ns=max(edges_ns, default=0),
         samples=samples,
         gpus=[replace(gpu, device=device) for device, gpu in gpus.items()],
         startup=_startup(newest[0], numbers) if len(processes) == 1 else None,
         died=_deaths([part.saved.trace for part in newest]),
-        **seen,
+        **profiled,
     )
 
 
 def _watched(parts: Sequence[ApartFile]) -> ApartFile | None:
-    """The file of a process that has most of what torch.profiler saw, None where it saw nothing."""
+    """Return the file of a process with the longest part that torch.profiler saw, None without any."""
 
     def length_ns(part: ApartFile) -> int:
         first_ns, last_ns = part.saved.trace.watched or (0, -1)
         return last_ns - first_ns
 
-    some = [part for part in parts if part.saved.trace.watched is not None or part.saved.trace.flops]
-    return max(some, key=length_ns, default=None)
+    profiled = [part for part in parts if part.saved.trace.watched is not None or part.saved.trace.flops]
+    return max(profiled, key=length_ns, default=None)
 
 
 def merged_processes(
     parts: Sequence[ApartFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
 ) -> Sequence[MergedProcess]:
-    """Return each process as a merged trace knows it.
+    """Return the processes of a merged trace.
 
-    `absent` has the new ids of spans that no file has, by process and own id.
+    `absent` has the merged ids of spans that no file has, by process and own id.
     """
-    found = []
+    merged = []
     processes = list(_processes(parts))
     watched = [part.process for part in filter(None, map(_watched, processes))]
-    for its in processes:
-        newest = max((part.saved.trace for part in its), key=attrgetter("end_ns"))
+    for files in processes:
+        newest = max((part.saved.trace for part in files), key=attrgetter("end_ns"))
         windows = list[Interval]()
-        for start_ns, end_ns in sorted((part.saved.trace.start_ns, part.saved.trace.end_ns) for part in its):
+        for start_ns, end_ns in sorted((part.saved.trace.start_ns, part.saved.trace.end_ns) for part in files):
             if windows and start_ns < windows[-1][1]:
                 windows[-1] = windows[-1][0], max(windows[-1][1], end_ns)
             else:
                 windows.append((start_ns, end_ns))
-        process = its[0].process
-        found.append(
+        process = files[0].process
+        merged.append(
             MergedProcess(
                 replace(
                     newest, spans=[], samples=(), gpus=(), kernels=(), allocations=(), watched=None, flops=(),
                     startup=None, start_ns=windows[0][0], processes=(),
-                    threads={own: name for part in its for own, name in part.saved.trace.threads.items()},
+                    threads={thread: name for part in files for thread, name in part.saved.trace.threads.items()},
                 ),
                 windows,
                 **numbers.of_process(process),
-                absent={new: own for (whose, own), new in absent.items() if whose == process},
-                moved_ns=its[0].moved_ns,
+                absent={new_id: own_id for (owner, own_id), new_id in absent.items() if owner == process},
+                moved_ns=files[0].moved_ns,
                 is_watched=watched == [process],
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(merged)
 
 
-def _deaths(of_each: Sequence[Trace]) -> str:
-    """Return the ends of processes without a goodbye: the first and the newest, and the number of others."""
-    told = [facts.died for facts in sorted(of_each, key=attrgetter("end_ns")) if facts.died]
-    more = len(told) - DEATHS_TOLD
-    if more <= 0:
-        return " ".join(told)
-    words = f"{more} more ended without a goodbye" if more > 1 else "One more ended without a goodbye"
-    return " ".join([*told[: DEATHS_TOLD - 1], f"{words}.", told[-1]])
+def _deaths(newest: Sequence[Trace]) -> str:
+    """Return the texts of ends without notice: the first ones, the newest, and the number of others."""
+    deaths = [facts.died for facts in sorted(newest, key=attrgetter("end_ns")) if facts.died]
+    unnamed_count = len(deaths) - DEATHS_TOLD
+    if unnamed_count <= 0:
+        return " ".join(deaths)
+    words = f"{unnamed_count} more ended without a goodbye" if unnamed_count > 1 else "One more ended without a goodbye"
+    return " ".join([*deaths[: DEATHS_TOLD - 1], f"{words}.", deaths[-1]])
 
 
-def _before(its: Sequence[ApartFile], parts: Sequence[ApartFile]) -> str:
-    """The name of a process as the names of its threads begin with it, "" where there is no other process."""
-    origin = its[0].saved.trace.origin
-    is_of_several = not origin.pid and origin.recorder != "other"  # whose threads are named by process already
-    return f"{called(its[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
+def _before(files: Sequence[ApartFile], parts: Sequence[ApartFile]) -> str:
+    """Return the prefix of the thread names of a process, "" if there is no other process."""
+    origin = files[0].saved.trace.origin
+    is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
+    return f"{called(files[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
 
 
 def _threads(parts: Sequence[ApartFile], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
-    for its in _processes(parts):
-        before = _before(its, parts)
-        for part in its:
-            named = part.saved.trace.threads
-            for own in dict.fromkeys([*named, *np.unique(part.trace.thread_id).tolist()]):
-                names.setdefault(numbers.thread(own, part), before + (named.get(own) or f"thread {own}"))
+    for files in _processes(parts):
+        prefix = _before(files, parts)
+        for part in files:
+            labels = part.saved.trace.threads
+            for thread in dict.fromkeys([*labels, *np.unique(part.trace.thread_id).tolist()]):
+                names.setdefault(numbers.thread(thread, part), prefix + (labels.get(thread) or f"thread {thread}"))
     return names
 
 
 def _notes(processes: Sequence[Sequence[ApartFile]]) -> list[str]:
-    """Return all notes, each once. A note that not all processes have begins with the names of the first that do.
+    """Return all notes, each once. A note of some processes only begins with the names of the first of them.
 
-    A note is left out where another process has met its rule, or called its target.
+    A note is left out if another process has met its rule or called its target.
     """
-    parts = [part for its in processes for part in its]
+    parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
     called_sites = {f"{site.module}:{site.qualname}" for part in parts for site in part.called_sites()}
-    said: dict[str, list[str]] = {}
+    users: dict[str, list[str]] = {}
     uncalled: dict[str, None] = {}
-    for its in processes:
-        void = set[str]()
-        for own_notes in (part.saved.trace.own_notes for part in its):
-            void |= {note for mark, note in own_notes.waiting if mark in at_work}
+    for files in processes:
+        refuted = set[str]()
+        for own_notes in (part.saved.trace.own_notes for part in files):
+            refuted |= {note for mark, note in own_notes.waiting if mark in at_work}
             if own_notes.uncalled:
-                void.add(never_called(own_notes.uncalled))
+                refuted.add(never_called(own_notes.uncalled))
                 uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
-        for note in dict.fromkeys(note for part in its for note in part.saved.trace.notes if note not in void):
-            said.setdefault(note, []).append(called(its[0].saved))
-    notes = [note if len(who) == len(processes) else f"{_few(who)}: {note}" for note, who in said.items()]
+        for note in dict.fromkeys(note for part in files for note in part.saved.trace.notes if note not in refuted):
+            users.setdefault(note, []).append(called(files[0].saved))
+    notes = [note if len(names) == len(processes) else f"{_few(names)}: {note}" for note, names in users.items()]
     return [*notes, *([never_called([*uncalled])] if uncalled else [])]
 
 
@@ -225,50 +225,50 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _cost(processes: Sequence[Sequence[ApartFile]], window_ns: int) -> Cost | None:
-    """Return the cost of all, of the time on the clock: the mean cost of a call, by their number. A
-    call of a process without a known cost counts as one of the others."""
-    costs, untold = list[Cost](), 0
-    for its in processes:
-        for part in _counting(its) or [max(its, key=lambda part: len(part.trace))]:
+    """Return the cost of all processes, with the mean costs of a call weighted by calls. A process without a known cost
+    has the mean cost."""
+    costs, uncosted_calls = list[Cost](), 0
+    for files in processes:
+        for part in _counting(files) or [max(files, key=lambda part: len(part.trace))]:
             if part.saved.trace.cost is not None:
                 costs.append(part.saved.trace.cost)
             elif part.saved.trace.origin.recorder != "other" and part.saved.tally is not None:
-                untold += part.saved.tally.calls  # of one that ended without a goodbye
+                uncosted_calls += part.saved.tally.calls  # the process ended without notice
     if not costs:
         return None
-    known = sum(cost.calls for cost in costs)
+    known_calls = sum(cost.calls for cost in costs)
     return Cost(
-        calls=known + untold,
-        per_call_ns=sum(cost.calls * cost.per_call_ns for cost in costs) / max(known, 1),
+        calls=known_calls + uncosted_calls,
+        per_call_ns=sum(cost.calls * cost.per_call_ns for cost in costs) / max(known_calls, 1),
         window_ns=window_ns,
         thread_ns=sum(cost.thread_ns for cost in costs),
-        cold_call_ns=sum(cost.calls * cost.cold_call_ns for cost in costs) / max(known, 1),
+        cold_call_ns=sum(cost.calls * cost.cold_call_ns for cost in costs) / max(known_calls, 1),
     )
 
 
-def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one: bool) -> tuple[list[Sample], bool]:
-    """Readings by time, each once, and whether some were left out."""
-    found: dict[tuple[str, int, int], Sample] = {}
+def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one_process: bool) -> tuple[list[Sample], bool]:
+    """Return the samples by time, each once, and True if some were left out."""
+    sample_by_key: dict[tuple[str, int, int], Sample] = {}
     left_out = False
     for part in parts:
         for sample in part.saved.trace.samples:
-            if sample.device == HOST and not is_one and sample.name not in OF_ALL:
+            if sample.device == HOST and not is_one_process and sample.name not in OF_ALL:
                 left_out = True
                 continue
             device = numbers.device(sample.device, part)
             moved = replace(sample, device=device, at_ns=sample.at_ns + part.moved_ns)
-            found.setdefault((moved.name, moved.device, moved.at_ns), moved)
-    return sorted(found.values(), key=lambda one: (one.at_ns, one.device, one.name)), left_out
+            sample_by_key.setdefault((moved.name, moved.device, moved.at_ns), moved)
+    return sorted(sample_by_key.values(), key=lambda sample: (sample.at_ns, sample.device, sample.name)), left_out
 
 
 def _startup(part: ApartFile, numbers: Numbers) -> Startup | None:
-    found = part.saved.trace.startup
-    if found is None:
+    facts = part.saved.trace.startup
+    if facts is None:
         return None
 
     def moved(call: FirstCall) -> FirstCall:
         return replace(call, site=numbers.site(call.site))
 
     return replace(
-        found, firsts=tuple(map(moved, found.firsts)), request=None if found.request is None else moved(found.request)
+        facts, firsts=tuple(map(moved, facts.firsts)), request=None if facts.request is None else moved(facts.request)
     )

@@ -1,7 +1,7 @@
-"""The key `instrument` of a file: all that a trace and its tally know beside the events, written and read back.
+"""The key `instrument` of a file: all facts of a trace and its tally except the events, written and read back.
 
-Viewers ignore it. It has each site once, and the events name sites by their place. A trace may have a million
-allocations: their rows are one packed text.
+Viewers ignore it. It has each site once, and the events name sites by their place. Allocations, up to a million, are
+packed columns as text.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ FORMAT = 6
 """The version of the key. Up to version 5 kernels and allocations were lists; in 4 a tally had no waiting times."""
 
 READ = (4, 5, 6)
-"""The versions that are read."""
+"""The versions that `Metadata` reads."""
 
 LIMIT_LINKS = 20_000_000
-"""Most links of all call paths together, which bounds the memory that a hostile file can ask for."""
+"""The largest total length of all call paths. It bounds the memory for a hostile file."""
 
 _SUMS = (
     "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "elapsed_ns", "min_ns", "max_ns",
@@ -67,22 +67,22 @@ _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, i
 
 
 def _facts(thing: Any) -> dict[str, Any]:
-    """The fields of a flat dataclass, without those that are empty by default; `made` is the way back."""
-    values = {known.name: (getattr(thing, known.name), known.default) for known in told_fields(type(thing))}
+    """Return the fields of a flat dataclass as JSON values, without empty defaults. `made` is the inverse."""
+    values = {item.name: (getattr(thing, item.name), item.default) for item in told_fields(type(thing))}
     return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
 def made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
-    """A flat dataclass from those of its fields that are there, each checked to be of the field's type."""
-    found = [known for known in told_fields(kind) if known.name in facts and known.name not in more]
-    return kind(**{known.name: checked(facts[known.name], *_JSON_TYPES[str(known.type)]) for known in found}, **more)
+    """Return a flat dataclass from its known fields. Raises `ValueError` for a value of another type."""
+    items = [item for item in told_fields(kind) if item.name in facts and item.name not in more]
+    return kind(**{item.name: checked(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
 
 # Written
 
 
 class Sites:
-    """The sites of a file, each once, by order of first sight."""
+    """The sites of a file, each once, in the order of first use."""
 
     def __init__(self, sites: Iterable[Site]) -> None:
         self.entries: dict[str, int] = {}
@@ -95,7 +95,7 @@ class Sites:
 
 
 def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int) -> Iterator[str]:
-    """The JSON of the key in pieces. `base_ns` is the time from which the file counts."""
+    """Yield the JSON of the key in pieces. Times in the file count from `base_ns`."""
     counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
     read = {sample.name for sample in trace.samples}
     facts = {
@@ -117,14 +117,14 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
         **({} if trace.watched is None else {"watched": [at_ns - base_ns for at_ns in trace.watched]}),
         **(_packed_work(trace, base_ns) if trace.kernels or trace.allocations else {}),
         "startup": trace.startup and _startup(trace.startup, base_ns, sites),
-        **({"flops": [[one.thread_id, one.at_ns - base_ns, one.flops] for one in trace.flops]} if trace.flops else {}),
+        **({"flops": [[row.thread_id, row.at_ns - base_ns, row.flops] for row in trace.flops]} if trace.flops else {}),
     }
     yield _without_del(encode(facts)[:-1])
     yield _without_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
 
 
 def _of_process(trace: Trace) -> dict[str, Any]:
-    """The facts of a process, also of one among those of a merged trace."""
+    """Return the facts of a process, of a merged trace too."""
     return {
         "origin": _facts(trace.origin),
         "window": trace.window,
@@ -144,7 +144,7 @@ NUMBERS_OF_PROCESS = ("threads", "devices", "streams", "absent")
 
 
 def _merged_process(process: MergedProcess) -> dict[str, Any]:
-    """A process of a merged trace, with its own numbers by the merged ones."""
+    """Return a process of a merged trace, with its own numbers by the merged ones."""
     more = {"windows": process.windows, "moved_ns": process.moved_ns, "is_watched": process.is_watched}
     numbers = {name: list(getattr(process, name).items()) for name in NUMBERS_OF_PROCESS}
     return {**_of_process(process.facts), **more, "numbers": numbers}
@@ -159,7 +159,7 @@ def _packed_work(trace: Trace, base_ns: int) -> dict[str, Any]:
     """Return the kernels and allocations that torch.profiler saw, with their columns as packed text."""
     columns, names = packed_kernels(trace.kernels, base_ns)
     columns |= packed_allocations(trace.allocations, base_ns)
-    texts = {name: base64.b64encode(zlib.compress(its.tobytes(), 1)).decode() for name, its in columns.items()}
+    texts = {name: base64.b64encode(zlib.compress(column.tobytes(), 1)).decode() for name, column in columns.items()}
     return {"kernel_names": names, "columns": {name: [columns[name].dtype.str, texts[name]] for name in columns}}
 
 
@@ -171,10 +171,10 @@ def _startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any]:
         "imports": None
         if imports is None
         else [
-            [clean(one.package), one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns]
-            for one in imports
+            [clean(entry.package), entry.entries, entry.total_ns, entry.self_ns, entry.in_spans_ns, entry.late_ns]
+            for entry in imports
         ],
-        "firsts": [_first(one, base_ns, sites) for one in startup.firsts],
+        "firsts": [_first(call, base_ns, sites) for call in startup.firsts],
         **({"request": _first(startup.request, base_ns, sites), "why": startup.why} if startup.request else {}),
     }
 
@@ -184,9 +184,9 @@ def _first(call: FirstCall, base_ns: int, sites: Sites) -> list[int]:
 
 
 def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
-    """A tally: its nodes as [parent or -1, site], and its rows, whose `first_ns` counts from the base."""
+    """Return the JSON of a tally: nodes as [parent or -1, site], and rows, with `first_ns` from the base."""
     places = {site: sites.place(site) for site in tally.sites()}
-    parents, site_of, its = tally.parents.tolist(), tally.site_of.tolist(), tally.tree.sites
+    parents, site_of, sites_of_tree = tally.parents.tolist(), tally.site_of.tolist(), tally.tree.sites
     numbers: dict[int, int] = {-1: -1}
     nodes: list[tuple[int, int]] = []
 
@@ -195,9 +195,9 @@ def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
         while node not in numbers:
             missing.append(node)
             node = parents[node]
-        for one in reversed(missing):
-            numbers[one] = len(nodes)
-            nodes.append((numbers[parents[one]], places[its[site_of[one]]]))
+        for missing_node in reversed(missing):
+            numbers[missing_node] = len(nodes)
+            nodes.append((numbers[parents[missing_node]], places[sites_of_tree[site_of[missing_node]]]))
         return numbers[missing[0] if missing else node]
 
     for node in np.unique(tally.lines["node"]).tolist():  # in their order, which calls that begin together follow
@@ -218,7 +218,7 @@ def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
 
 
 class Metadata:
-    """The contents of the key: the base and the sites at once, as events need them, and the rest when asked for."""
+    """The contents of the key. The base and the sites are read at once for the events, other facts on access."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         if facts["format"] not in READ:
@@ -229,7 +229,7 @@ class Metadata:
         self._facts = facts
 
     def trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
-        """The trace that has these spans and samples, and those samples that are no numbers."""
+        """Return the trace of the given spans and samples. Samples without a number are added from the key."""
         facts = self._facts
         samples += [
             Sample(checked(name, str), checked(device, int), self.base_ns + checked(since_ns, int), None)
@@ -267,7 +267,7 @@ class Metadata:
             imports=None
             if imports is None
             else tuple(
-                ImportTime(checked(package, str), *(checked(each, int) for each in sums)) for package, *sums in imports
+                ImportTime(checked(package, str), *(checked(time, int) for time in sums)) for package, *sums in imports
             ),
             firsts=tuple(self._first(*first) for first in facts["firsts"]),
             request=self._first(*facts["request"]) if "request" in facts else None,
@@ -317,7 +317,7 @@ class Metadata:
         )
 
     def tally(self) -> Tally | None:
-        """The tally, if one was saved."""
+        """Return the tally, None if none was saved."""
         saved = self._facts["tally"]
         if saved is None:
             return None
@@ -330,7 +330,7 @@ class Metadata:
                 raise ValueError("its call paths are longer than any program's; it is damaged")
         lines, of_line, buckets, times = list[Totals](), list[int](), list[int](), list[int]()
         for node, thread_id, *numbers, histogram in saved["rows"]:
-            if self._facts["format"] == READ[0]:  # the self time of what may be suspended was all waiting
+            if self._facts["format"] == READ[0]:  # it had no waiting times; a coroutine's self time counts as waiting
                 path = paths[_place(node)]
                 numbers.insert(_SUMS.index("waiting_ns"), numbers[3] if path and path[-1].suspends else 0)
             numbers += [0] * (len(numbers) == len(_SUMS) - 1)  # no count of cancelled requests
@@ -343,12 +343,12 @@ class Metadata:
             buckets += (bucket for bucket, _ in pairs)
             times += (calls for _, calls in pairs)
             lines.append(Totals(node=_place(node), thread_id=checked(thread_id, int), **sums))
-        found = buckets_of(*(np.array(one, np.int64) for one in (of_line, buckets, times)))
-        return Tally.of_paths(paths, np.array(lines, TOTALS), found, _names(saved["threads"]))
+        histograms = buckets_of(*(np.array(column, np.int64) for column in (of_line, buckets, times)))
+        return Tally.of_paths(paths, np.array(lines, TOTALS), histograms, _names(saved["threads"]))
 
 
 def _place(node: Any) -> int:
-    """Return the place of a node among paths, of which the first is that of no node (-1)."""
+    """Return the place of a node's path. Place 0 is the path of no node (-1)."""
     return 0 if node == -1 else index(node) + 1
 
 
@@ -383,7 +383,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
 
 
 def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
-    """Read the rules that a process had not met, from a file or from its last words. Raises for damaged facts."""
+    """Read the notes on unmet rules of a process, from a file or its exit facts. Raises for damaged facts."""
     waiting = tuple((checked(mark, str), checked(note, str)) for mark, note in facts.get("waiting", ()))
     texts = (tuple(checked(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled"))
     at_work, uncalled = texts
@@ -396,9 +396,9 @@ def _read_merged_process(facts: Any) -> MergedProcess:
     if not -INT64 >> 2 < moved_ns < INT64 >> 2:
         raise ValueError("it has a time that no clock reads; it is damaged")
     windows = _pairs(facts["windows"])
-    its: Any = {name: dict(_pairs(numbers[name])) for name in NUMBERS_OF_PROCESS}
+    own_numbers: Any = {name: dict(_pairs(numbers[name])) for name in NUMBERS_OF_PROCESS}
     is_watched = checked(facts["is_watched"], bool)
-    return MergedProcess(_read_process(facts), windows, **its, moved_ns=moved_ns, is_watched=is_watched)
+    return MergedProcess(_read_process(facts), windows, **own_numbers, moved_ns=moved_ns, is_watched=is_watched)
 
 
 def _pairs(rows: Any) -> list[tuple[int, int]]:
@@ -414,10 +414,10 @@ def _site(facts: dict[str, Any]) -> Site:
 
 
 def _bucket(value: Any) -> int:
-    """A bucket of a histogram. One that no time belongs to would begin at a number of as many digits as it likes."""
-    if (found := index(value)) > LAST_BUCKET:
+    """Return the bucket of a histogram. Raises `ValueError` beyond the last one, whose begin may be huge."""
+    if (bucket := index(value)) > LAST_BUCKET:
         raise ValueError("a histogram in it has a bucket to which no time belongs; it is damaged")
-    return found
+    return bucket
 
 
 def _names(pairs: Any) -> dict[int, str]:

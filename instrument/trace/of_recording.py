@@ -1,4 +1,4 @@
-"""A recording in memory as a trace: its own process's or another's, for windows, reports, files and viewers."""
+"""A recording in memory as a trace, of the own process or another one, for windows, reports, files and viewers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _NOTHING = Detail(-1, None, {})
 def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
     """Return the spans of a recording, the open ones cut at the end and marked, and its tally.
 
-    Those that ended before `since_ns` are left out, and the tally is, where it has calls from before. `end_ns` is when
-    it was read, on the monotonic clock: the newest time in it where it is not given, which is nearly when a process
-    ended that has gone.
-    Raises `TraceError` for a recording that is damaged.
+    Spans that ended before `since_ns` are left out. The tally is left out if it has calls from before. `end_ns` is the
+    time of reading on the monotonic clock. The default is the newest time in the recording, which is close to the end
+    of a dead process.
+    Raises `TraceError` for a damaged recording.
     """
     header, snapshot = mapped.header, RowSnapshot.of(mapped, since_ns)
     intervals, samples = mapped.intervals(), mapped.samples(since_ns)
@@ -65,7 +65,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
             gpus=header.gpus,
             samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
         )
-        tally = mapped.tally() if since_ns <= begin_ns else None  # which is of all the time
+        tally = mapped.tally() if since_ns <= begin_ns else None  # it covers the whole time
         from instrument.trace.file import Saved  # an exporter reads no files
 
         return Saved(facts.with_columns(columns), tally)
@@ -74,7 +74,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
 
 
 def _own_notes(header: Header) -> OwnNotes:
-    """Return the notes that are true of this process alone, none where they are damaged."""
+    """Return the notes that hold for this process alone, none if they are damaged."""
     try:
         return own_notes_of(header.facts.get("own_notes") or {})
     except (AttributeError, TypeError, ValueError):
@@ -82,34 +82,34 @@ def _own_notes(header: Header) -> OwnNotes:
 
 
 def origin_of(header: Header) -> Origin:
-    """Return the process, as far as it described itself."""
-    said: dict[str, Any] = {}
-    for one in fields(Origin):
-        kind = int if one.type == "int" else str
-        found = header.origin.get(one.name)
-        if isinstance(found, kind):
-            said[one.name] = found
-    said.update(pid=header.pid, monotonic_ns=header.monotonic_ns, realtime_ns=header.realtime_ns, boot=header.boot_id)
-    return Origin(**{"service": "", **said})
+    """Return the description of the process, with the fields that its header has."""
+    values: dict[str, Any] = {}
+    for item in fields(Origin):
+        kind = int if item.type == "int" else str
+        value = header.origin.get(item.name)
+        if isinstance(value, kind):
+            values[item.name] = value
+    values.update(pid=header.pid, monotonic_ns=header.monotonic_ns, realtime_ns=header.realtime_ns, boot=header.boot_id)
+    return Origin(**{"service": "", **values})
 
 
 def numbers_in(rows: Records) -> tuple[Int64s, Int64s]:
-    """Return the places of the rows that have their active time as a number, and these times."""
+    """Return the places of rows whose active time is stored in the row, and these times in ns."""
     places = np.flatnonzero(rows["rare"] & 1)
     return places, (rows["rare"][places] >> 1).astype(np.int64)
 
 
 def has_more(rows: Records) -> Bools:
-    """Return True for rows that have more beside their numbers."""
+    """Return True for rows with details outside of the row."""
     return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
 
 
 @dataclass(frozen=True, slots=True)
 class RowSnapshot:
-    """The rows and open spans of a recording at one moment, some 10 ns a row: newer rows do not overwrite them.
+    """A copy of the rows and open spans of a recording at one moment, at about 10 ns a row.
 
-    `details` are as `Mapped.copied_details` returns them. Of the threads in `wrapped` and `given_up` rows are missing
-    that had ended after the begin: of rings that have wrapped, and of threads that have ended.
+    `details` are as `Mapped.copied_details` returns them. Rows after the begin are missing of the threads in `wrapped`,
+    whose rings have wrapped, and in `given_up`, which have ended.
     """
 
     tree: CallTree
@@ -122,7 +122,7 @@ class RowSnapshot:
 
     @classmethod
     def of(cls, mapped: Mapped, since_ns: int = 0, leave_out: frozenset[int] = frozenset()) -> RowSnapshot:
-        """Copy what ended after a time, and what is open. Rows of the threads in `leave_out` are none of it."""
+        """Copy the rows that ended after a time and the open spans, without rows of the threads in `leave_out`."""
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
         rings = mapped.rows(mapped.first_after(since_ns)) if since_ns else mapped.rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
@@ -133,39 +133,39 @@ class RowSnapshot:
 
     @property
     def size(self) -> int:
-        """Return the number of its rows."""
+        """Return the number of rows, with open spans."""
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
-    def ids_of(self, asks: Callable[[Site], bool]) -> set[int]:
-        """Return the ids of the spans whose sites a function returns True for."""
-        of_node = np.array(list(map(asks, self.tree.sites)), np.bool_)[np.array(self.tree.site_of, np.int64)]
-        found = {span.span_id for span in self.open_spans if of_node[span.node]}
-        return found.union(*(ring.rows["span_id"][of_node[ring.rows["node"]]].tolist() for ring in self.rings))
+    def ids_of(self, predicate: Callable[[Site], bool]) -> set[int]:
+        """Return the ids of the spans whose sites satisfy a predicate."""
+        of_node = np.array(list(map(predicate, self.tree.sites)), np.bool_)[np.array(self.tree.site_of, np.int64)]
+        open_ids = {span.span_id for span in self.open_spans if of_node[span.node]}
+        return open_ids.union(*(ring.rows["span_id"][of_node[ring.rows["node"]]].tolist() for ring in self.rings))
 
     def held_from_ns(self, start_ns: int, end_ns: int) -> int:
-        """Return the time from which on no span of a window is missing; 0 where none is."""
+        """Return the time from which no span of a window is missing, 0 if none is."""
         oldest = self._oldest_ns(start_ns, end_ns) if self.wrapped or self.given_up else {}
-        known = [at_ns for thread_id, at_ns in oldest.items() if thread_id in self.wrapped]
-        known += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
-        return max(known, default=0)
+        edges_ns = [at_ns for thread_id, at_ns in oldest.items() if thread_id in self.wrapped]
+        edges_ns += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
+        return max(edges_ns, default=0)
 
     def _oldest_ns(self, start_ns: int, end_ns: int) -> dict[int, int]:
-        """Return the first end on each thread of a span of a window, at most the window's end."""
-        found: dict[int, int] = {}
+        """Return the first end of a window's span on each thread, up to the window's end."""
+        oldest: dict[int, int] = {}
         for ring in self.rings:  # each in the order of ends
-            its = ring.rows["end_ns"][(ring.rows["end_ns"] > start_ns) & (ring.rows["start_ns"] < end_ns)]
-            if len(its):
-                found[ring.thread_id] = min(int(its[0]), end_ns, found.get(ring.thread_id, end_ns))
+            ends = ring.rows["end_ns"][(ring.rows["end_ns"] > start_ns) & (ring.rows["start_ns"] < end_ns)]
+            if len(ends):
+                oldest[ring.thread_id] = min(int(ends[0]), end_ns, oldest.get(ring.thread_id, end_ns))
         for span in self.open_spans:
             if span.start_ns < end_ns:
-                found.setdefault(span.thread_id, end_ns)
-        return found
+                oldest.setdefault(span.thread_id, end_ns)
+        return oldest
 
     def has_begun(self, after_ns: int, before_ns: int) -> bool:
-        """Return True where a span began between two times."""
+        """Return True if a span began between two times."""
         starts = [ring.rows["start_ns"] for ring in self.rings]
         starts.append(np.array([span.start_ns for span in self.open_spans], np.int64))
-        return any(bool(((after_ns < its) & (its < before_ns)).any()) for its in starts)
+        return any(bool(((after_ns < ring_starts) & (ring_starts < before_ns)).any()) for ring_starts in starts)
 
     def columns(
         self,
@@ -177,20 +177,20 @@ class RowSnapshot:
     ) -> tuple[Columns, int]:
         """Return the spans, the open ones cut at the end, and the number of rows whose further facts are overwritten.
 
-        With a `start_ns` they are those that are in a window or reach into it, clipped to it. A clipped span's own time
-        is that which its children within the window leave of it. `device_of` returns the device intervals of spans by
-        their ids. Open spans have `OPEN` among their attributes where it `marks` them.
+        With a `start_ns`, spans are those with a part in the window, clipped to it. A clipped span's self time is its
+        time without its children within the window. `device_of` returns the device intervals of spans by their ids.
+        With `marks`, open spans have the attribute `OPEN`.
         """
         rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in self.rings)])
         threads = np.repeat([ring.thread_id for ring in self.rings], [len(ring.rows) for ring in self.rings])
         _, first = np.unique(rows["span_id"], return_index=True)
-        kept = np.sort(first)
-        kept = kept[rows["node"][kept] < len(self.tree)]
+        order = np.sort(first)
+        order = order[rows["node"][order] < len(self.tree)]
         if start_ns is not None:
-            kept = kept[(rows["end_ns"][kept] > start_ns) & (rows["start_ns"][kept] < end_ns)]
-        rows, threads = rows[kept], threads[kept].astype(np.int64)
+            order = order[(rows["end_ns"][order] > start_ns) & (rows["start_ns"][order] < end_ns)]
+        rows, threads = rows[order], threads[order].astype(np.int64)
         ended = set(rows["span_id"][np.isin(rows["span_id"], [span.span_id for span in self.open_spans])].tolist())
-        opened = [span for span in self.open_spans if span.span_id not in ended]  # it may have ended since
+        opened = [span for span in self.open_spans if span.span_id not in ended]  # a span may have ended since the copy
         opened = [span for span in opened if span.start_ns < end_ns + (start_ns is None)]
         count, details = len(rows), details_in(self.details)
 
@@ -223,7 +223,7 @@ class RowSnapshot:
             active_ns = np.where(clipped, np.minimum(active_ns, ends - starts), active_ns)
             self_ns = np.where(clipped, np.minimum(self_ns, ends - starts), self_ns)
         sites, site = _sites(self.tree, column("node", [span.node for span in opened]))
-        found = Columns(
+        snapshot = Columns(
             sites=sites,
             errors=tuple(further.errors),
             span_id=span_id,
@@ -244,12 +244,12 @@ class RowSnapshot:
         )
         cut = np.flatnonzero(clipped) if start_ns is not None else ()
         if len(cut):
-            found.self_ns[cut] = np.minimum(found.self_ns[cut], self_times_of(found, np.asarray(cut)))
-        return found, further.lacking
+            snapshot.self_ns[cut] = np.minimum(snapshot.self_ns[cut], self_times_of(snapshot, np.asarray(cut)))
+        return snapshot, further.lacking
 
 
 class _Further:
-    """The further facts of rows."""
+    """The errors, attributes, active times and remote parents of rows, from their details."""
 
     def __init__(self, count: int) -> None:
         self.error = np.full(count, NONE, np.int32)
@@ -260,7 +260,7 @@ class _Further:
         self.lacking = 0
 
     def add(self, row: int, written_detail: tuple[int, bytes] | None, span: OpenSpan | None, *, marks: bool) -> None:
-        """Add those of a row, as they were written; of one of an open `span` they need not be there."""
+        """Add the details of a row, None if they are overwritten. An open `span` may have none."""
         self.lacking += written_detail is None and span is None
         detail = _NOTHING if written_detail is None else detail_of(written_detail[0], facts_in(written_detail[1]))
         if detail.active_ns >= 0:
@@ -268,8 +268,8 @@ class _Further:
         if detail.error is not None:
             self.error[row] = self.errors.setdefault(detail.error, len(self.errors))
         attributes = {**detail.attributes, **(span.attributes if span is not None else {})}
-        noted = attributes.pop(REMOTE, None)
-        caller = remote_of(tuple(noted) if isinstance(noted, list) else noted)
+        remote_value = attributes.pop(REMOTE, None)
+        caller = remote_of(tuple(remote_value) if isinstance(remote_value, list) else remote_value)
         if caller is not None:
             self.remote[row] = caller
         if span is not None and marks:
@@ -279,17 +279,17 @@ class _Further:
 
 
 def _children_ns(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
-    """Return the time of the children of open spans, those that are open with them."""
-    taken = {span.span_id: span.children_ns for span in opened}
+    """Return the time of the children of each open span, with the open children."""
+    children_ns = {span.span_id: span.children_ns for span in opened}
     line = {span.span_id: (span.thread_id, span.task_id) for span in opened}
     for span in opened:
         if line.get(span.parent_id) == line[span.span_id]:
-            taken[span.parent_id] += max(read_ns - span.start_ns, 0)
-    return list(taken.values())
+            children_ns[span.parent_id] += max(read_ns - span.start_ns, 0)
+    return list(children_ns.values())
 
 
 def _sites(tree: CallTree, node: Int64s) -> tuple[tuple[Site, ...], Int32s]:
-    """Return the sites of rows by their nodes, and of each row its place among them."""
+    """Return the sites of some nodes, and the place of each node's site among them."""
     numbers = np.array(tree.site_of, dtype=np.int64)[node]
     used = np.bincount(numbers, minlength=len(tree.sites)) > 0
     places = (np.cumsum(used) - 1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The steps that served requests: one for each that an engine did, of however many batches, and which are prefill."""
+"""The engine steps that served requests, each of one or several batches, and the number of prefill steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from instrument.trace.joined import THOUSANDTHS
 
 
 class PartSeries(NamedTuple):
-    """Batches of one request, one name and one thread, as their places among `order`, in the order of time.
+    """Series: the batches of one request, name and thread, as runs of places in `order`, in the order of time.
 
-    Those of a request lie together, and of these those of a name. `spent_ns` is how long they took in all.
+    Series are ordered by request, then by name. `spent_ns` is the total time of a series' batches.
     """
 
     order: Int64s
@@ -35,17 +35,17 @@ class PartSeries(NamedTuple):
 
     @property
     def begin(self) -> Int64s:
-        """The first part of each."""
+        """The first part of each series."""
         return np.asarray(self.order[self.first])
 
     @property
     def last(self) -> Int64s:
-        """The last part of each."""
+        """The last part of each series."""
         return np.asarray(self.order[self.first + self.size - 1])
 
 
 class NamedParts(NamedTuple):
-    """The series of one request and one name: the first of them, the longest, and the first part and the last one."""
+    """The series of each request and name: the first and the longest series, and the first and the last part."""
 
     first: Int64s
     longest: Int64s
@@ -55,9 +55,10 @@ class NamedParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Batches of requests, those of a request in the order of time: `first` is the first part of each request.
+    """The batches of requests, by request and time. `first` is the first part of each request.
 
-    `name` is a place among the `names`. `weight` is what the request takes of it, alike where it does not say so.
+    `name` is a place in `names`. `weight` is the request's weight in the batch, equal for all if the batch has no
+    weights.
     """
 
     names: Sequence[str]
@@ -72,15 +73,15 @@ class Parts:
 
     @cached_property
     def series(self) -> PartSeries:
-        """Return the parts of each request, name and thread."""
+        """The parts of each request, name and thread."""
         if len(self.thread_id) and bool((self.thread_id == self.thread_id[0]).all()):
             threads, count = np.zeros(len(self.thread_id), dtype=np.int64), 1
         else:
-            known, threads = np.unique(self.thread_id, return_inverse=True)
-            count = len(known)
-        which = (self.request * len(self.names) + self.name) * count + threads
-        order = np.argsort(which, kind="stable")
-        first = firsts_of(which[order])
+            thread_ids, threads = np.unique(self.thread_id, return_inverse=True)
+            count = len(thread_ids)
+        keys = (self.request * len(self.names) + self.name) * count + threads
+        order = np.argsort(keys, kind="stable")
+        first = firsts_of(keys[order])
         begin = order[first]
         counts = np.diff(first, append=len(order))
         spent_ns = np.add.reduceat((self.end_ns - self.start_ns)[order], first) if len(first) else first
@@ -88,21 +89,21 @@ class Parts:
 
     @cached_property
     def named(self) -> NamedParts:
-        """Return the parts of each request and name."""
-        its = self.series
-        first = firsts_of(its.request * len(self.names) + its.name)
-        of = np.repeat(np.arange(len(first)), np.diff(first, append=len(its.first)))
-        longest = np.lexsort((its.begin, -its.spent_ns, of))[first]
+        """The parts of each request and name."""
+        runs = self.series
+        first = firsts_of(runs.request * len(self.names) + runs.name)
+        of = np.repeat(np.arange(len(first)), np.diff(first, append=len(runs.first)))
+        longest = np.lexsort((runs.begin, -runs.spent_ns, of))[first]
         if not len(first):
             return NamedParts(first, first, first, first)
-        return NamedParts(first, longest, np.minimum.reduceat(its.begin, first), np.maximum.reduceat(its.last, first))
+        return NamedParts(first, longest, np.minimum.reduceat(runs.begin, first), np.maximum.reduceat(runs.last, first))
 
 
 class StepKinds:
-    """The kinds of steps that names of batches are parts of, by the requests that were looked at.
+    """The kinds of steps, as groups of batch names, learned from requests.
 
-    Two names are parts of one kind of step where they take turns in at least half of the requests that tell. Where none
-    has either twice they are if they serve it by the same weight, or one alone says any.
+    Two names are of one kind if they alternate in at least half of the requests that have either name twice. Without
+    such requests, they are of one kind if they serve a request with the same weight, or if only one has weights.
     """
 
     def __init__(self) -> None:
@@ -110,55 +111,53 @@ class StepKinds:
         self._alike, self._unlike = set[tuple[str, str]](), set[tuple[str, str]]()
         self._spent_ns, self._weighed = Counter[str](), set[str]()
         self.least = dict[str, int]()
-        """The least weight of a batch by its name, of those that say weights."""
+        """The least weight in a batch by its name, of batches with weights."""
 
     def learn(self, parts: Parts) -> None:
-        """Look at some requests."""
-        names, series, named = parts.names, parts.series, parts.named
+        """Learn from the batches of some requests."""
+        names, series, per_name = parts.names, parts.series, parts.named
         spent_ns = np.zeros(len(names), dtype=np.int64)
         np.add.at(spent_ns, series.name, series.spent_ns)
         for name in np.unique(series.name).tolist():
             self._spent_ns[names[name]] += int(spent_ns[name])
         self._weighed.update(names[name] for name in np.unique(parts.name[parts.says_weight]).tolist())
-        requests, its_names = series.request[named.first], series.name[named.first]
-        starts, lasts = parts.start_ns[named.begin], parts.start_ns[named.last]
-        most = series.size[named.longest]
-        says, weights = parts.says_weight[named.begin], parts.weight[named.begin]
-        for apart in range(1, int(np.bincount(requests).max(initial=1))):
-            one = np.flatnonzero(requests[:-apart] == requests[apart:])
-            other = one + apart
-            tells = np.maximum(most[one], most[other]) > 1
-            take_turns = (starts[one] < lasts[other]) & (starts[other] < lasts[one])
-            some_say = says[one] | says[other]
-            is_alike = (weights[one] == weights[other]) | (says[one] != says[other])
-            pairs = its_names[one] * len(names) + its_names[other]
-            for book, wanted in ((self._told, tells), (self._turns, tells & take_turns)):
-                for pair, count in zip(*np.unique(pairs[wanted], return_counts=True), strict=True):
-                    book[_names(names, int(pair))] += int(count)
-            for known, wanted in (
-                (self._alike, ~tells & some_say & is_alike),
-                (self._unlike, ~tells & some_say & ~is_alike),
+        requests, series_names = series.request[per_name.first], series.name[per_name.first]
+        starts, lasts = parts.start_ns[per_name.begin], parts.start_ns[per_name.last]
+        most = series.size[per_name.longest]
+        says, weights = parts.says_weight[per_name.begin], parts.weight[per_name.begin]
+        for distance in range(1, int(np.bincount(requests).max(initial=1))):
+            first = np.flatnonzero(requests[:-distance] == requests[distance:])
+            second = first + distance
+            has_turns = np.maximum(most[first], most[second]) > 1
+            take_turns = (starts[first] < lasts[second]) & (starts[second] < lasts[first])
+            some_say = says[first] | says[second]
+            is_alike = (weights[first] == weights[second]) | (says[first] != says[second])
+            pairs = series_names[first] * len(names) + series_names[second]
+            for counter, is_counted in ((self._told, has_turns), (self._turns, has_turns & take_turns)):
+                for pair, count in zip(*np.unique(pairs[is_counted], return_counts=True), strict=True):
+                    counter[_names(names, int(pair))] += int(count)
+            for pairs_seen, is_member in (
+                (self._alike, ~has_turns & some_say & is_alike),
+                (self._unlike, ~has_turns & some_say & ~is_alike),
             ):
-                known.update(_names(names, pair) for pair in np.unique(pairs[wanted]).tolist())
+                pairs_seen.update(_names(names, pair) for pair in np.unique(pairs[is_member]).tolist())
 
     def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
-        """Look at what batches say that their requests take, by the places of their names."""
+        """Learn the least weight of each batch name. `name` has places in `names`."""
         least = np.full(len(names), FARTHEST)
         np.minimum.at(least, name[weight > 0], weight[weight > 0])
-        for at in np.flatnonzero(least < FARTHEST).tolist():
-            self.least[names[at]] = min(self.least.get(names[at], FARTHEST), int(least[at]))
+        for place in np.flatnonzero(least < FARTHEST).tolist():
+            self.least[names[place]] = min(self.least.get(names[place], FARTHEST), int(least[place]))
 
     def kinds(self) -> Mapping[str, tuple[str, str]]:
-        """Return the kind of steps that each name is a part of, and the name of that kind."""
-        told, turns = self._told, self._turns
+        """Return the kind of each batch name, and the name of that kind's leading batch."""
+        counts, turns = self._told, self._turns
         kind = {name: name for name in self._spent_ns}
-        for one, other in sorted({*told, *self._alike}):
-            is_one_step = (
-                turns[one, other] * 2 >= told[one, other] if told[one, other] else (one, other) not in self._unlike
-            )
-            if is_one_step and kind[one] != kind[other]:
-                was = kind[other]
-                kind.update({name: kind[one] for name, its_kind in kind.items() if its_kind == was})
+        for a, b in sorted({*counts, *self._alike}):
+            is_one_step = turns[a, b] * 2 >= counts[a, b] if counts[a, b] else (a, b) not in self._unlike
+            if is_one_step and kind[a] != kind[b]:
+                old_kind = kind[b]
+                kind.update({name: kind[a] for name, its_kind in kind.items() if its_kind == old_kind})
         leads: dict[str, str] = {}
         for name in sorted(kind, key=lambda name: (name in self._weighed, self._spent_ns[name], name)):
             leads[kind[name]] = name
@@ -166,26 +165,26 @@ class StepKinds:
 
 
 def _names(names: Sequence[str], pair: int) -> tuple[str, str]:
-    """The two names of a pair, in the order of the alphabet, as `names` are."""
-    one, other = divmod(pair, len(names))
-    return names[one], names[other]
+    """Return the two names of a pair, in the alphabetical order of `names`."""
+    first, second = divmod(pair, len(names))
+    return names[first], names[second]
 
 
 APART = 8
-"""The heaviest batch of a request is a prompt's for certain if it takes so many times what the lightest one does."""
+"""The ratio of the heaviest to the lightest batch of a request from which the heaviest one is a prompt's."""
 
 LEAST_CHUNKS = 2
-"""Chunks; a prompt in more chunks, all alike but the last, is recognised by them."""
+"""A prompt is recognised by its equal chunks, the last aside, if it has more chunks than this."""
 
 CLEARLY = 2
-"""A batch takes clearly more than another one with more than this many times its weight."""
+"""The ratio of weights beyond which a batch is clearly heavier than another one."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of each request, in the order of time: `first` is the first one of each request.
+    """The steps of each request, in the order of time. `first` is the first step of each request.
 
-    Each is told by the batch that stands for it, its `lead`, a place among the parts, and ends with its last part.
+    `lead` is the place of the step's leading batch among the parts. A step ends with its last part.
     """
 
     request: Int64s
@@ -195,33 +194,33 @@ class Steps:
 
     @cached_property
     def count(self) -> Int64s:
-        """Return the number of steps of each request."""
+        """The number of steps of each request."""
         return np.diff(self.first, append=len(self.lead))
 
     @cached_property
     def ordinal(self) -> Int64s:
-        """Return the place of each step among those of its request."""
+        """The place of each step among the steps of its request."""
         return np.arange(len(self.lead)) - np.repeat(self.first, self.count)
 
 
 def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
-    """The steps that served each request, by what is known of the names of batches."""
-    series, named = parts.series, parts.named
+    """Return the steps that served each request. `kinds` has the kind and the leading name of each batch name."""
+    series, per_name = parts.series, parts.named
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
-    told = [kinds.get(name, (name, name)) for name in parts.names]
-    kind_of_name = np.array([numbers.get(kind, 0) for kind, _ in told], dtype=np.int64)
-    is_lead = np.array([lead == name for name, (_, lead) in zip(parts.names, told, strict=True)], dtype=np.bool_)
-    of_name = series.name[named.first]
-    which = series.request[named.first] * len(numbers) + kind_of_name[of_name]
-    # Of the names of one kind that a request has the one that stands for them all, else the first.
-    order = np.lexsort((named.begin, ~is_lead[of_name], which))
-    first = firsts_of(which[order])
+    pairs = [kinds.get(name, (name, name)) for name in parts.names]
+    kind_of_name = np.array([numbers.get(kind, 0) for kind, _ in pairs], dtype=np.int64)
+    is_lead = np.array([lead == name for name, (_, lead) in zip(parts.names, pairs, strict=True)], dtype=np.bool_)
+    of_name = series.name[per_name.first]
+    keys = series.request[per_name.first] * len(numbers) + kind_of_name[of_name]
+    # A request's leading name of each kind, else its first name of that kind.
+    order = np.lexsort((per_name.begin, ~is_lead[of_name], keys))
+    first = firsts_of(keys[order])
     chosen = order[first]
     kind_of_named = np.empty(len(order), dtype=np.int64)
     kind_of_named[order] = np.repeat(np.arange(len(first)), np.diff(first, append=len(order)))
-    appears = np.minimum.reduceat(named.begin[order], first)
-    named_of = np.repeat(np.arange(len(named.first)), np.diff(named.first, append=len(series.first)))
-    longest = named.longest[chosen]
+    appears = np.minimum.reduceat(per_name.begin[order], first)
+    named_of = np.repeat(np.arange(len(per_name.first)), np.diff(per_name.first, append=len(series.first)))
+    longest = per_name.longest[chosen]
     lead, counts = _leads(parts, named_of, chosen, longest)
     begins = np.cumsum(counts) - counts
     ends = parts.end_ns[lead]
@@ -236,61 +235,61 @@ def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
 
 
 def _spread(firsts: Int64s, counts: Int64s) -> Int64s:
-    """The numbers from each of the first ones on, as many as there are of each."""
+    """Return the consecutive numbers from each of `firsts`, as many as its count."""
     begins = np.cumsum(counts) - counts
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts))
 
 
 def _leads(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
-    """The batches that stand for steps, those of each request and kind together, and how many these are.
+    """Return the leading batches of steps by request and kind, and their number for each request and kind.
 
-    Threads that run as many batches of a name at once are workers that do the same steps, others take steps in turn.
+    Threads that run equally many batches of a name at once are workers of the same steps. Others take turns.
     """
     series = parts.series
     of_chosen = np.full(len(parts.named.first), -1, dtype=np.int64)
     of_chosen[chosen] = np.arange(len(chosen))
     place = of_chosen[named_of]
-    others = np.flatnonzero((place >= 0) & (np.append(longest, -1)[place] != np.arange(len(place))))
-    its = longest[place[others]]
-    is_at_once = (parts.start_ns[series.begin[others]] < parts.end_ns[series.last[its]]) & (
-        parts.start_ns[series.begin[its]] < parts.end_ns[series.last[others]]
+    other_series = np.flatnonzero((place >= 0) & (np.append(longest, -1)[place] != np.arange(len(place))))
+    longest_of_others = longest[place[other_series]]
+    is_at_once = (parts.start_ns[series.begin[other_series]] < parts.end_ns[series.last[longest_of_others]]) & (
+        parts.start_ns[series.begin[longest_of_others]] < parts.end_ns[series.last[other_series]]
     )
-    others = others[~is_at_once | (series.size[others] != series.size[its])]
+    other_series = other_series[~is_at_once | (series.size[other_series] != series.size[longest_of_others])]
     counts = series.size[longest].copy()
-    if not len(others):
+    if not len(other_series):
         return series.order[_spread(series.first[longest], counts)], counts
     merged = {
-        number: _merged(parts, [int(longest[number]), *others[place[others] == number].tolist()])
-        for number in np.unique(place[others]).tolist()
+        number: _merged(parts, [int(longest[number]), *other_series[place[other_series] == number].tolist()])
+        for number in np.unique(place[other_series]).tolist()
     }
-    for number, taken in merged.items():
-        counts[number] = len(taken)
+    for number, merged_parts in merged.items():
+        counts[number] = len(merged_parts)
     begins = np.cumsum(counts) - counts
-    found = np.empty(int(counts.sum()), dtype=np.int64)
+    leads = np.empty(int(counts.sum()), dtype=np.int64)
     alone = np.ones(len(longest), dtype=np.bool_)
     alone[list(merged)] = False
-    found[_spread(begins[alone], counts[alone])] = series.order[_spread(series.first[longest[alone]], counts[alone])]
-    for number, taken in merged.items():
-        found[begins[number] : begins[number] + len(taken)] = taken
-    return found, counts
+    leads[_spread(begins[alone], counts[alone])] = series.order[_spread(series.first[longest[alone]], counts[alone])]
+    for number, merged_parts in merged.items():
+        leads[begins[number] : begins[number] + len(merged_parts)] = merged_parts
+    return leads, counts
 
 
-def _merged(parts: Parts, which: Sequence[int]) -> list[int]:
-    """Batches of several series, each step once: of other threads none that began before the last one ended."""
+def _merged(parts: Parts, series_places: Sequence[int]) -> list[int]:
+    """Return the batches of several series, without those of other threads that overlap the batch before."""
     series = parts.series
-    taken = [
+    items = [
         place
-        for one in sorted(which, key=lambda one: (-series.spent_ns[one], series.begin[one]))
-        for place in series.order[series.first[one] : series.first[one] + series.size[one]].tolist()
+        for index in sorted(series_places, key=lambda index: (-series.spent_ns[index], series.begin[index]))
+        for place in series.order[series.first[index] : series.first[index] + series.size[index]].tolist()
     ]
-    starts, ends = (dict(zip(taken, column[taken].tolist(), strict=True)) for column in (parts.start_ns, parts.end_ns))
-    threads = dict(zip(taken, parts.thread_id[taken].tolist(), strict=True))
-    taken.sort(key=lambda place: (starts[place], ends[place]))
-    found = taken[:1]
-    for place in taken[1:]:
-        if starts[place] >= ends[found[-1]] or threads[place] == threads[found[-1]]:
-            found.append(place)
-    return found
+    starts, ends = (dict(zip(items, column[items].tolist(), strict=True)) for column in (parts.start_ns, parts.end_ns))
+    threads = dict(zip(items, parts.thread_id[items].tolist(), strict=True))
+    items.sort(key=lambda place: (starts[place], ends[place]))
+    merged = items[:1]
+    for place in items[1:]:
+        if starts[place] >= ends[merged[-1]] or threads[place] == threads[merged[-1]]:
+            merged.append(place)
+    return merged
 
 
 def prefills(
@@ -298,10 +297,10 @@ def prefills(
 ) -> Int64s:
     """Return the number of steps of each request that make its first token.
 
-    `least` is the least weight of any request's by the names of batches: where all steps of a request take clearly more
-    they are a prompt's, of which one token was made.
+    `least` is the least weight of any request by batch name. If all steps of a request are clearly heavier, they are a
+    prompt's, of which one token was made.
 
-    `streamed_ns` tells of some requests when the first part of their answer was sent, `FARTHEST` of what is no stream.
+    `streamed_ns` returns the times at which requests sent the first part of their answer, `FARTHEST` without a stream.
     """
     counts = np.ones(len(steps.first), dtype=np.int64)
     if not len(counts):
@@ -315,15 +314,15 @@ def prefills(
     are_alike = most <= lightest
     are_named = are_alike & (first_other < FARTHEST)
     counts[are_named] = first_other[are_named]
-    untold = np.flatnonzero(are_alike & ~are_named & (steps.count > 1))
-    if len(untold):
-        sent_ns = np.full(len(counts), -FARTHEST)
-        sent_ns[untold] = streamed_ns(untold)
-        done = np.add.reduceat(steps.end_ns <= np.repeat(sent_ns, steps.count), steps.first, dtype=np.int64)
-        counts[untold] = np.where(done < steps.count, np.maximum(done, 1), 1)[untold]  # else it came all at once
+    undecided = np.flatnonzero(are_alike & ~are_named & (steps.count > 1))
+    if len(undecided):
+        answer_ns = np.full(len(counts), -FARTHEST)
+        answer_ns[undecided] = streamed_ns(undecided)
+        past = np.add.reduceat(steps.end_ns <= np.repeat(answer_ns, steps.count), steps.first, dtype=np.int64)
+        counts[undecided] = np.where(past < steps.count, np.maximum(past, 1), 1)[undecided]  # else at once
     later_least = np.minimum.reduceat(np.where(is_first, FARTHEST, weights), steps.first)
     later_most = np.maximum.reduceat(np.where(is_first, -1, weights), steps.first)
-    # Where all but the first take alike the first one is it, whatever it takes.
+    # If all later steps have equal weights, the first step alone is the prefill.
     unlike = np.flatnonzero(~are_alike & (later_least != later_most))
     pieces = zip(unlike.tolist(), steps.first[unlike].tolist(), steps.count[unlike].tolist(), strict=True)
     for request, first, count in pieces:
@@ -336,7 +335,7 @@ def prefills(
 
 
 def _prefills(weights: Sequence[int]) -> int:
-    """Return the number of a request's steps that make its first token, of steps that do not take alike."""
+    """Return the number of a request's steps that make its first token, by their unequal weights."""
     least, most = max(min(weights), 1), max(weights)
     count = 0
     if (
@@ -345,11 +344,11 @@ def _prefills(weights: Sequence[int]) -> int:
         and len({*weights[:-1]}) == 1
         and weights[-1] < most
     ):
-        return len(weights)  # a prompt in chunks, of which one token was made
+        return len(weights)  # a prompt in chunks with one token
     if most >= APART * least:
         between = sqrt(most) * sqrt(least)
         count = next((place for place, weight in enumerate(weights) if weight <= between), len(weights))
-    # Of a prompt in chunks the last one may be small, and some tokens at once later on are no prompt.
+    # The last chunk of a prompt may be small, and a later step with several tokens is no prompt.
     while len(later := sorted(weights[count + 1 :])) > (count > 0):
         if weights[count] <= CLEARLY * later[(len(later) - 1) // 2]:
             break
@@ -358,7 +357,7 @@ def _prefills(weights: Sequence[int]) -> int:
 
 
 def usual_ns(parts: Parts, steps: Steps) -> Int64s:
-    """Return the length of each request's middle step, by its leading batch."""
+    """Return the median length of each request's steps, by their leading batches."""
     lengths = (parts.end_ns - parts.start_ns)[steps.lead]
     order = np.lexsort((lengths, steps.request))
     return np.asarray(lengths[order][steps.first + steps.count // 2])

@@ -1,19 +1,19 @@
-"""Stages of requests that batches serve: queue, prefill, decode and stalls, as the ledger has them.
+"""Stages of requests that batches serve: queue, prefill, decode and stalls, from the ledger.
 
-These are the words of generations. A request is one that says so, by `gen_ai` of its route or rule or by its
-attributes. So is one whose answer is sent in parts, and whose batches of one name serve it several times. Other
-requests have a first batch and later ones.
+Prefill and decode are stages of generations. A request is a generation if its route, rule or attributes have `gen_ai`.
+It is one, too, if its answer is sent in parts and batches of one name serve it several times. Other requests have a
+first batch and later ones.
 
-An engine may record several batches a step, such as what schedules it, runs it and takes its answer, and each of its
-workers may. Those that take turns are the parts of one step: the steps of a request are those batches of them that
-say weights, and of these that take longest, of one worker.
+An engine may record several batches per step, for its scheduling, execution and output, and in each of its workers.
+Batches that alternate are parts of one step. A step is represented by its batch with weights, the longest such batch,
+of one worker.
 
-A request that one step serves has a queue alone. Of one that several serve, the first make its first token, the
-prefill: the steps that take clearly more of the weight than the later ones, such as the tokens of a prompt. Where all
-take alike, they are the steps with another name than the later ones. Else they are those that had ended when the first
-part of a streamed answer was sent, else the first one. It ends with the last part of its last step. The rest is the
-decode. A stall is a time between two batches that is at least as long as half of its steps are: what is shorter is
-routine. It says which batches, of others then, took most of it.
+A request with one step has a queue only. The first steps of others make its first token, the prefill. These are the
+steps that are clearly heavier than later ones, for instance by the tokens of a prompt. If all weights are equal, they
+are the steps with another name than later ones. Else they are the steps that ended before the first part of a streamed
+answer, else the first step. The prefill ends with the last part of its last step. The rest is the decode. A stall is a
+time between two batches that is at least the median length of the request's steps. It names the batches of other
+requests that took most of it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
 """The names of the same stages in a request for which no model generates an answer."""
 
 STALLED_BY = "instrument.stalled_by"
-"""The attribute of a stall: what the batches are called that took most of it, if any did."""
+"""The attribute of a stall: the name of the batches that took most of it, if there were any."""
 
 STEPS = "instrument.decode.steps"
-"""The attribute of a decode: how many steps it had, each of which made a token, or several at once."""
+"""The attribute of a decode: the number of its steps, each of one or several tokens."""
 
 LATER_STEPS = "instrument.later_batches.steps"
-"""The attribute of later batches: how many steps they were."""
+"""The attribute of later batches: the number of their steps."""
 
 MOST_STALLS = 16
-"""Stalls of a request that are told: the longest."""
+"""The number of stalls of a request that are reported, the longest ones."""
 
 SITES: Mapping[str, Site] = {
     name: Site(name, "phase", attributes=(("instrument.derived", True),))
@@ -66,16 +66,16 @@ LATENCIES = {
         LATER_BATCHES: "instrument.latency.time_in_later_batches",
     },
 }
-"""The names of the metrics of the stages' times, in s, by whether a request is a generation. The names for generations
-are those of vLLM and SGLang, and proposed for OpenTelemetry."""
+"""The metric of each stage's time in s, for generations (True) and other requests (False). vLLM and SGLang use these
+names for generations, which are proposed for OpenTelemetry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
     """The stages of the request at a place: begin and end of each, in order of time.
 
-    `steps` are those after the prefill, of which each makes a token, or several at once. Of what is no generation the
-    prefill is its first batch, and the decode are the later ones.
+    `steps` is the number of steps after the prefill, each of one or several tokens. Another request than a generation
+    has its first batch as `prefill` and its later batches as `decode`.
     """
 
     place: int
@@ -86,22 +86,22 @@ class Stages:
     stalls: tuple[tuple[int, int], ...]
     is_generation: bool
 
-    def told(self) -> Iterator[tuple[str, int, int]]:
-        """The name, begin and end of each that there is."""
+    def named(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the name, begin and end of each stage that exists."""
         names = LATENCIES[self.is_generation]
-        for name, one in zip(names, (self.queue, self.prefill, self.decode), strict=True):
-            if one is not None:
-                yield name, *one
-        for one in self.stalls:
-            yield STALL, *one
+        for name, interval in zip(names, (self.queue, self.prefill, self.decode), strict=True):
+            if interval is not None:
+                yield name, *interval
+        for interval in self.stalls:
+            yield STALL, *interval
 
 
 def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
-    """The stages of each request that a batch serves, and that is there from its begin to its end.
+    """Return the stages of each request that a batch serves and that is complete in the trace.
 
-    One that was given up in the queue has that alone.
+    A request that ended in the queue has the queue only.
 
-    What kinds of steps there are is told by these requests, and by those that `kinds` has learnt from before.
+    The kinds of steps are learned from these requests. `kinds` has those learned before, and is updated.
     """
     batches, between = served_stretches(trace, joined)
     queues = _queues(between)
@@ -141,73 +141,73 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
         steps.count, counts, is_generation, is_whole,
     )  # fmt: skip
     stalls = _stalls(between, place, usual_ns(parts, steps))
-    found = given_up
-    for request, start_ns, until_ns, last_ns, count, of_prefill, generates, its in zip(
+    result = given_up
+    for request, start_ns, until_ns, last_ns, count, of_prefill, generates, is_complete in zip(
         *(column.tolist() for column in columns), strict=True
     ):
-        if its:
+        if is_complete:
             prefill = (start_ns, until_ns) if count > 1 else None
             decode = (until_ns, last_ns) if count > 1 and last_ns > until_ns else None
-            left = count - of_prefill
-            its_stalls = stalls.get(request, ())
-            found.append(Stages(request, queues.get(request), prefill, decode, left, its_stalls, generates))
-    return found
+            later = count - of_prefill
+            request_stalls = stalls.get(request, ())
+            result.append(Stages(request, queues.get(request), prefill, decode, later, request_stalls, generates))
+    return result
 
 
 def _generating(trace: Columns, joined: Joined) -> set[int]:
-    """The places of the requests of which a rule, or the service, says that a model generates something."""
+    """Return the places of requests that are generations by a rule or by an attribute of the service."""
     rows = [trace.attributes.having(name) for name in GENERATION]
     rows.append(np.flatnonzero(trace.of_sites([says_generation(dict(site.attributes)) for site in trace.sites])))
     return set(joined.of[np.concatenate(rows)].tolist())
 
 
 def _have_loops(parts: Parts, steps: Steps) -> Bools:
-    """A mark at each request that a batch of one name served several times."""
+    """Return True for each request that steps of one name served several times."""
     groups, firsts = numbered(steps.request, parts.name[steps.lead])
     several = steps.request[firsts][np.bincount(groups, minlength=len(firsts)) > 1]
     return np.isin(steps.request[steps.first], several)
 
 
 def _streamed_ns(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the time at which the first part of each request's answer was sent, of answers in several parts."""
+    """Return the time of the first part of each request's answer, `FARTHEST` for an answer in one part."""
     firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
     after_ns = [
         first if isinstance(first, int) and isinstance(count, int) and 0 <= first < FARTHEST and count > 1 else None
         for first, count in zip(firsts, items, strict=True)
     ]
     starts = trace.start_ns[rows].tolist()
-    told = [
-        FARTHEST if one is None else min(start + one, FARTHEST) for start, one in zip(starts, after_ns, strict=True)
+    sent_ns = [
+        FARTHEST if ns is None else min(start + ns, FARTHEST) for start, ns in zip(starts, after_ns, strict=True)
     ]
-    return np.array(told, dtype=np.int64)
+    return np.array(sent_ns, dtype=np.int64)
 
 
 def _queues(between: Stretches) -> Mapping[int, tuple[int, int]]:
-    its = np.flatnonzero(between.row == 0)
-    times = zip(between.start_ns[its].tolist(), between.end_ns[its].tolist(), strict=True)
-    return dict(zip(between.request[its].tolist(), times, strict=True))
+    queue_places = np.flatnonzero(between.row == 0)
+    times = zip(between.start_ns[queue_places].tolist(), between.end_ns[queue_places].tolist(), strict=True)
+    return dict(zip(between.request[queue_places].tolist(), times, strict=True))
 
 
 def _stalls(between: Stretches, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
-    """The longest of those times between batches of the requests at these places that are no routine."""
+    """Return the longest stalls of the requests at these places, without those shorter than `least_ns`."""
     lengths = between.end_ns - between.start_ns
-    its = np.flatnonzero(between.row == 1)
-    its = its[lengths[its] >= least_ns[np.searchsorted(place, between.request[its])]]
-    its = its[np.lexsort((its, -lengths[its], between.request[its]))]
-    first = firsts_of(between.request[its])
-    rank = np.arange(len(its)) - np.repeat(first, np.diff(first, append=len(its)))
-    its = its[rank < MOST_STALLS]
-    its = its[np.lexsort((between.end_ns[its], between.start_ns[its], between.request[its]))]
-    found: dict[int, tuple[tuple[int, int], ...]] = {}
-    pairs = list(zip(between.start_ns[its].tolist(), between.end_ns[its].tolist(), strict=True))
-    first = firsts_of(between.request[its])
-    for begin, end in pairwise([*first.tolist(), len(its)]):
-        found[int(between.request[its[begin]])] = tuple(pairs[begin:end])
-    return found
+    rows = np.flatnonzero(between.row == 1)
+    rows = rows[lengths[rows] >= least_ns[np.searchsorted(place, between.request[rows])]]
+    rows = rows[np.lexsort((rows, -lengths[rows], between.request[rows]))]
+    first = firsts_of(between.request[rows])
+    rank = np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
+    rows = rows[rank < MOST_STALLS]
+    rows = rows[np.lexsort((between.end_ns[rows], between.start_ns[rows], between.request[rows]))]
+    stalls: dict[int, tuple[tuple[int, int], ...]] = {}
+    pairs = list(zip(between.start_ns[rows].tolist(), between.end_ns[rows].tolist(), strict=True))
+    first = firsts_of(between.request[rows])
+    for begin, end in pairwise([*first.tolist(), len(rows)]):
+        stalls[int(between.request[rows[begin]])] = tuple(pairs[begin:end])
+    return stalls
 
 
 class _Batches:
-    """All batches by their begins, to be asked which of them took most of a time."""
+    """An index of all batches by begin, for queries of the batch name that took most of an interval."""
 
     def __init__(self, trace: Columns, joined: Joined) -> None:
         rows = np.unique(joined.served.batch)
@@ -217,11 +217,11 @@ class _Batches:
         self._names = [trace.sites[site].name for site in trace.site[rows].tolist()]
 
     def taking_most(self, times: Sequence[tuple[int, int]]) -> list[str]:
-        """Return the name at each time, "" where there was none."""
+        """Return the name of the batches that took most of each interval, "" without any."""
         starts, ends = np.array(times, dtype=np.int64).reshape(-1, 2).T
         firsts = np.searchsorted(self._reach, starts, side="right").tolist()
         lasts = np.searchsorted(self._starts, ends).tolist()
-        return [self._taking_most(*its) for its in zip(firsts, lasts, starts.tolist(), ends.tolist(), strict=True)]
+        return [self._taking_most(*row) for row in zip(firsts, lasts, starts.tolist(), ends.tolist(), strict=True)]
 
     def _taking_most(self, first: int, last: int, start_ns: int, end_ns: int) -> str:
         sums: dict[str, int] = {}
@@ -237,34 +237,34 @@ def stage_spans(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
     return spans_of_stages(trace, joined, stages(trace, joined))
 
 
-def spans_of_stages(trace: Columns, joined: Joined, its_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
-    """Return spans of stages by the row of their request, below which they hang, on the thread and task of that.
+def spans_of_stages(trace: Columns, joined: Joined, all_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
+    """Return spans of stages as children of their request, by its row, on its thread and task.
 
-    They are numbered from the first number on that no span of the trace has.
+    Their ids begin after the largest id of the trace.
     """
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
-    found: dict[int, list[Span]] = {}
-    stalled_by = iter(_Batches(trace, joined).taking_most([stall for one in its_stages for stall in one.stalls]))
-    for one in its_stages:
-        row = int(joined.rows[one.place])
+    spans: dict[int, list[Span]] = {}
+    stalled_by = iter(_Batches(trace, joined).taking_most([stall for item in all_stages for stall in item.stalls]))
+    for item in all_stages:
+        row = int(joined.rows[item.place])
         span_id, root_id, thread_id, task_id = (
             int(column[row]) for column in (trace.span_id, trace.root_id, trace.thread_id, trace.task_id)
         )
-        given = trace.attributes[row]
-        generation: dict[str, AttributeValue] = {name: given[name] for name in GENERATION if name in given}
-        for name, start_ns, end_ns in one.told():
+        attributes = trace.attributes[row]
+        generation: dict[str, AttributeValue] = {name: attributes[name] for name in GENERATION if name in attributes}
+        for name, start_ns, end_ns in item.named():
             length_ns = end_ns - start_ns
             span = Span(
                 SITES[name], number, span_id, root_id, thread_id, task_id, start_ns, end_ns, length_ns, length_ns
             )
             span.attributes = generation
-            if latency := LATENCIES[one.is_generation].get(name):
+            if latency := LATENCIES[item.is_generation].get(name):
                 span.attributes = {**generation, latency: length_ns / 1e9}
                 if name in (DECODE, LATER_BATCHES):
-                    steps = STEPS if one.is_generation else LATER_STEPS
-                    span.attributes = {**span.attributes, steps: one.steps}
+                    steps = STEPS if item.is_generation else LATER_STEPS
+                    span.attributes = {**span.attributes, steps: item.steps}
             elif by := next(stalled_by):
                 span.attributes = {**generation, STALLED_BY: by}
-            found.setdefault(row, []).append(span)
+            spans.setdefault(row, []).append(span)
             number += 1
-    return found
+    return spans

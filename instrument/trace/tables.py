@@ -1,7 +1,7 @@
-"""A trace as tables of a database in memory: what `query`, Parquet files and data frames are made of.
+"""A trace as tables of an in-memory database, for `query`, Parquet files and data frames.
 
-DuckDB reads the columns where they are, without a copy; names and attributes are values in its tables, never part of a
-statement. A statement reaches these tables and nothing else: no file, no network, no extension.
+DuckDB reads the columns without a copy. Names and attributes are values in its tables, never part of a statement. A
+statement reaches these tables only: no file, no network, no extension.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[query]"
 
 ROWS_AT_ONCE = 50_000
-"""Spans whose attributes are read, or that are written to Parquet, together."""
+"""The number of spans that are written to Parquet together, or whose attributes are read together."""
 
 ROWS_OF_GROUP = 61_440
-"""Spans that lie together in a Parquet file: half of what DuckDB takes, and half of the memory."""
+"""The row group size of Parquet files: half of DuckDB's default, for half of the memory."""
 
-# Texts come from the views that cast them: of Python's objects DuckDB takes the type from the values, or none.
+# Views cast the texts, because DuckDB infers the type of Python's objects from their values.
 _SPANS = """
 create view spans as select s.span_id, s.parent_id, s.root_id, t.name, t.kind, s.thread_id, n.name as thread,
   s.task_id, s.start_ns, s.end_ns, s.end_ns - s.start_ns as total_ns, s.active_ns, s.self_ns, s.unix_ns,
@@ -62,7 +62,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def duckdb() -> ModuleType:
-    """The database. Raises `InstrumentError` that names the extra where it is missing."""
+    """Import DuckDB. Raises `InstrumentError` with the extra's name if it is not installed."""
     try:
         import duckdb
     except ImportError as problem:
@@ -71,8 +71,9 @@ def duckdb() -> ModuleType:
 
 
 def opened(facts: Trace, *, attributes: bool = True, rows: Int64s | None = None) -> Any:
-    """A connection to a database with the tables that the help of `query` lists, of all spans or of those in some rows;
-    that of `attributes` where asked."""
+    """Return a connection to a database with the tables of `query`, of all spans or of some rows.
+
+    The table `attributes` is empty without `attributes`."""
     connection = duckdb().connect(":memory:")
     try:
         connection.execute("set enable_progress_bar = false")
@@ -80,7 +81,7 @@ def opened(facts: Trace, *, attributes: bool = True, rows: Int64s | None = None)
             connection.register(f"given_{name}", dict(columns))
             if name not in ("intervals", "spans"):
                 kinds = ", ".join(
-                    f"cast({column} as {_KINDS[its.dtype.kind]}) as {column}" for column, its in columns.items()
+                    f"cast({column} as {_KINDS[values.dtype.kind]}) as {column}" for column, values in columns.items()
                 )
                 connection.execute(f"create view {name} as select {kinds} from given_{name}")  # noqa: S608 - our names
         connection.execute(_INTERVALS)
@@ -97,7 +98,7 @@ def opened(facts: Trace, *, attributes: bool = True, rows: Int64s | None = None)
 
 
 def closed_off(connection: Any) -> Any:
-    """The connection, from which no statement reaches anything but its tables."""
+    """Restrict a connection: its statements reach its tables only. Return the connection."""
     for setting in ("autoinstall_known_extensions", "autoload_known_extensions", "enable_external_access"):
         connection.execute(f"set {setting} = false")
     connection.execute("set lock_configuration = true")
@@ -105,7 +106,7 @@ def closed_off(connection: Any) -> Any:
 
 
 def frame(trace: Trace) -> Any:
-    """The spans as what DuckDB makes data frames of."""
+    """Return the spans as a relation of DuckDB, which makes data frames of it."""
     return opened(trace).sql(_WITH_INTERVALS)
 
 
@@ -121,39 +122,39 @@ order by s.start_ns, s.span_id
 _PARTS = {name: name.partition(" ")[0] for name in (QUEUE, SHARE, WAITING, STALL, TRANSPORT, UNKNOWN)}
 
 
-def frame_of_requests(facts: Trace, joined: Joined, found: Ledger) -> Any:
-    """The requests as what DuckDB makes data frames of: what the wall of each was spent on adds up to `total_ns`."""
-    span_id, names = facts.columns.span_id[joined.rows], found.names
+def frame_of_requests(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
+    """Return the requests as a relation of DuckDB. The parts of a request's time add up to `total_ns`."""
+    span_id, names = facts.columns.span_id[joined.rows], ledger.names
     columns = {f"{name}_ns": np.zeros(len(span_id), dtype=np.int64) for name in _PARTS.values()}
-    is_phase = np.array([name not in _PARTS for name in names] or [False], dtype=np.bool_)[found.part]
+    is_phase = np.array([name not in _PARTS for name in names] or [False], dtype=np.bool_)[ledger.part]
     for number, name in enumerate(names):
-        its = found.part == number
+        is_part = ledger.part == number
         if name in _PARTS:
-            columns[f"{_PARTS[name]}_ns"][found.request[its]] = found.time_ns[its]
+            columns[f"{_PARTS[name]}_ns"][ledger.request[is_part]] = ledger.time_ns[is_part]
     keys = _texts((joined.keys.get(place) or ("",))[0] for place in range(len(span_id)))
     connection = opened(facts)
     connection.register("given_requests", {"span_id": span_id, "key": keys, **columns})
     phases = {
-        "span_id": span_id[found.request[is_phase]],
-        "name": _texts(names[part] for part in found.part[is_phase].tolist()),
-        "time_ns": found.time_ns[is_phase],
+        "span_id": span_id[ledger.request[is_phase]],
+        "name": _texts(names[part] for part in ledger.part[is_phase].tolist()),
+        "time_ns": ledger.time_ns[is_phase],
     }
     connection.register("given_phases", phases)
     return connection.sql(_REQUESTS.format(spans=_WITH_INTERVALS))
 
 
-def as_pandas(found: Any) -> Any:
+def as_pandas(result: Any) -> Any:
     """Return a result of DuckDB as a `pandas.DataFrame`. An empty column of texts keeps its type."""
-    frame = found.df()
+    frame = result.df()
     of_texts = type(frame["name"])(["text"]).dtype
-    kinds = zip(found.columns, map(str, found.types), strict=True)
+    kinds = zip(result.columns, map(str, result.types), strict=True)
     return frame.astype({name: of_texts for name, kind in kinds if kind == "VARCHAR"})
 
 
 def write_parquet(path: str | os.PathLike[str], trace: Trace) -> Path:
-    """Write the spans as a Parquet file, each with its device intervals and attributes; whole, or not at all.
+    """Write the spans with device intervals and attributes as a Parquet file. It appears complete or not at all.
 
-    Some spans at a time become a file of their own, so that not all of them are in memory as they will be in the file.
+    Spans are first written to several temporary files, which bounds the memory.
     """
     target, order = Path(path), np.lexsort((trace.columns.span_id, trace.columns.start_ns))
     with atomic.replacing(target) as file, TemporaryDirectory() as folder:
@@ -164,12 +165,12 @@ def write_parquet(path: str | os.PathLike[str], trace: Trace) -> Path:
             connection.execute(f"copy ({_WITH_INTERVALS}) to '{part}' (format parquet, compression snappy)")
             connection.close()
             parts.append(part)
-        # By its descriptor: the name of what is being written is known to `atomic` alone.
+        # By its descriptor, because only `atomic` knows the name of the temporary file.
         into = f"/proc/self/fd/{file.fileno()}"
         with duckdb().connect(":memory:") as connection:
             connection.execute("set enable_progress_bar = false")
-            how = f"format parquet, compression zstd, row_group_size {ROWS_OF_GROUP}, use_tmp_file false"
-            connection.execute(f"copy (from read_parquet($parts)) to '{into}' ({how})", {"parts": parts})
+            options = f"format parquet, compression zstd, row_group_size {ROWS_OF_GROUP}, use_tmp_file false"
+            connection.execute(f"copy (from read_parquet($parts)) to '{into}' ({options})", {"parts": parts})
     return target
 
 
@@ -177,26 +178,26 @@ _KINDS = {"i": "bigint", "u": "bigint", "b": "boolean", "f": "double", "O": "var
 
 
 def _given(facts: Trace, rows: Int64s | None) -> dict[str, Arrays]:
-    trace, its = facts.columns, facts.columns.device
+    trace, device = facts.columns, facts.columns.device
     since_1970_ns = facts.origin.realtime_of(0)
     threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict(facts.threads)
-    samples = [one for one in facts.samples if one.value is not None]
+    samples = [sample for sample in facts.samples if sample.value is not None]
     by_row = ("span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns")
     spans = {name: getattr(trace, name) for name in (*by_row, "site", "error", "clipped", "level")}
     intervals = {
-        name: getattr(its, name) for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns", "label")
+        name: getattr(device, name) for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns", "label")
     }
-    of_intervals = its.row
+    of_intervals = device.row
     if rows is not None:
         is_wanted = np.zeros(len(trace), dtype=np.bool_)
         is_wanted[rows] = True
         spans = {name: column[rows] for name, column in spans.items()}
-        intervals = {name: column[is_wanted[its.row]] for name, column in intervals.items()}
-        of_intervals = its.row[is_wanted[its.row]]
+        intervals = {name: column[is_wanted[device.row]] for name, column in intervals.items()}
+        of_intervals = device.row[is_wanted[device.row]]
     return {
         "spans": {**spans, "unix_ns": spans["start_ns"] + since_1970_ns},
         "errors": {"number": np.arange(len(trace.errors)), "name": _texts(trace.errors)},
-        "labels": {"number": np.arange(len(its.labels)), "name": _texts(its.labels)},
+        "labels": {"number": np.arange(len(device.labels)), "name": _texts(device.labels)},
         "intervals": {"span_id": trace.span_id[of_intervals], **intervals},
         "sites": {
             "site": np.arange(len(trace.sites)),
@@ -210,32 +211,32 @@ def _given(facts: Trace, rows: Int64s | None) -> dict[str, Arrays]:
         },
         "threads": {"thread_id": np.array(list(threads), dtype=np.int64), "name": _texts(threads.values())},
         "samples": {
-            "name": _texts(one.name for one in samples),
-            "device": np.array([one.device for one in samples], dtype=np.int64),
-            "at_ns": np.array([one.at_ns for one in samples], dtype=np.int64),
-            "value": np.array([one.value for one in samples], dtype=np.float64),
+            "name": _texts(sample.name for sample in samples),
+            "device": np.array([sample.device for sample in samples], dtype=np.int64),
+            "at_ns": np.array([sample.at_ns for sample in samples], dtype=np.int64),
+            "value": np.array([sample.value for sample in samples], dtype=np.float64),
         },
     }
 
 
-def _texts(found: Any) -> NDArray[np.object_]:
-    """Texts as DuckDB takes them, which has neither lone surrogates nor, in a C string, a NUL."""
-    texts = list(map(clean, found))
+def _texts(names: Any) -> NDArray[np.object_]:
+    """Return texts as an array of objects for DuckDB, without lone surrogates."""
+    texts = list(map(clean, names))
     column = np.empty(len(texts), dtype=np.object_)
     column[:] = texts
     return column
 
 
 def _attributes(trace: Columns, rows: Int64s | None) -> Iterator[Arrays]:
-    """Yield the attributes of some rows at a time."""
-    its = trace.attributes.rows()
+    """Yield the table of attributes in chunks of `ROWS_AT_ONCE` rows."""
+    with_attributes = trace.attributes.rows()
     if rows is not None:
-        its = its[np.isin(its, rows)]
-    for first in range(0, len(its), ROWS_AT_ONCE):
+        with_attributes = with_attributes[np.isin(with_attributes, rows)]
+    for first in range(0, len(with_attributes), ROWS_AT_ONCE):
         yield _table_of(
             [
                 (int(trace.span_id[row]), name, value)
-                for row in its[first : first + ROWS_AT_ONCE].tolist()
+                for row in with_attributes[first : first + ROWS_AT_ONCE].tolist()
                 for name, value in trace.attributes[row].items()
             ]
         )
@@ -245,10 +246,10 @@ def _table_of(rows: list[tuple[int, str, Any]]) -> Arrays:
     def text(value: Any) -> str:
         return value if isinstance(value, str) else encode_numbers(safe(value, finite=False))
 
-    numbers = [float(one[2]) if type(one[2]) in (int, float) else np.nan for one in rows]
+    numbers = [float(row[2]) if type(row[2]) in (int, float) else np.nan for row in rows]
     return {
-        "span_id": np.array([one[0] for one in rows], dtype=np.int64),
-        "name": _texts(one[1] for one in rows),
-        "value": _texts(text(one[2]) for one in rows),
+        "span_id": np.array([row[0] for row in rows], dtype=np.int64),
+        "name": _texts(row[1] for row in rows),
+        "value": _texts(text(row[2]) for row in rows),
         "number": np.array(numbers, dtype=np.float64),
     }

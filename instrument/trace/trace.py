@@ -1,4 +1,4 @@
-"""A trace: columns of spans, and the facts of the process that recorded them. A span is a view of a row."""
+"""A trace: columns of spans, and the facts of their process. A span is a view of a row."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from instrument.trace.forest import NONE
 
 
 def columns_of_spans(spans: Sequence[Span]) -> Columns:
-    """The columns of spans, in their order, at 1.2 us a span.
+    """Return the columns of spans, in the same order, at 1.2 us a span.
 
-    Raises `ValueError` for spans that are no sound trace.
+    Raises `ValueError` for an unsound trace.
     """
     sites: dict[Site, int] = {}
     errors: dict[str | None, int] = {None: NONE}
@@ -56,7 +56,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
         clipped=np.fromiter(map(attrgetter("clipped"), spans), np.bool_, len(spans)),
         device=_columns_of(intervals, rows),
         attributes=AttributesOfRows({
-            row: its for row, its in enumerate(map(attrgetter("attributes"), spans)) if its
+            row: attributes for row, attributes in enumerate(map(attrgetter("attributes"), spans)) if attributes
         }),
         remote={
             row: remote for row, remote in enumerate(map(attrgetter("remote"), spans)) if remote is not None
@@ -65,7 +65,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
 
 
 def with_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
-    """The trace with further spans behind its rows, which have no device intervals and no remote parents."""
+    """Return the trace with more spans after its rows. These have no device intervals and no remote parents."""
     if not spans:
         return trace
     more = columns_of_spans(spans)
@@ -96,12 +96,12 @@ def _numbers(values: Iterable[int], count: int) -> Int64s:
         raise ValueError("it has a number of more than 64 bits; it is damaged") from problem
 
 
-def _numbered(values: Iterable[Any], known: dict[Any, int]) -> Int32s:
-    """Return the number of each value: new ones are counted on, by first sight."""
-    found, first = list(values), min(known.values(), default=0)
-    for value in dict.fromkeys(found):
-        known.setdefault(value, len(known) + first)
-    return np.fromiter(map(known.__getitem__, found), np.int32, len(found))
+def _numbered(values: Iterable[Any], numbers: dict[Any, int]) -> Int32s:
+    """Return the number of each value. New values get the next numbers, in the order of first use."""
+    all_values, first = list(values), min(numbers.values(), default=0)
+    for value in dict.fromkeys(all_values):
+        numbers.setdefault(value, len(numbers) + first)
+    return np.fromiter(map(numbers.__getitem__, all_values), np.int32, len(all_values))
 
 
 def _intervals(spans: Sequence[Span]) -> tuple[list[DeviceInterval], Int32s]:
@@ -110,10 +110,10 @@ def _intervals(spans: Sequence[Span]) -> tuple[list[DeviceInterval], Int32s]:
     return list(chain.from_iterable(of_spans)), np.repeat(np.arange(len(spans), dtype=np.int32), counts)
 
 
-def device_columns(found: Sequence[tuple[int, Sequence[DeviceInterval]]]) -> DeviceIntervals:
+def device_columns(pairs: Sequence[tuple[int, Sequence[DeviceInterval]]]) -> DeviceIntervals:
     """Return the intervals of rows as columns. The rows are in order."""
-    rows = np.repeat(np.array([row for row, _ in found], np.int32), [len(its) for _, its in found])
-    return _columns_of([*chain.from_iterable(its for _, its in found)], rows)
+    rows = np.repeat(np.array([row for row, _ in pairs], np.int32), [len(intervals) for _, intervals in pairs])
+    return _columns_of([*chain.from_iterable(intervals for _, intervals in pairs)], rows)
 
 
 def _columns_of(intervals: Sequence[DeviceInterval], rows: Int32s) -> DeviceIntervals:
@@ -123,17 +123,17 @@ def _columns_of(intervals: Sequence[DeviceInterval], rows: Int32s) -> DeviceInte
         for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")
     )
     label = _numbered(map(attrgetter("label"), intervals), labels)
-    # Where a clock was placed anew between the two, an end may lie before its begin.
+    # An end may be before its begin if the clock was calibrated again in between.
     end_ns = np.maximum(start_ns, end_ns)
     return DeviceIntervals(rows, device, stream, start_ns, end_ns, label, uncertainty_ns, tuple(labels))
 
 
 ROWS_AT_ONCE = 20_000
-"""Rows of which objects are made together: each number is an object of its own meanwhile."""
+"""The number of rows that become objects together. It bounds the temporary objects of their numbers."""
 
 
 def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
-    """Columns as objects, a span for each row, or for each of some, in their order."""
+    """Return a span object for each row, or for each of the given rows, in their order."""
     names: list[str | None] = [*trace.errors, None]
     make: Callable[..., Span] = Span
     rows = np.arange(len(trace)) if rows is None else rows
@@ -144,8 +144,8 @@ def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
         columns += [getattr(trace, name)[some].tolist() for name in _NUMBERS]
         columns.append(map(names.__getitem__, trace.error[some].tolist()))
         spans += map(make, *columns)
-        for place, its in _devices_of(trace, some):
-            spans[at + place].device = its
+        for place, intervals in _devices_of(trace, some):
+            spans[at + place].device = intervals
     for place in np.flatnonzero(trace.clipped[rows]).tolist():
         spans[place].clipped = True
     numbers, sets = trace.attributes.distinct(rows)
@@ -159,24 +159,24 @@ def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
 
 
 def _devices_of(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
-    """The intervals of each of some rows that has any, by its place among these."""
-    its = trace.device
-    begins, ends = np.searchsorted(its.row, rows), np.searchsorted(its.row, rows, side="right")
+    """Yield the device intervals of rows with any, each with the row's place in `rows`."""
+    device = trace.device
+    begins, ends = np.searchsorted(device.row, rows), np.searchsorted(device.row, rows, side="right")
     counts = ends - begins
     places = np.repeat(np.arange(len(rows)), counts)
     some = np.arange(len(places)) + (begins - np.cumsum(counts) + counts)[places]
-    numbers = (one[some].tolist() for one in (its.device, its.stream, its.start_ns, its.end_ns))
-    labels = map(its.labels.__getitem__, its.label[some].tolist())
-    made = map(DeviceInterval, *numbers, labels, its.uncertainty_ns[some].tolist())
-    for place, group in groupby(zip(places.tolist(), made, strict=True), itemgetter(0)):
+    numbers = (column[some].tolist() for column in (device.device, device.stream, device.start_ns, device.end_ns))
+    labels = map(device.labels.__getitem__, device.label[some].tolist())
+    intervals = map(DeviceInterval, *numbers, labels, device.uncertainty_ns[some].tolist())
+    for place, group in groupby(zip(places.tolist(), intervals, strict=True), itemgetter(0)):
         yield place, tuple(interval for _, interval in group)
 
 
 class SpanViews(Sequence[Span]):
-    """The spans of columns, as objects that are made when somebody looks at them: of one place that one, else all,
-    which stay.
+    """The spans of columns, as objects that are made on access.
 
-    Whoever wants columns takes `columns`, which know nothing of what becomes of the objects.
+    Access to one place makes one object. Other access makes all, which are kept. `columns` do not see changes of
+    objects.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -184,10 +184,10 @@ class SpanViews(Sequence[Span]):
         self._made: list[Span] | None = None
 
     def _all(self) -> list[Span]:
-        made = self._made
-        if made is None:  # two threads may make them, and one of both lists stays
-            made = self._made = spans_of(self.columns)
-        return made
+        spans = self._made
+        if spans is None:  # two threads may make a list, and one list is kept
+            spans = self._made = spans_of(self.columns)
+        return spans
 
     @overload
     def __getitem__(self, place: int) -> Span: ...
@@ -221,10 +221,11 @@ NO_NOTES = OwnNotes()
 
 @dataclass(frozen=True, slots=True)
 class MergedProcess:
-    """A process among those of a merged trace: its `facts`, which is a trace without spans, on its own clock.
+    """A process of a merged trace. `facts` is a trace without spans, on the process's own clock.
 
-    `windows` are the parts of time of its files. The numbers that it gave to threads, devices, streams and absent spans
-    are by the merged ones. Times were moved by `moved_ns`. What torch.profiler saw is of the process that `is_watched`.
+    `windows` are the intervals of its files. `threads`, `devices`, `streams` and `absent` spans have the process's own
+    numbers by the merged ones. Its times were moved by `moved_ns`. torch.profiler's data is of the process that
+    `is_watched`.
     """
 
     facts: Trace
@@ -239,18 +240,17 @@ class MergedProcess:
 
 @dataclass(slots=True)
 class Trace:
-    """Columns of spans as saved or collected, with all that is needed to judge what they can and cannot say.
+    """A trace: columns of saved or collected spans, with the facts that are needed to interpret them.
 
     `spans` are views of the rows of `columns`. A list of spans becomes columns here, at 1.2 us a span.
-    `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
-    on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
-    device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
-    overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are
-    what torch.profiler saw in the part of time that is `watched`, None where it saw nothing. `flops` are those of the
-    operators that it saw with our spans. `startup` is of the process,
-    None where the trace is not of a session. `died` says how a process ended that said no goodbye, and within what.
-    `apart_ns` is how far the clocks of the processes in it are apart at most. `processes` are those of a merged trace,
-    none where it is of one. `own_notes` says which `notes` hold for the process alone.
+    `threads` maps native thread ids to names. `losses` counts lost data by reason. `notes` are sentences on data that
+    could not be observed. `window` is the index of the recording window. `samples` are in the order of time, device and
+    name, `gpus` are their devices. No span from `held_from_ns` on was overwritten by a newer one, 0 if none was at all.
+    `kernels` and `allocations`, in the order of time, are torch.profiler's data of the interval `watched`, None without
+    any. `flops` are those of operators that it saw with our spans. `startup` is of the process, None for a trace
+    without a session. `died` describes the end of a process that ended without notice. `apart_ns` is the largest
+    difference of the processes' clocks. `processes` are those of a merged trace, empty for a trace of one process.
+    `own_notes` has the `notes` that hold for the process alone.
     """
 
     origin: Origin
@@ -277,9 +277,9 @@ class Trace:
     columns: Columns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Make columns of a list of spans. Raises `ValueError` for spans that are no sound trace."""
-        its = self.spans if isinstance(self.spans, SpanViews) else SpanViews(columns_of_spans(self.spans))
-        self.spans, self.columns = its, its.columns
+        """Make columns of a list of spans. Raises `ValueError` for an unsound trace."""
+        views = self.spans if isinstance(self.spans, SpanViews) else SpanViews(columns_of_spans(self.spans))
+        self.spans, self.columns = views, views.columns
 
     def with_columns(self, columns: Columns) -> Trace:
         """Return the facts of this trace with other columns."""
@@ -287,6 +287,6 @@ class Trace:
 
     @property
     def held(self) -> Interval:
-        """The part of the window of which every span is there that was kept: what shares of time can be told of."""
+        """The part of the window without overwritten spans. Shares of time refer to it."""
         first = max(self.start_ns, self.held_from_ns)
         return first, max(self.end_ns, first)

@@ -1,6 +1,6 @@
 """The kernels and allocations that torch.profiler saw, as columns of a file.
 
-Both are in the order of time, so that their times are kept as steps; threads stand once in a table.
+Both are in the order of time, so their times are stored as steps. Thread ids are stored once in a table.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from instrument.trace.trace import Trace
 
 
 AT_ONCE = 20_000
-"""KernelColumns of which objects are made together."""
+"""The number of kernels that become objects together."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelColumns(Sequence[Kernel]):
-    """The work of streams of devices, with the fields of `Kernel`; `name` is a place in `names`, `kind` in `kinds`."""
+    """The work of device streams with the fields of `Kernel`. `name` is a place in `names`, `kind` in `kinds`."""
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -45,21 +45,21 @@ class KernelColumns(Sequence[Kernel]):
     launched_ns: Int64s
 
     @classmethod
-    def of(cls, found: Sequence[Kernel]) -> KernelColumns:
-        """These. Raises `OverflowError` for a number beyond 64 bits."""
-        if isinstance(found, KernelColumns):
-            return found
+    def of(cls, kernels: Sequence[Kernel]) -> KernelColumns:
+        """Return kernels as columns. Raises `OverflowError` for a number beyond 64 bits."""
+        if isinstance(kernels, KernelColumns):
+            return kernels
         names, kinds = dict[str, int](), dict[str, int]()
-        count = len(found)
-        name = np.fromiter((names.setdefault(one.name, len(names)) for one in found), np.int32, count)
-        kind = np.fromiter((kinds.setdefault(one.kind, len(kinds)) for one in found), np.int32, count)
-        numbers = [np.fromiter(map(itemgetter(place), found), np.int64, count) for place in range(2, 8)]
+        count = len(kernels)
+        name = np.fromiter((names.setdefault(kernel.name, len(names)) for kernel in kernels), np.int32, count)
+        kind = np.fromiter((kinds.setdefault(kernel.kind, len(kinds)) for kernel in kernels), np.int32, count)
+        numbers = [np.fromiter(map(itemgetter(place), kernels), np.int64, count) for place in range(2, 8)]
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
 
     def moved(self, by_ns: int) -> KernelColumns:
-        """The same, so much later. Raises `ValueError` where that is a time that no clock reads."""
+        """Return the kernels later by some ns. Raises `ValueError` for times beyond all clocks."""
         times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
-        edges_ns = [int(edge) for one in times_ns if len(one) for edge in (one.min(), one.max())]
+        edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
         if not all(-FARTHEST_NS < edge_ns + by_ns < FARTHEST_NS for edge_ns in edges_ns):
             raise ValueError("it has a time that no clock reads; it is damaged")
         by_ns = by_ns if edges_ns else 0
@@ -71,7 +71,7 @@ class KernelColumns(Sequence[Kernel]):
         )
 
     def place_of_kind(self, kind: str) -> int:
-        """The place of a kind, `NONE` where it has no work of it."""
+        """Return the place of a kind, `NONE` without work of that kind."""
         return self.kinds.index(kind) if kind in self.kinds else NONE
 
     def __len__(self) -> int:
@@ -83,8 +83,8 @@ class KernelColumns(Sequence[Kernel]):
     def __getitem__(self, place: slice) -> list[Kernel]: ...
     def __getitem__(self, place: int | slice) -> Kernel | list[Kernel]:
         if isinstance(place, slice):
-            return [self[at] for at in range(*place.indices(len(self)))]
-        return next(self._made(slice(at := range(len(self))[place], at + 1)))
+            return [self[index] for index in range(*place.indices(len(self)))]
+        return next(self._made(slice(index := range(len(self))[place], index + 1)))
 
     def __iter__(self) -> Iterator[Kernel]:
         for first in range(0, len(self), AT_ONCE):
@@ -99,7 +99,7 @@ class KernelColumns(Sequence[Kernel]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
             return NotImplemented
-        return len(self) == len(other) and all(one == its for one, its in zip(self, other, strict=True))
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -107,7 +107,7 @@ class KernelColumns(Sequence[Kernel]):
         return f"KernelColumns({list(self)!r})"
 
 
-ROW = np.dtype([(known.name, np.int64) for known in fields(Allocation)])
+ROW = np.dtype([(item.name, np.int64) for item in fields(Allocation)])
 """An allocation, with the names of `Allocation`."""
 
 INT64 = np.iinfo(np.int64)
@@ -136,46 +136,45 @@ def moved_watched(
     }
 
 
-def rows_and_times(found: Sequence[Allocation]) -> tuple[NDArray[Any], Int64s]:
-    """The rows, whose own times count from wherever they were counted from, and the times on the clock.
+def rows_and_times(allocations: Sequence[Allocation]) -> tuple[NDArray[Any], Int64s]:
+    """Return the rows of allocations, with times from their own base, and the times on the clock.
 
-    A time that no clock reads is told as the first or last one that none reads. Raises `OverflowError` for numbers
-    beyond 64 bits.
+    A time beyond all clocks is clipped to the range of clocks. Raises `OverflowError` for numbers beyond 64 bits.
     """
-    packed = Allocations.of(found)
+    packed = Allocations.of(allocations)
     rows, base_ns = np.frombuffer(packed.rows, dtype=ROW), packed.base_ns
     first, last = max(-FARTHEST_NS - base_ns, int(INT64.min)), min(FARTHEST_NS - base_ns, int(INT64.max))
     return rows, rows["at_ns"].clip(first, last) + base_ns
 
 
-def packed_kernels(found: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
-    """Columns of kernels, times counted from a base, and the table of their names."""
-    its = KernelColumns.of(found)
+def packed_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
+    """Return the columns of kernels, with times from a base, and the table of their names."""
+    work = KernelColumns.of(kernels)
     names: dict[str, int] = {}
-    of_name = np.array([names.setdefault(clean(name), len(names)) for name in its.names], dtype=np.int64)
-    kinds = np.array([WORK.index(kind) for kind in its.kinds], dtype=np.int64)
-    threads, thread = ranked(its.thread_id)
+    of_name = np.array([names.setdefault(clean(name), len(names)) for name in work.names], dtype=np.int64)
+    kinds = np.array([WORK.index(kind) for kind in work.kinds], dtype=np.int64)
+    threads, thread = ranked(work.thread_id)
     return {
-        "kernel_name": narrow(of_name[its.name]),
-        "kernel_kind": narrow(kinds[its.kind]),
-        "kernel_device": narrow(its.device),
-        "kernel_stream": narrow(its.stream),
-        "kernel_start_ns_steps": steps(its.start_ns - base_ns),
-        "kernel_total_ns": narrow(its.end_ns - its.start_ns),
+        "kernel_name": narrow(of_name[work.name]),
+        "kernel_kind": narrow(kinds[work.kind]),
+        "kernel_device": narrow(work.device),
+        "kernel_stream": narrow(work.stream),
+        "kernel_start_ns_steps": steps(work.start_ns - base_ns),
+        "kernel_total_ns": narrow(work.end_ns - work.start_ns),
         "kernel_thread": narrow(thread),
         "kernel_thread_ids": threads,
-        "kernel_waited_ns": narrow(np.where(its.thread_id == 0, 0, its.start_ns - its.launched_ns)),
+        "kernel_waited_ns": narrow(np.where(work.thread_id == 0, 0, work.start_ns - work.launched_ns)),
     }, list(names)
 
 
 def unpacked_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
-    """The kernels again. Raises `ValueError` and `LookupError` for what is damaged."""
+    """Return the kernels of packed columns. Raises `ValueError` and `LookupError` for damaged ones."""
     start_ns = summed(columns["kernel_start_ns_steps"]) + base_ns
     thread_id = _of_table(columns, "kernel_thread")
     end_ns = start_ns + columns["kernel_total_ns"]
     launched_ns = np.where(thread_id == 0, 0, start_ns - columns["kernel_waited_ns"])
     name, kind = columns["kernel_name"], columns["kernel_kind"]
-    numbers = [columns[f"kernel_{known}"].astype(np.int64) for known in ("device", "stream")]
+    numbers = [columns[f"kernel_{column}"].astype(np.int64) for column in ("device", "stream")]
     numbers += [start_ns, end_ns, thread_id, launched_ns]
     is_sound = {len(name), len(kind), *map(len, numbers)} == {len(start_ns)}
     is_sound = is_sound and lie_within(name, 0, len(names)) and lie_within(kind, 0, len(WORK))
@@ -187,14 +186,14 @@ def unpacked_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> Ker
     return KernelColumns(tuple(names), WORK, name.astype(np.int32), kind.astype(np.int32), *numbers)
 
 
-def packed_allocations(found: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
-    """Columns of allocations, times counted from a base."""
-    its = Allocations.of(found)
-    rows = np.frombuffer(its.rows, dtype=ROW)
+def packed_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
+    """Return the columns of allocations, with times from a base."""
+    packed = Allocations.of(allocations)
+    rows = np.frombuffer(packed.rows, dtype=ROW)
     threads, thread = ranked(rows["thread_id"])
     return {
         "allocation_device": narrow(rows["device"]),
-        "allocation_at_ns_steps": steps(rows["at_ns"] + (its.base_ns - base_ns)),
+        "allocation_at_ns_steps": steps(rows["at_ns"] + (packed.base_ns - base_ns)),
         "allocation_thread": narrow(thread),
         "allocation_thread_ids": threads,
         **{f"allocation_{name}": narrow(rows[name]) for name in PLAIN},
@@ -204,13 +203,13 @@ def packed_allocations(found: Sequence[Allocation], base_ns: int) -> dict[str, C
 
 def unpacked_allocations(columns: Arrays, base_ns: int) -> Allocations:
     thread_id = _of_table(columns, "allocation_thread")
-    known: dict[str, NDArray[Any]] = {"device": columns["allocation_device"], "thread_id": thread_id}
-    known |= {name: columns[f"allocation_{name}"] for name in PLAIN}
-    known |= {name: summed(columns[f"allocation_{name}_steps"]) for name in ("at_ns", *LEVELS)}
-    if {len(column) for column in known.values()} != {len(thread_id)}:
+    column_by_name: dict[str, NDArray[Any]] = {"device": columns["allocation_device"], "thread_id": thread_id}
+    column_by_name |= {name: columns[f"allocation_{name}"] for name in PLAIN}
+    column_by_name |= {name: summed(columns[f"allocation_{name}_steps"]) for name in ("at_ns", *LEVELS)}
+    if {len(column) for column in column_by_name.values()} != {len(thread_id)}:
         raise ValueError("an allocation in it is none; it is damaged")
     rows = np.empty(len(thread_id), dtype=ROW)
-    for name, column in known.items():
+    for name, column in column_by_name.items():
         rows[name] = column
     return Allocations(rows.tobytes(), base_ns)
 
