@@ -25,7 +25,7 @@ from instrument.recording.spans import UNTIMED, Cost, DeviceInterval, Origin, Si
 from instrument.report.cost_view import InstrumentationCost, SiteCost, cost
 from instrument.report.summary import summary
 from instrument.report.utilisation import NO_EVENTS
-from instrument.report.view import Options, Recording, Upkeep
+from instrument.report.view import InstrumentationStats, Options, Recording
 from instrument.trace.trace import Trace
 
 MS = 1_000_000
@@ -58,8 +58,8 @@ def trace_of_a_service() -> Trace:
     )  # fmt: skip
 
 
-def upkeep() -> Upkeep:
-    return Upkeep(
+def upkeep() -> InstrumentationStats:
+    return InstrumentationStats(
         clock="CLOCK_MONOTONIC",
         added_ns=lambda sites: [EACH_NS[site] for site in sites],
         pairs_ns=300.0,
@@ -242,7 +242,7 @@ def test_every_number_is_that_of_the_raw_spans(trace: Trace, each_ns: int, threa
     cost_of = {span.site: 10.0 + len(span.site.name) * is_live for span in trace.spans}
     muted = {span.site: number for number, span in enumerate(trace.spans[:3])}
 
-    def kept() -> Upkeep:
+    def kept() -> InstrumentationStats:
         return replace(
             upkeep(), added_ns=lambda sites: [cost_of[site] for site in sites], passed=muted, muted=set(list(muted)[:1])
         )

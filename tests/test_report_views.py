@@ -38,7 +38,7 @@ from instrument.recording.spans import (
 )
 from instrument.report.summary import VIEW_OF, made, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, named_table, safe, section_title
-from instrument.report.view import UNITS, Options, Recording, Upkeep
+from instrument.report.view import UNITS, InstrumentationStats, Options, Recording
 from instrument.trace.trace import Trace
 
 MS = 1_000_000
@@ -202,7 +202,7 @@ def running(trace: Trace) -> Recording:
         lambda: counted(trace.spans, trace.threads), lambda: trace, make_cost=lambda: trace.cost, losses=trace.losses,
         notes=trace.notes, window_ns=trace.end_ns, recorder="native", make_startup=lambda: trace.startup,
         collector_ids=lambda span, _: (span.root_id, 2**64 - 1),
-        make_upkeep=lambda: Upkeep(
+        make_upkeep=lambda: InstrumentationStats(
             "time stamp counter", lambda sites: [48.5] * len(sites), 300.0, {"\n" + "x" * 200: 7_000, "": 11},
             {span.site: 900 for span in trace.spans}, {span.site for span in trace.spans[::2]}, 54, 4096, 64 << 20,
             trace.notes,

@@ -20,7 +20,7 @@ from instrument.recording.spans import Interval
 from instrument.report.loops import Loops, counted
 from instrument.report.section import Coverage
 from instrument.report.step_counts import Benchmark, LoopTimes
-from instrument.report.units import LOADER, PROFILERS, begins_of, number_told, waits_of
+from instrument.report.units import LOADER, PROFILERS, begins_of, step_number, waits_of
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import numbered, ranked
@@ -94,7 +94,7 @@ def _loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
     told = (trace.attributes.values(key, steps.row) for key in ("step", "samples"))
     columns = (one.tolist() for one in (steps.end_ns - steps.start_ns, steps.reader_ns, steps.is_cut))
     for place, (number, samples, batch_ns, reader_ns, is_cut) in enumerate(zip(*told, *columns, strict=True)):
-        known = number_told(number)
+        known = step_number(number)
         if (place if known is None else known) < skip:
             found.skipped += 1
         elif is_cut:

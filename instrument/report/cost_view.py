@@ -26,7 +26,7 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.utilisation import unanswered
-from instrument.report.view import Options, Recording, Upkeep
+from instrument.report.view import InstrumentationStats, Options, Recording
 
 MEBIBYTE = 1 << 20
 
@@ -198,7 +198,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     )
 
 
-def _parts(spent: Cost, upkeep: Upkeep | None, window_ns: int) -> tuple[CostPart, ...]:
+def _parts(spent: Cost, upkeep: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
     """Return the parts of the whole; the probes' part is the whole without the others."""
     pairs_ns = 0 if upkeep is None else round(upkeep.pairs_ns)
     parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
@@ -260,7 +260,7 @@ def _where(site: Site) -> str:
     return site.instance or where_of(site)
 
 
-def _muted(upkeep: Upkeep) -> tuple[MutedSite, ...]:
+def _muted(upkeep: InstrumentationStats) -> tuple[MutedSite, ...]:
     sites = sorted({*upkeep.passed, *upkeep.muted}, key=lambda site: -upkeep.passed.get(site, 0))
     return tuple(
         MutedSite(site.name, site.kind, _where(site), upkeep.passed.get(site, 0), site in upkeep.muted)

@@ -1,8 +1,8 @@
-"""The `device` view: what each device did with the window, by stream, by name and within requests.
+"""The `device` view: the use of each device in the window, by stream, by name and within requests.
 
-The figures are those of `utilisation`. Shares of time are unions and name their base, work by name is a sum.
+The figures are those of `utilisation`. Shares of time are unions and name their base. Work by name is a sum.
 
-The Device Summary has the least, mean and most of each gauge. Its rows are named as in Paddle's: `CPU(Process)`,
+The Device Summary has the least, mean and most of each gauge. It names rows as Paddle does: `CPU(Process)`,
 `CPU(System)`, `GPU n`. The base of each share is below the table.
 """
 
@@ -36,13 +36,13 @@ from instrument.trace.columns import Int64s
 from instrument.trace.ledger import DeviceLedger
 
 NOT_TOLD = "n/a"
-"""Stands for what a device does not tell."""
+"""The cell of a value that a device does not report."""
 
 NAME_WIDTH = 20
 WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
-"""Units that are shown as larger ones."""
+"""The larger units for a gauge's units, each with its size in the gauge's unit."""
 
 _LABELS = dict.fromkeys(("cores", "process_cpu", "process_memory", "process_memory_peak"), "CPU(Process)")
 
@@ -51,8 +51,8 @@ _LABELS = dict.fromkeys(("cores", "process_cpu", "process_memory", "process_memo
 class DeviceRow:
     """One gauge of one device, in the gauge's unit.
 
-    `samples` counts those that told a value. Without any, `mean`, `least`, `most` are None: the device does not tell.
-    Of a gauge that counts up they are None too, and `total` is what it grew by from its first sample to its last.
+    `samples` is the number of samples with a value. Without any, `mean`, `least` and `most` are None: the device
+    reports no value. For a counter they are None too, and `total` is its growth from the first sample to the last.
     """
 
     device: int
@@ -65,14 +65,14 @@ class DeviceRow:
     total: float | None = None
 
     def unit(self) -> str:
-        """In which numbers are shown."""
+        """Return the unit of the shown numbers."""
         return shown_unit(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
 
     def shown(self) -> DeviceRow:
-        """The same in that unit."""
+        """Return the row in the shown unit."""
         scale = shown_unit(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
         numbers = (self.mean, self.least, self.most, self.total)
-        mean, least, most, total = (None if one is None else one / scale for one in numbers)
+        mean, least, most, total = (None if value is None else value / scale for value in numbers)
         return replace(self, mean=mean, least=least, most=most, total=total)
 
 
@@ -81,16 +81,16 @@ def _read(value: float | None, row: DeviceRow) -> str:
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
-    """The rows in their order: process, machine, then the devices by number; gauges in the order of `GAUGES`."""
-    told: dict[tuple[int, str], list[float]] = {}
+    """Return the rows in order: process, machine, devices by number; and the gauges in the order of `GAUGES`."""
+    values_by_gauge: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
-        values = told.setdefault((sample.device, sample.name), [])
+        values = values_by_gauge.setdefault((sample.device, sample.name), [])
         if sample.value is not None:
             values.append(sample.value)
     places = {name: place for place, name in enumerate(GAUGES)}
     rows = []
-    for device, name in sorted(told, key=lambda key: (key[0], places.get(key[1], len(places)), key[1])):
-        values = told[device, name]
+    for device, name in sorted(values_by_gauge, key=lambda key: (key[0], places.get(key[1], len(places)), key[1])):
+        values = values_by_gauge[device, name]
         label = f"GPU {device}" if device != HOST else _LABELS.get(name, "CPU(System)")
         if not values:
             rows.append(DeviceRow(device, label, name, 0))
@@ -104,7 +104,7 @@ def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """The readings of gauges: a row for each of each device. `interval_ns` is the median between two readings."""
+    """The readings of gauges: a row per device and gauge. `interval_ns` is the median time between two readings."""
 
     read_ns: int
     interval_ns: int | None
@@ -116,11 +116,11 @@ class DeviceSummary:
         """Return the table, with the base of every share below it."""
         unit = self._options.unit
         every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
-        known = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
+        names = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
         return Section(
             "Device Summary", [row.shown() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
-            [line for name in known for line in wrapped(f"{name}: {shown_unit(GAUGES[name])[0]} {GAUGES[name].about}")],
+            [line for name in names for line in wrapped(f"{name}: {shown_unit(GAUGES[name])[0]} {GAUGES[name].about}")],
             {
                 "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
                 "unit": lambda row, unit: row.unit(),
@@ -141,7 +141,7 @@ class DeviceSummary:
 
 
 def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
-    """The summary. `samples` are those of a trace, by time, and `gpus` its GPUs."""
+    """Return the summary of a trace's `samples`, sorted by time, and of its GPUs."""
     return DeviceSummary(
         read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
         interval_ns=_interval_ns(samples),
@@ -152,7 +152,7 @@ def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Opti
 
 
 def _interval_ns(samples: Sequence[Sample]) -> int | None:
-    """Return the time between two readings, the median of all gauges."""
+    """Return the median time between two readings over all gauges, None without a second reading."""
     before: dict[tuple[str, int], int] = {}
     gaps = []
     for sample in samples:
@@ -164,7 +164,7 @@ def _interval_ns(samples: Sequence[Sample]) -> int | None:
 
 
 def shown_unit(gauge: Gauge) -> tuple[str, float]:
-    """The unit in which values of a gauge are shown, and how many of the gauge's own it has."""
+    """Return the shown unit of a gauge, and its size in the gauge's own unit."""
     return UNITS.get(gauge.unit, (gauge.unit, 1))
 
 
@@ -176,7 +176,7 @@ SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class EndpointShare:
-    """The requests of a name, and the device time that they had. One with `remaining` replaces that many names."""
+    """The requests of a name, and their device time. A row with `remaining` replaces that many names."""
 
     name: str
     requests: int
@@ -193,30 +193,30 @@ class EndpointShare:
         return self.device_ns / self.requests
 
 
-def device_shares(found: DeviceLedger, by_name: Mapping[str, Int64s], options: Options) -> list[EndpointShare]:
-    """By the places of the requests of each endpoint; nothing where no batch had device time."""
-    if not found.given_ns.any():
+def device_shares(ledger: DeviceLedger, by_name: Mapping[str, Int64s], options: Options) -> list[EndpointShare]:
+    """Return the device time by endpoint from the places of its requests, [] if no batch had device time."""
+    if not ledger.given_ns.any():
         return []
-    whole_ns = sum(int((found.own_ns + found.shared_ns)[places].sum()) for places in by_name.values())
+    whole_ns = sum(int((ledger.own_ns + ledger.shared_ns)[places].sum()) for places in by_name.values())
 
     def of(name: str, places: Int64s, remaining: int = 0) -> EndpointShare:
-        own_ns, shared_ns = (int(column[places].sum()) for column in (found.own_ns, found.shared_ns))
+        own_ns, shared_ns = (int(column[places].sum()) for column in (ledger.own_ns, ledger.shared_ns))
         return EndpointShare(name, len(places), own_ns, shared_ns, share(own_ns + shared_ns, whole_ns), remaining)
 
-    def rest(others: Sequence[EndpointShare]) -> EndpointShare:
-        return of("", np.concatenate([by_name[one.name] for one in others]), len(others))
+    def rest(shares: Sequence[EndpointShare]) -> EndpointShare:
+        return of("", np.concatenate([by_name[share_row.name] for share_row in shares]), len(shares))
 
-    all_of_it = sorted((of(*one) for one in by_name.items()), key=lambda one: (-one.device_ns, one.name))
-    return [*bounded(all_of_it, options, lambda one: one.device_ns, rest)]
+    all_of_it = sorted((of(*item) for item in by_name.items()), key=lambda item: (-item.device_ns, item.name))
+    return [*bounded(all_of_it, options, lambda row: row.device_ns, rest)]
 
 
-def device_share_section(found: Sequence[EndpointShare]) -> Section:
+def device_share_section(rows: Sequence[EndpointShare]) -> Section:
     columns = "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all"
-    return Section("Device time by requests", found, columns, SHOWN)
+    return Section("Device time by requests", rows, columns, SHOWN)
 
 
 SHORT_NS = 10_000
-"""Mean device time of a call below which a pair of events reads too long: published figures say six times."""
+"""The mean device time of a call below which events read too long: published figures say six times."""
 
 COLUMN_WIDTH = 10
 
@@ -225,7 +225,7 @@ COLUMN_WIDTH = 10
 class DeviceView(View):
     """The work of each device: fields of `Utilisation` without the single requests, and the readings of gauges.
 
-    `reasons` counts the unanswered spans by reason. `is_ours` is False for a trace of another profiler.
+    `reasons` has the number of unanswered spans by reason. `is_ours` is False for a trace of another profiler.
     """
 
     coverage: Coverage
@@ -251,7 +251,7 @@ class DeviceView(View):
 
     def sections(self) -> list[Section]:
         gauges = [] if self.gauges is None else [self.gauges.section()]
-        of_each = [section for one in self.devices for section in _of_device(one, self)]
+        of_each = [section for device in self.devices for section in _of_device(device, self)]
         return [*gauges, *of_each, *self._asked()]
 
     def foot(self) -> list[str]:
@@ -262,10 +262,10 @@ class DeviceView(View):
         return none_held("span with device time", self.why_none(), complete=complete)
 
     def _asked(self) -> list[Section]:
-        """Return the spans without device time by name, where there is more to say of them than their number."""
-        if not self.devices and not any(one.reason in UNTIMED for one in self.unanswered):
+        """Return the spans without device time by name, if a reason or a device makes the table useful."""
+        if not self.devices and not any(row.reason in UNTIMED for row in self.unanswered):
             return []
-        missing = sum(one.spans for one in self.unanswered)
+        missing = sum(row.spans for row in self.unanswered)
         lead = [f"Spans that asked for device time: {self.asked}; that got none: {missing}", ""]
         columns = "name=Without device time|kind=Kind|spans=Spans|why=Why"
         return [
@@ -273,7 +273,7 @@ class DeviceView(View):
         ]
 
     def why_none(self) -> str:
-        """Return why there is no device time at all, a sentence."""
+        """Return the reason why there is no device time at all, as a sentence."""
         why = "no span asked for it; give its rule `device: true` in the profile"
         if self.asked:
             parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
@@ -284,26 +284,26 @@ class DeviceView(View):
 
 
 def device(recording: Recording, options: Options) -> DeviceView:
-    """The view, from the spans that are held.
+    """Return the view of the kept spans.
 
-    `rows` bounds each table of names to its largest rows and `least_ns` the table of device times to names with so
-    much of it; the rest is one row more.
+    `rows` bounds each table of names to its largest rows. `least_ns` bounds the table of device times to names with
+    that much time. One more row has the rest.
     """
     facts = recording.trace
     use = recording.once(utilisation)
     reasons = Counter[str]()
-    for one in use.unanswered:
-        reasons[one.reason] += one.spans
+    for row in use.unanswered:
+        reasons[row.reason] += row.spans
     return DeviceView(
         coverage=Coverage.of_recording(recording),
         gauges=device_summary(facts.samples, facts.gpus, options) if facts.samples else None,
         devices=tuple(
             replace(
-                each,
-                names=bounded(each.names, options, attrgetter("summed_ns"), adding("calls", "summed_ns")),
-                endpoints=shown_endpoints(each.endpoints, options),
+                row,
+                names=bounded(row.names, options, attrgetter("summed_ns"), adding("calls", "summed_ns")),
+                endpoints=shown_endpoints(row.endpoints, options),
             )
-            for each in use.devices
+            for row in use.devices
         ),
         asked=use.asked,
         unanswered=bounded(use.unanswered, replace(options, least_ns=0), lambda _: 0, adding("spans")),
@@ -317,13 +317,13 @@ def device(recording: Recording, options: Options) -> DeviceView:
 
 
 def shown_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
-    """Return the endpoints that the options leave, and the row of the others."""
-    rest = adding("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
-    return bounded(uses, options, attrgetter("wall_ns"), rest)
+    """Return the endpoints that the options allow, and one row of the rest."""
+    make_rest = adding("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
+    return bounded(uses, options, attrgetter("wall_ns"), make_rest)
 
 
 class DevicePart(NamedTuple):
-    """A part of the time of a device, and its ratio to the base that `of` names."""
+    """A part of a device's time, and its ratio to the base that `of` names."""
 
     name: str
     time_ns: int
@@ -331,56 +331,56 @@ class DevicePart(NamedTuple):
     of: str
 
 
-def _parts(one: DeviceUse) -> list[DevicePart]:
+def _parts(use: DeviceUse) -> list[DevicePart]:
     return [
-        DevicePart("Busy with compute", one.compute_ns, one.compute_ratio, "window"),
-        DevicePart("Busy with copies alone", one.copy_ns, one.copy_ratio, "window"),
-        DevicePart("Idle while a request was in flight (starved)", one.starved_ns, one.starved_ratio, "window"),
-        DevicePart("Idle while none was", one.unasked_ns, one.unasked_ratio, "window"),
-        DevicePart("Window", one.window_ns, 1.0 if one.window_ns else None, "window"),
-        DevicePart("Busy", one.busy_ns, one.busy_ratio, "window"),
-        DevicePart("Two or more streams busy", one.overlap_ns, one.overlap_ratio, "busy"),
-        DevicePart("Busy by launch-bound stretches alone", one.launch_bound_ns, one.launch_bound_ratio, "busy"),
-        DevicePart("Copies beside compute", one.hidden_copy_ns, one.hidden_copy_ratio, "copies"),
+        DevicePart("Busy with compute", use.compute_ns, use.compute_ratio, "window"),
+        DevicePart("Busy with copies alone", use.copy_ns, use.copy_ratio, "window"),
+        DevicePart("Idle while a request was in flight (starved)", use.starved_ns, use.starved_ratio, "window"),
+        DevicePart("Idle while none was", use.unasked_ns, use.unasked_ratio, "window"),
+        DevicePart("Window", use.window_ns, 1.0 if use.window_ns else None, "window"),
+        DevicePart("Busy", use.busy_ns, use.busy_ratio, "window"),
+        DevicePart("Two or more streams busy", use.overlap_ns, use.overlap_ratio, "busy"),
+        DevicePart("Busy by launch-bound stretches alone", use.launch_bound_ns, use.launch_bound_ratio, "busy"),
+        DevicePart("Copies beside compute", use.hidden_copy_ns, use.hidden_copy_ratio, "copies"),
         DevicePart(
-            "Starved, of the time with requests in flight", one.starved_ns, one.starved_in_flight_ratio, "in flight"
+            "Starved, of the time with requests in flight", use.starved_ns, use.starved_in_flight_ratio, "in flight"
         ),
     ]
 
 
-def _of_device(one: DeviceUse, view: DeviceView) -> list[Section]:
+def _of_device(use: DeviceUse, view: DeviceView) -> list[Section]:
     """Return the tables of a device: its time, and its work by stream, label, name, and request."""
-    kinds = Counter(use.name for use in one.names)
-    mean = number(one.mean_streams)
+    kinds = Counter(name.name for name in use.names)
+    mean = number(use.mean_streams)
     clock: tuple[str, ...] = ()
-    if one.uncertainty_ns is not None:
-        least, greatest = (number(value_ns / 1e3) for value_ns in one.uncertainty_ns)
+    if use.uncertainty_ns is not None:
+        least, greatest = (number(value_ns / 1e3) for value_ns in use.uncertainty_ns)
         spread = least if least == greatest else f"{least} to {greatest}"
         clock = (f"Place on the host's clock: known within {spread} us",)
     outside = tuple[str, ...]()
-    if one.outside:
-        are = "stretch lies outside of the window and is" if one.outside == 1 else "stretches lie outside of it and are"
-        outside = (f"{one.outside} {are} not counted.",)
+    if use.outside:
+        are = "stretch lies outside of the window and is" if use.outside == 1 else "stretches lie outside of it and are"
+        outside = (f"{use.outside} {are} not counted.",)
     left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
     counted = ", ".join(f"{count} {why}" for count, why in left_out if count)
-    requests = by_endpoint(f"By request on GPU {one.device}", one.endpoints)
+    requests = by_endpoint(f"By request on GPU {use.device}", use.endpoints)
     return [
         Section(
-            f"Device {one.device}", _parts(one), "name=Time of the device|time_ns=Time|ratio=Ratio|of=Of",
+            f"Device {use.device}", _parts(use), "name=Time of the device|time_ns=Time|ratio=Ratio|of=Of",
             outside, widths=COLUMN_WIDTH,
         ),
         Section(
-            f"Streams of GPU {one.device}", one.streams,
+            f"Streams of GPU {use.device}", use.streams,
             "stream=Stream|intervals=Stretches|busy_ns=Busy|window_ratio=Of window|summed_ns=Sum",
-            (f"Streams busy at once, in the busy time: {mean} in the mean, {one.most_streams} at most",),
+            (f"Streams busy at once, in the busy time: {mean} in the mean, {use.most_streams} at most",),
             widths=(20, *[COLUMN_WIDTH] * 3, 0),
         ),
         Section(
-            f"Labels on GPU {one.device}", one.labels, "label=Label|intervals=Stretches|summed_ns=Sum", clock,
+            f"Labels on GPU {use.device}", use.labels, "label=Label|intervals=Stretches|summed_ns=Sum", clock,
             widths=COLUMN_WIDTH,
         ),
         Section(
-            f"By name on GPU {one.device}", one.names,
+            f"By name on GPU {use.device}", use.names,
             "name=By name|+kind=Kind|calls=Calls|summed_ns=Sum|mean_ns=Mean|p50_ns=p50|p99_ns=p99|busy_ns=Busy|"
             "busy_ratio=Of busy",
             texts={
@@ -409,8 +409,8 @@ def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
 
 
 def _notes(view: DeviceView) -> list[str]:
-    """Return what a reader has to know to read the figures right, where it applies."""
-    names = [name for one in view.devices for name in one.names]
+    """Return the notes on the figures that the view has."""
+    names = [name for use in view.devices for name in use.names]
     lines = [
         "A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what",
         "the device put in between, are part of it.",
@@ -418,17 +418,17 @@ def _notes(view: DeviceView) -> list[str]:
         "Sum: over calls, so that work side by side counts for each. Busy: the union of the same calls. An",
         "outer call's stretch holds those of the calls below it: shares of busy may exceed 100% together.",
     ]
-    if any(one.endpoints for one in view.devices):
+    if any(use.endpoints for use in view.devices):
         lines += [
             "Wall, own, others, starved: means. Within a request's host time the device was busy with its own",
             "spans, with others alone, or idle; ratios are of wall.",
         ]
-    if any(one.launch_bound_ns for one in view.devices):
+    if any(use.launch_bound_ns for use in view.devices):
         lines += [
             "Launch-bound stretches end as soon as the host asks for it, for the stream has run dry: within them",
             "the device may have waited for the host to launch, and the gauges tell how much it really did.",
         ]
-    if any(label.label == "stale" for one in view.devices for label in one.labels):
+    if any(label.label == "stale" for use in view.devices for label in use.labels):
         lines.append("Stale stretches have the right length and an uncertain place: sums hold, unions may not.")
     if any(name.summed_ns < SHORT_NS * name.calls for name in names):
         lines.append("Stretches below 0.01 ms may read several times too long: events take time themselves.")

@@ -41,8 +41,8 @@ from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAI
 class Blocker:
     """The stretches by one span or function: their number, their sum and the longest, both in nanoseconds.
 
-    `remaining` is the number of spans and functions in the row of the others. `at` is the place in the service's code
-    that took most of the time, "" where no place was recorded.
+    `remaining` is the number of spans and functions in the row of the rest. `at` is the place in the service's code
+    that took most of the time, "" if no place was recorded.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Blocker:
     at: str = ""
 
     def indented(self) -> Blocker:
-        """The same with a name that is below that of the whole."""
+        """Return the row with a name that is indented below the row of the whole."""
         return replace(self, name=f"  {row_name(self)}", remaining=0)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedLoops:
-    """All stretches, of all event loops: how many, their sum and the longest, and by whom, most time first."""
+    """The stretches of all event loops: their number, sum and longest, and `by` cause, the largest sum first."""
 
     stretches: int
     summed_ns: int
@@ -67,49 +67,49 @@ class BlockedLoops:
     by: tuple[Blocker, ...]
 
     def whole(self) -> Blocker:
-        """All of them as a row."""
+        """Return the row of all stretches."""
         return Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
 
 
 def blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
-    """Return the blocked loops of a trace, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
-    found: dict[str, list[int]] = {}
+    """Return the blocked loops of a trace, None if no loop was blocked. `rows` and `least_ns` bound `by`."""
+    durations: dict[str, list[int]] = {}
     places: dict[str, Counter[str]] = {}
-    rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
-    columns = (trace.attributes.values(name, rows) for name in (BLOCKED_BY, BLOCKED_AT))
-    for by, at, took_ns in zip(*columns, trace.total_ns[rows].tolist(), strict=True):
+    spans = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
+    columns = (trace.attributes.values(name, spans) for name in (BLOCKED_BY, BLOCKED_AT))
+    for by, at, took_ns in zip(*columns, trace.total_ns[spans].tolist(), strict=True):
         name = "" if by is None else str(by)
-        found.setdefault(name, []).append(took_ns)
+        durations.setdefault(name, []).append(took_ns)
         if at is not None:
             places.setdefault(name, Counter())[str(at)] += took_ns
-    if not found:
+    if not durations:
         return None
-    each = [_blocker(name, times) for name, times in found.items()]
-    each = [replace(one, at=places[one.name].most_common(1)[0][0]) if one.name in places else one for one in each]
-    each.sort(key=lambda one: (-one.summed_ns, one.name))
+    blockers = [_blocker(name, times) for name, times in durations.items()]
+    rows = [replace(row, at=places[row.name].most_common(1)[0][0]) if row.name in places else row for row in blockers]
+    rows.sort(key=lambda row: (-row.summed_ns, row.name))
 
-    def rest(others: Sequence[Blocker]) -> Blocker:
-        return _blocker("", (ns for one in others for ns in found[one.name]), remaining=len(others))
+    def rest(omitted: Sequence[Blocker]) -> Blocker:
+        return _blocker("", (ns for row in omitted for ns in durations[row.name]), remaining=len(omitted))
 
-    all_of_it = _blocker("", (ns for times in found.values() for ns in times))
-    shown = bounded(each, options, lambda one: one.summed_ns, rest)
+    all_of_it = _blocker("", (ns for times in durations.values() for ns in times))
+    shown = bounded(rows, options, lambda blocker: blocker.summed_ns, rest)
     return BlockedLoops(all_of_it.stretches, all_of_it.summed_ns, all_of_it.longest_ns, shown)
 
 
 def _blocker(name: str, times: Iterable[int], remaining: int = 0) -> Blocker:
-    known = list(times)
-    return Blocker(name, len(known), sum(known), max(known), remaining)
+    times_ns = list(times)
+    return Blocker(name, len(times_ns), sum(times_ns), max(times_ns), remaining)
 
 
 CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 
-TOLD = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
+ANSWER_FACTS = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswers:
-    """The streamed answers of an endpoint: how many, their items in all, percentiles of the time to the first item, and
-    of the time of an item over the streams that had more than one. None where no stream had."""
+    """The streamed answers of an endpoint: their number, their items, percentiles of the time to the first item and of
+    the time per item. A value is None if no stream had it."""
 
     count: int
     items: int
@@ -122,7 +122,7 @@ class StreamedAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of requests by their spans, a row for each request, `NONE` where one does not say it."""
+    """The answers of requests, a row for each request. A value is `NONE` if the request's span does not have it."""
 
     status: Int64s
     first_ns: Int64s
@@ -133,15 +133,15 @@ class Answers:
     @classmethod
     def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
         """Return the answers of the requests in some rows, which are in order."""
-        return cls(*(_numbers(attributes, name, rows) for name in TOLD))
+        return cls(*(_numbers(attributes, name, rows) for name in ANSWER_FACTS))
 
     def only(self, places: Int64s) -> Answers:
         """Return the answers of some of the requests."""
         columns = self.status, self.first_ns, self.items, self.last_ns, self.longest_gap_ns
         return Answers(*(column[places] for column in columns))
 
-    def told(self) -> Int64s:
-        """The places of requests of which anything is known."""
+    def known_places(self) -> Int64s:
+        """Return the places of the requests with a known answer."""
         return np.flatnonzero((self.status != NONE) | (self.first_ns != NONE))
 
     def statuses(self) -> dict[str, int]:
@@ -150,17 +150,17 @@ class Answers:
         return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
     def streams(self) -> StreamedAnswers | None:
-        """Return the streamed answers, None without any."""
-        its = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
-        if not len(its.items):
+        """Return the streamed answers, None if no answer was streamed."""
+        streamed = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
+        if not len(streamed.items):
             return None
-        has_more = (its.last_ns != NONE) & (its.items > 1)
-        per_item_ns = np.maximum(its.last_ns - its.first_ns, 0)[has_more] // (its.items[has_more] - 1)
-        first_p50_ns, first_p99_ns = percentiles_of(np.sort(its.first_ns).tolist(), (0.5, 0.99))
-        longest_ns = int(its.longest_gap_ns.max())
+        has_more = (streamed.last_ns != NONE) & (streamed.items > 1)
+        per_item_ns = np.maximum(streamed.last_ns - streamed.first_ns, 0)[has_more] // (streamed.items[has_more] - 1)
+        first_p50_ns, first_p99_ns = percentiles_of(np.sort(streamed.first_ns).tolist(), (0.5, 0.99))
+        longest_ns = int(streamed.longest_gap_ns.max())
         return StreamedAnswers(
-            len(its.items),
-            sum(its.items.tolist()),
+            len(streamed.items),
+            sum(streamed.items.tolist()),
             first_p50_ns,
             first_p99_ns,
             *_both(np.sort(per_item_ns).tolist()),
@@ -176,28 +176,28 @@ def _both(times: Sequence[int]) -> tuple[int | None, int | None]:
 
 
 def _numbers(attributes: Attributes, name: str, rows: Int64s) -> Int64s:
-    """An attribute that is a number, as no file need have it."""
-    found = np.full(len(rows), NONE, dtype=np.int64)
+    """Return an attribute of each row as a number, `NONE` for a value that is none."""
+    numbers = np.full(len(rows), NONE, dtype=np.int64)
     places = np.flatnonzero(np.isin(rows, attributes.having(name)))
     for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
-            found[place] = value
-    return found
+            numbers[place] = value
+    return numbers
 
 
 IN_ORDER = (
     QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", SHARE, WAITING, STALL,
     "copy", "copy out", TRANSPORT, "post",
 )  # fmt: skip
-"""Phases as they mostly follow each other; others come after them, by their time."""
+"""The usual order of phases. Other phases come after them, by their time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """One phase: how many requests had time in it, the sum of that time, and its share of the wall of all requests.
+    """The time of one phase: the requests with time in it, its sum, and its share of the wall of all requests.
 
-    The mean and the percentiles, by `percentiles_of`, are over the requests that had it. One with `remaining` replaces
-    that many phases that were left out; how many requests had any of them is not told, nor what follows from that.
+    The mean and the percentiles, by `percentiles_of`, are over the requests that had the phase. A row with `remaining`
+    replaces that many phases. Its number of requests is not known, nor are its mean and percentiles.
     """
 
     name: str
@@ -212,15 +212,14 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True)
 class EndpointTimes:
-    """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
-    every request has some, perhaps 0.
+    """The requests of one name. `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
 
-    `errors` failed: with an exception, or by the server's own fault. `cancelled` were broken off, as by clients that
-    went away, and have not failed. `statuses` are answers by class, such as `2xx`,
-    and `streams` those that came in parts, where spans tell of them. Percentiles are those of `histogram.percentiles`.
-    `ratio` is of the wall of all requests of the view. `counted` are all requests of the name that ever ended, also
-    those of which no span is held any more. One with `remaining` replaces that many endpoints that were left
-    out.
+    Every request has an unknown time, perhaps 0. `errors` counts requests that failed with an exception or by the
+    server's own fault. `cancelled` counts requests that were broken off, as by clients that went away; they did not
+    fail. `statuses` are answers by class, such as `2xx`, and `streams` the streamed answers, None without any.
+    Percentiles are those of `histogram.percentiles`. `ratio` is the share of the wall of all requests of the view.
+    `counted` is the number of all requests of the name that ever ended, also without kept spans. A row with `remaining`
+    replaces that many endpoints.
     """
 
     name: str
@@ -248,11 +247,11 @@ class EndpointTimes:
 
 
 @dataclass(frozen=True)
-class WholeRequests:
-    """The requests that a report is of, a row for each, and a row for each part that one of them had any time of.
+class CompleteRequests:
+    """The requests of a report as columns: a row for each request, and a row for each part with time of a request.
 
-    `place` is that among all requests of the trace, `endpoint` one in `names` and `part` one in `parts`. The parts of a
-    request lie together; `unknown_ns`, in which no phase ran, is none of them.
+    `place` is the request's place among all requests of the trace. `endpoint` is a place in `names`, `part` one in
+    `parts`. The parts of a request are adjacent. `unknown_ns`, the time without a phase, is none of the parts.
     """
 
     names: tuple[str, ...]
@@ -270,16 +269,16 @@ class WholeRequests:
     time_ns: Int64s
 
     @classmethod
-    def of(cls, trace: Columns, joined: Joined, found: Ledger, rows: Int64s) -> WholeRequests:
+    def of(cls, trace: Columns, joined: Joined, ledger: Ledger, rows: Int64s) -> CompleteRequests:
         """Return the requests in some rows."""
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
-        request = places_of(places, len(joined.rows))[found.request]
-        is_known = np.array([name != UNKNOWN for name in found.names], dtype=np.bool_)[found.part]
-        unknown_ns, without = np.zeros(len(rows), dtype=np.int64), (request != NONE) & ~is_known
-        unknown_ns[request[without]] = found.time_ns[without]
-        kept = np.flatnonzero((request != NONE) & is_known)
-        kept = kept[np.argsort(request[kept], kind="stable")]
+        request = places_of(places, len(joined.rows))[ledger.request]
+        is_known = np.array([name != UNKNOWN for name in ledger.names], dtype=np.bool_)[ledger.part]
+        unknown_ns, is_unknown = np.zeros(len(rows), dtype=np.int64), (request != NONE) & ~is_known
+        unknown_ns[request[is_unknown]] = ledger.time_ns[is_unknown]
+        of_known = np.flatnonzero((request != NONE) & is_known)
+        of_known = of_known[np.argsort(request[of_known], kind="stable")]
         return cls(
             names=tuple(names),
             rows=rows,
@@ -290,19 +289,19 @@ class WholeRequests:
             broken_off=np.isin(rows, trace.attributes.having(OUTCOME)) & (trace.error[rows] == NONE),
             unknown_ns=unknown_ns,
             answers=Answers.of(trace.attributes, rows),
-            parts=found.names,
-            request=request[kept],
-            part=found.part[kept],
-            time_ns=found.time_ns[kept],
+            parts=ledger.names,
+            request=request[of_known],
+            part=ledger.part[of_known],
+            time_ns=ledger.time_ns[of_known],
         )
 
     def endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
-        """Return the endpoints in any order. `counted` are all requests that ended, by name, where that is more."""
-        found = self._come_to(self.endpoint, self.names, options)
-        return [replace(one, counted=max(counted.get(one.name, 0), one.requests)) for one in found]
+        """Return the endpoints in any order. `counted` has the number of ended requests by name."""
+        rows = self._times_of_groups(self.endpoint, self.names, options)
+        return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
 
     def groups(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
-        """Return the requests by the value of the attribute that groups them. All small groups are one."""
+        """Return the requests by the value of the grouping attribute. One row has all small groups."""
         if not options.requests_by:
             return ()
         values = list(map(group_of, trace.attributes.values(options.requests_by, self.rows)))
@@ -311,35 +310,35 @@ class WholeRequests:
         number = {value: place for place, value in enumerate(largest)}
         last = len(largest)
         groups = [NONE if value is None else number.get(value, last) for value in values]
-        return tuple(self._come_to(np.array(groups, dtype=np.int64), [*largest, OTHER], options))
+        return tuple(self._times_of_groups(np.array(groups, dtype=np.int64), [*largest, OTHER], options))
 
-    def rest(self, others: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
-        """The requests of several endpoints together."""
-        left_out = {one.name for one in others}
+    def rest(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
+        """Return the row of the requests of several endpoints together."""
+        left_out = {row.name for row in rows}
         is_other = np.array([name in left_out for name in self.names], dtype=np.bool_)
         groups = np.where(is_other[self.endpoint], 0, NONE)
-        (rest,) = self._come_to(groups, ("",), options, remaining=len(others))
-        return replace(rest, counted=sum(one.counted for one in others))
+        (total,) = self._times_of_groups(groups, ("",), options, remaining=len(rows))
+        return replace(total, counted=sum(row.counted for row in rows))
 
-    def _come_to(
+    def _times_of_groups(
         self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0
     ) -> list[EndpointTimes]:  # fmt: skip
-        """Return the times of each group that has any request."""
+        """Return the times of each group with requests."""
         count, all_ns = len(names), sum(self.wall_ns.tolist())
         walls, unknown = (_in_order(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
         failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()
         cancelled = Groups(groups, count).sums(self.broken_off.astype(np.int64)).tolist()
         phases, answers = self._times_of_phases(groups), self._answers(groups, count)
-        found = []
+        rows = []
         for number, name in enumerate(names):
-            its, nothing_ran = walls[number], unknown[number]
-            if not its:
+            walls_ns, unknown_times = walls[number], unknown[number]
+            if not walls_ns:
                 continue
-            requests, wall_ns, unknown_ns = len(its), sum(its), sum(nothing_ran)
-            p50_ns, p90_ns, p99_ns = percentiles_of(its, (0.5, 0.9, 0.99))
-            unknown_p50_ns, unknown_p99_ns = percentiles_of(nothing_ran, (0.5, 0.99))
+            requests, wall_ns, unknown_ns = len(walls_ns), sum(walls_ns), sum(unknown_times)
+            p50_ns, p90_ns, p99_ns = percentiles_of(walls_ns, (0.5, 0.9, 0.99))
+            unknown_p50_ns, unknown_p99_ns = percentiles_of(unknown_times, (0.5, 0.99))
             answered = answers.get(number)
-            found.append(
+            rows.append(
                 EndpointTimes(
                     name=name,
                     requests=requests,
@@ -349,8 +348,8 @@ class WholeRequests:
                     p50_ns=p50_ns,
                     p90_ns=p90_ns,
                     p99_ns=p99_ns,
-                    min_ns=its[0],
-                    max_ns=its[-1],
+                    min_ns=walls_ns[0],
+                    max_ns=walls_ns[-1],
                     ratio=share(wall_ns, all_ns),
                     phases=phase_times(phases.get(number, {}), wall_ns, options),
                     unknown_ns=unknown_ns,
@@ -364,42 +363,42 @@ class WholeRequests:
                     cancelled=cancelled[number],
                 )
             )
-        return found
+        return rows
 
     def _times_of_phases(self, groups: Int64s) -> dict[int, dict[str, list[int]]]:
-        """By group and phase the times of the requests that had it, in order."""
-        its = groups[self.request]
-        kept = its != NONE
-        numbers, firsts = numbered(its[kept], self.part[kept])
-        times = _in_order(numbers, len(firsts), self.time_ns[kept])
-        found: dict[int, dict[str, list[int]]] = {}
+        """Return the sorted times of the requests with a phase, by group and phase."""
+        group_of_part = groups[self.request]
+        in_group = group_of_part != NONE
+        numbers, firsts = numbered(group_of_part[in_group], self.part[in_group])
+        times = _in_order(numbers, len(firsts), self.time_ns[in_group])
+        times_by_group: dict[int, dict[str, list[int]]] = {}
         for group, part, of_phase in zip(
-            its[kept][firsts].tolist(), self.part[kept][firsts].tolist(), times, strict=True
+            group_of_part[in_group][firsts].tolist(), self.part[in_group][firsts].tolist(), times, strict=True
         ):
-            found.setdefault(group, {})[self.parts[part]] = of_phase
-        return found
+            times_by_group.setdefault(group, {})[self.parts[part]] = of_phase
+        return times_by_group
 
     def _answers(self, groups: Int64s, count: int) -> dict[int, Answers]:
-        """By group what its requests say of their answers, of those that say anything."""
-        told = self.answers.told()
-        members = Groups(groups[told], count).members()
-        return {int(groups[told[its[0]]]): self.answers.only(told[its]) for its in members}
+        """Return the known answers of each group's requests, without the groups that have none."""
+        places = self.answers.known_places()
+        members = Groups(groups[places], count).members()
+        return {int(groups[places[indexes[0]]]): self.answers.only(places[indexes]) for indexes in members}
 
     def phases_of(self, number: int) -> dict[str, list[int]]:
-        """The phases of one request, each with its one time."""
+        """Return the phases of one request, each with a list of its one time."""
         first, last = np.searchsorted(self.request, [number, number + 1])
-        its = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
-        return {self.parts[part]: [time_ns] for part, time_ns in its}
+        times = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
+        return {self.parts[part]: [time_ns] for part, time_ns in times}
 
 
-def outcome_told(trace: Columns, row: int) -> str:
-    """By what a request was broken off, "" where it was not."""
-    told = trace.attributes[row].get(OUTCOME)
-    return told if isinstance(told, str) else ""
+def request_outcome(trace: Columns, row: int) -> str:
+    """Return the reason for which a request was broken off, "" if it was not."""
+    outcome = trace.attributes[row].get(OUTCOME)
+    return outcome if isinstance(outcome, str) else ""
 
 
 def _in_order(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
-    """The times of each group, the shortest first."""
+    """Return the times of each group, the shortest first."""
     order = np.lexsort((times, groups))
     edges = np.searchsorted(groups[order], np.arange(count + 1)).tolist()
     in_order = times[order].tolist()
@@ -407,21 +406,21 @@ def _in_order(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
 
 
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
-    """Phases by the times of each, in the order of `IN_ORDER`; where there are more than the options leave, those with
-    the most time."""
+    """Return the rows of phases from their times, in the order of `IN_ORDER`. The options keep the phases with the most
+    time."""
 
-    def phase(name: str, its: Sequence[int]) -> PhaseTime:
-        summed_ns, (p50_ns, p99_ns) = sum(its), percentiles_of(its, (0.5, 0.99))
-        mean_ns, ratio = summed_ns / len(its), share(summed_ns, wall_ns)
-        return PhaseTime(name, len(its), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
+    def phase(name: str, times_ns: Sequence[int]) -> PhaseTime:
+        summed_ns, (p50_ns, p99_ns) = sum(times_ns), percentiles_of(times_ns, (0.5, 0.99))
+        mean_ns, ratio = summed_ns / len(times_ns), share(summed_ns, wall_ns)
+        return PhaseTime(name, len(times_ns), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
 
-    def rest(others: Sequence[PhaseTime]) -> PhaseTime:
-        summed_ns = sum(one.summed_ns for one in others)
-        return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(others))
+    def rest(phases: Sequence[PhaseTime]) -> PhaseTime:
+        summed_ns = sum(phase.summed_ns for phase in phases)
+        return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(phases))
 
-    all_of_it = [phase(name, its) for name, its in times.items()]
-    all_of_it.sort(key=lambda one: (-one.summed_ns, one.name))
-    shown = bounded(all_of_it, options, lambda one: one.summed_ns, rest)
+    all_of_it = [phase(name, times_ns) for name, times_ns in times.items()]
+    all_of_it.sort(key=lambda phase: (-phase.summed_ns, phase.name))
+    shown = bounded(all_of_it, options, lambda phase: phase.summed_ns, rest)
     return tuple(sorted(shown, key=_place))
 
 

@@ -1,23 +1,23 @@
-"""The `events` view: what ran, how often and how long, as a tree of names.
+"""The `events` view: the calls as a tree of names, with their numbers and times.
 
 Layout and row names follow the report of Paddle's fluid profiler (`tracer_option`, state, `sorted_key`). The numbers
 follow these rules, which differ from that report where it counted wrongly:
 
 - Total is, in state All, the sum over calls of `elapsed`: the length of the union of a call's host and device
-  interval, so that time in which both ran counts once. State CPU: the host interval. State GPU: the device time.
-- The device time of a row is what its own events took or, where that is more, the sum of what ran below it. Fluid adds
-  up the kernels; events around a span hold those of the spans below it already.
-- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, for that is what the tally's
-  histogram holds; where a row's Total is not the sum of it, they are not known, and there is a dash.
-- Ratio. is a row's Total divided by the Total time of its block, which is the sum of the topmost rows. A row whose
-  span has not ended, or ended on another thread, has no call to count; what is under it counts in its place.
-- Rows are sums of work. Children that ran at the same time as each other, or on the device after their parent had
-  returned, may together exceed their parent, and the Total time of all threads may exceed the time on the clock.
+  interval. Time in which both ran so counts once. State CPU: the host interval. State GPU: the device time.
+- The device time of a row is that of its own events or, if larger, the sum of the rows below it. Fluid adds up the
+  kernels; events around a span include those of the spans below it already.
+- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, as in the tally's histogram.
+  If a row's Total is not the sum of it, they are unknown, and there is a dash.
+- Ratio. is a row's Total divided by the Total time of its block, the sum of the topmost rows. A span that has not
+  ended, or that ended on another thread, has no call to count. The rows below it count in its place.
+- Rows are sums of work. Parallel children may together exceed their parent, as may device work after its return.
+  The Total time of all threads may exceed the time on the clock.
 - A row is a path of names, kept as a list: no character of a name has a meaning.
 
-Fluid's table is 160 columns wide. Here a line has 100: times show the six significant digits of fluid where that leaves
-every name whole, else fewer, and four from the histogram (the objects hold integer ns). CPU Time and GPU Time with
-their ratios are a table of their own, which has the rows with device time. Of any other row the CPU Time is the Total
+Fluid's table is 160 columns wide. Here a line has 100. Times have the six significant digits of fluid if every name
+then remains whole, else fewer, and four from the histogram (the objects have integer ns). CPU Time and GPU Time with
+their ratios are a table of their own, with the rows that have device time. For any other row the CPU Time is the Total
 and the GPU Time 0.
 """
 
@@ -63,39 +63,40 @@ ORDERS = {
     "gpu_min": "minimum time in ascending order",
     "gpu_ave": "average device time in descending order",
 }
-"""The tally has no extremes of host or device time alone; those of both together are the nearest."""
+"""The sort keys. The tally has no extremes of host or device time alone; those of both together are the nearest."""
 
 WIDE = 160
 """Columns of fluid's table."""
 
 NAME_LIMIT = 64
-"""Columns of a name, indent and thread tag included; fluid's longest names fit."""
+"""Columns of a name with its indent and thread tag. Fluid's longest names fit."""
 DETAIL_LEAST = 12
-"""Columns below which an instance's detail is left out rather than shortened."""
+"""The least columns of an instance's detail; below them it is left out."""
 INDENT_LIMIT = 12
-"""Levels that are indented at most; deeper ones, and those that leave a name no room, are numbered."""
+"""The largest number of indented levels. Deeper levels are numbered, as are levels that leave a name no room."""
 LABEL_WIDTH = 25
 NUMBER_WIDTH = 12
 CALLS_WIDTH = 10
-"""Digits of a number of calls that are shown in full."""
+"""The digits of a number of calls in full."""
 RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
-"""Significant digits of a total and of other exact times: the first that leave every name whole, else the last."""
+"""Significant digits of a total and of other exact times: the first pair that leaves every name whole, else the
+last."""
 EXPONENT = 3
-"""Columns of a time without its digits, at most."""
+"""The columns of a time beyond its digits, at most."""
 SAMPLE = 100
-"""Rows that are looked at before the others are."""
+"""The number of rows that decide on a width before the rest is formatted."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
-"""Decimals of a time that is shown to the nanosecond."""
+"""The decimals of a time in full nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Events(View):
-    """The report: a block for all threads merged, where it is asked for, and then one for each thread, newest first.
+    """The report: a block for all threads merged, if the options ask for it, then one for each thread, newest first.
 
-    `overhead` and `copies` are of all threads together; there are none where only threads apart are reported, unless
-    it is one thread. `probes_ns` is what the probes cost where self times were asked for without it (0: not known).
+    `overhead` and `copies` are of all threads together. A report by thread alone has none, except for a single thread.
+    `probes_ns` is the cost of the probes if `corrected` self times are shown (0: unknown).
     """
 
     window_ns: int | None
@@ -106,10 +107,10 @@ class Events(View):
     has_device_time: bool
     _options: Options
     _columns: int = LINE
-    """Columns of a line. Names that need more are shortened."""
+    """Columns of a line. Longer names are shortened."""
 
     def wide(self) -> Events:
-        """The same in lines as long as fluid's, or as names of functions and phases need that are not shortened."""
+        """Return the report with lines as long as fluid's, for names of full length."""
         return replace(self, _columns=WIDE)
 
     def sections(self) -> list[Section]:
@@ -146,8 +147,8 @@ class Events(View):
     def lines(self) -> list[str]:
         lines, nothing = list[str](), self.nothing()
         merged = [block for block in self.blocks if block.thread is None]
-        apart = [block for block in self.blocks if block.thread is not None]
-        for report in (merged, apart):
+        by_thread = [block for block in self.blocks if block.thread is not None]
+        for report in (merged, by_thread):
             if report:
                 lines += _heading(self, report)
                 lines += _sections(self) if report[0] is self.blocks[0] else []
@@ -161,15 +162,15 @@ class Events(View):
 
 
 def events(recording: Recording, options: Options) -> Events:
-    """The view, from the tally: exact for all calls.
+    """Return the view of the tally: exact for all calls.
 
-    `tracer_option`: Default shows operators and copies and hides phases, lifting what is under them; OpDetail shows
-    phases too; AllOpDetail adds a row for each instance of an operator or layer, numbered from 0 by first call.
-    `state`: which time Total is, see the module. `sorted_by` orders every level. `rows` bounds a block to the rows
-    that are largest by the sort key (by Total for `default`), parents before children; `least_ns` is of the Total of
-    a row or of one under it; what is left out of a level is one row more. `threads`: `both` puts the report of all
-    threads merged before the report with a block per thread, unless only one thread recorded; `merged` and `apart` ask
-    for one of the two. `corrected` adds a column of self times, less what the probes of the calls below them cost.
+    `tracer_option`: Default shows operators and copies and lifts the rows below phases in their place. OpDetail shows
+    phases, too. AllOpDetail adds a row for each instance of an operator or layer, numbered from 0 by first call.
+    `state` selects the time of Total (see the module). `sorted_by` orders every level. `rows` bounds a block to the
+    largest rows by the sort key (by Total for `default`), parents before children. `least_ns` bounds the Total of a row
+    or of a row below it. One more row has the rest of a level. `threads`: `both` puts the merged report before the
+    report by thread, unless only one thread recorded; `merged` and `apart` select one of the two. `corrected` adds a
+    column of self times, less the cost of the probes of the calls below.
     """
     probes_ns = None
     if options.corrected:
@@ -195,7 +196,7 @@ def events(recording: Recording, options: Options) -> Events:
 
 
 def _heading(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
-    """The lines that say what the report is of and what every ratio in it is a share of."""
+    """Return the lines on the report's spans and on the base of its ratios."""
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
     lines = [
@@ -209,16 +210,16 @@ def _heading(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
         "  summed, so it may exceed the time on the clock",
     ]
     if view.probes_ns is not None:
-        known = f"less what their probes cost ({in_unit(view.probes_ns, options.unit)} in all)"
+        cost_text = f"less what their probes cost ({in_unit(view.probes_ns, options.unit)} in all)"
         unknown = "what the probes cost is not known"
         lines.append(
-            "Self: host time outside of the row's children" + (f", {known}" if view.probes_ns else f"; {unknown}")
+            "Self: host time outside of the row's children" + (f", {cost_text}" if view.probes_ns else f"; {unknown}")
         )
     return [*lines, ""]
 
 
 def _sections(view: Events) -> list[str]:
-    """Overhead Summary and GpuMemCpy Summary."""
+    """Return the Overhead Summary and the GpuMemCpy Summary."""
     split, unit = view.overhead, view._options.unit
     if split is None:
         return []
@@ -249,14 +250,14 @@ def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, call
 
 
 def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
-    """The table, before it which thread is which, and after it how the times of host and device share a row's Total."""
+    """Return the table, with a legend of the threads before it and the shares of host and device after it."""
     unit = view._options.unit
     legend = []
     for block in blocks:
         if block.number is not None:
-            known = f" (id {block.thread}), Total time: {six_digits(block.total_ns, unit)}"
+            facts = f" (id {block.thread}), Total time: {six_digits(block.total_ns, unit)}"
             tag = f"thread{block.number}: "
-            legend.append(tag + shorten(safe(block.name), LINE - len(tag) - len(known)) + known)
+            legend.append(tag + shorten(safe(block.name), LINE - len(tag) - len(facts)) + facts)
     rows = [(block, row) for block in blocks for row in block.rows]
     lines = [*legend, *([""] if legend else []), *_tree_table(rows, view._table, unit, view._columns), ""]
     timed = _with_device_time(rows)
@@ -272,14 +273,14 @@ def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
 
 
 def _with_device_time(rows: Sequence[tuple[EventsBlock, EventRow]]) -> list[tuple[EventsBlock, EventRow]]:
-    """The rows with device time, and those above them."""
-    found: list[tuple[EventsBlock, EventRow]] = []
+    """Return the rows with device time, and the rows above them."""
+    timed_rows: list[tuple[EventsBlock, EventRow]] = []
     above = 0
     for block, row in reversed(rows):
         if row.device_ns or row.depth < above:
-            found.append((block, row))
+            timed_rows.append((block, row))
             above = row.depth
-    return found[::-1]
+    return timed_rows[::-1]
 
 
 def _tree_table(
@@ -288,19 +289,19 @@ def _tree_table(
     unit: str,
     line: int,
 ) -> list[str]:
-    """Return a table whose first column has the names, indented by their depth, in what the numbers leave of a line."""
+    """Return a table with indented names in its first column, as wide as the numbers leave room in a line."""
     names = _names(rows, NAME_LIMIT)
-    wanted, every = max(map(columns, names), default=0), [row for _, row in rows]
+    longest, every = max(map(columns, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
         header, cells = section_of(every[:SAMPLE], digits).cells(unit)
-        if _room(header, cells, line) >= wanted or digits == DIGITS[-1]:
+        if _room(header, cells, line) >= longest or digits == DIGITS[-1]:
             cells += section_of(every[SAMPLE:], digits).cells(unit)[1]
         room = _room(header, cells, line)
-        if room >= wanted and len(cells) == len(rows):
+        if room >= longest and len(cells) == len(rows):
             break
-    if room < wanted:
+    if room < longest:
         names = _names(rows, room)
-    shown = [[name, *others] for name, (_, *others) in zip(names, cells, strict=True)]
+    shown = [[name, *texts] for name, (_, *texts) in zip(names, cells, strict=True)]
     return [*section_title(section_of((), digits).title), *table(header, shown, [0] * len(header))]
 
 
@@ -309,7 +310,7 @@ def _names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]
 
 
 def _room(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
-    """Columns that the cells leave to a name in a line."""
+    """Return the columns that the cells leave to a name in a line."""
     widths = [max(columns(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
 
@@ -331,7 +332,7 @@ def _part_of(part: str, row: EventRow, unit: str) -> str:
 
 
 def _name_cell(row: EventRow, tag: str, room: int) -> str:
-    """Indent, thread tag of a topmost row, name, and an instance's detail where there is room for it.
+    """Return the indent, the thread tag of a topmost row, the name, and an instance's detail if it fits.
 
     Below the deepest indent the depth is a number, so that the name keeps its place.
     """
@@ -346,7 +347,7 @@ def _name_cell(row: EventRow, tag: str, room: int) -> str:
 
 
 def _reading_notes(view: Events) -> list[str]:
-    """Return the lines that a reader of the table needs, where they apply."""
+    """Return the notes that the table needs."""
     lines = []
     if any(not row.calls for block in view.blocks for row in block.rows):
         lines.append("Calls 0: the span had not ended, or it ended on another thread.")

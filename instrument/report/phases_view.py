@@ -152,10 +152,12 @@ def _under_way(
         call, since, until = (
             np.concatenate(both) for both in ((call, empty), (since, starts[empty]), (until, ends[empty]))
         )
-    which, unit = units.its.overlapping(line[call], since, until)
+    which, unit = units.intervals.overlapping(line[call], since, until)
     call = call[which]
     pieces = Unions(
-        line[call], np.maximum(since[which], units.its.starts[unit]), np.minimum(until[which], units.its.ends[unit])
+        line[call],
+        np.maximum(since[which], units.intervals.starts[unit]),
+        np.minimum(until[which], units.intervals.ends[unit]),
     )
     return call, pieces, unit
 
@@ -180,7 +182,7 @@ def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
     its = trace.device
     rows = distinct(its.row)
     rows = rows[units.line_of[rows] != NONE]
-    unit = units.its.at(units.line_of[rows], trace.start_ns[rows])
+    unit = units.intervals.at(units.line_of[rows], trace.start_ns[rows])
     piece = calls.pieces.at(units.line_of[rows], trace.start_ns[rows])
     of_row = np.full((2, len(trace)), NONE, dtype=np.int64)
     of_row[:, rows] = unit, np.append(calls.of_piece, NONE)[piece]
@@ -352,7 +354,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     units = units_of(trace, facts.held, options.skip_first)
     calls = calls_of(trace, units, facts.held)
     told = Coverage.of_recording(recording)
-    lengths_ns = (units.its.ends - units.its.starts).tolist()
+    lengths_ns = (units.intervals.ends - units.intervals.starts).tolist()
     whole, count, is_counted = int(units.is_whole.sum()), len(lengths_ns), units.of != "window"
     timed, cut = whole * is_counted, (count - whole) * is_counted
     own_ns = calls.by_phase()
@@ -375,7 +377,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     rest = _rest(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
     others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), rest)
     before, is_short = units.before, facts.held[0] > facts.start_ns
-    whole_ns = sum((units.its.ends - units.its.starts)[units.is_whole].tolist())
+    whole_ns = sum((units.intervals.ends - units.intervals.starts)[units.is_whole].tolist())
     return PhasesView(
         coverage=told,
         of=units.of,

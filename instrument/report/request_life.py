@@ -1,8 +1,7 @@
-"""One request's life: its ledger, what made it slow, and turn by turn what went on, as text with a bar for each.
+"""The life of one request as text: its ledger, the cause of its slowness, and its turns, each with a bar.
 
-Turns in batches one after another, and what is short between them, are one line where there are many: a request of a
-thousand tokens is a thousand batches. What took much longer than its other batches, as where it was preempted, is not
-among them.
+A request of a thousand tokens is a thousand batches. In a long list one line has successive turns in batches with the
+short turns between them. A turn much longer than its other batches, as after a preemption, keeps a line of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
 from instrument.recorder.span_attributes import key_text
-from instrument.report.endpoint_times import outcome_told
+from instrument.report.endpoint_times import request_outcome
 from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_device_ledger, request_ledger
 from instrument.report.table import (
     LINE,
@@ -38,28 +37,28 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
 
 FEW = 40
-"""Turns that have a line each."""
+"""The largest number of turns with a line each."""
 
 SMALL = 200
-"""The smallest part of the wall, by its divisor, that has a line of its own where there are many turns."""
+"""The divisor of the wall that gives the least length of a turn with its own line in a long list."""
 
 OUTSTANDING = 4
-"""The length of a batch in usual ones of its name, or of a stall in the longest of them, from which on it has a line of
-its own where there are many turns, if its bar has more than a column."""
+"""The multiple of the usual batch length from which on a turn has its own line in a long list. The usual length is the
+median of the batches of its name; for a stall, the largest of these medians."""
 
 MOST_DIGITS = 19
-"""A number of fewer digits is one of 64 bits."""
+"""The number of decimal digits from which on a number may not fit 64 bits."""
 
 BAR = 32
-"""Columns of a bar, which stand for the wall."""
+"""Columns of a bar of the whole wall."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn from `begin_ns` after the request's begin: several `times` where it was routine.
+    """A turn that began `begin_ns` after the request: `times` batches in a row if it was routine.
 
-    `name` is the span's, empty between spans. Of `in_batches_ns`, time in batches of up to `size` requests, the
-    request's share is `own_ns`.
+    `name` is the span's, empty between spans. `in_batches_ns` is the time in batches of up to `size` requests, and
+    `own_ns` the request's share of it.
     """
 
     part: str
@@ -75,10 +74,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """A request by its `keys` and endpoint: `parts`, which add up to the wall, what made it slow, and its turns.
+    """A request by its `keys` and endpoint: its `parts`, which add up to the wall, its cause of delay, and its turns.
 
-    `namesakes` are the spans of other requests of the key that was asked for. `device_own_ns` is the device time of its
-    own work, `device_shared_ns` its shares of that of batches.
+    `namesakes` are the spans of the other requests of the given key. `device_own_ns` is the device time of the
+    request's own work, `device_shared_ns` its shares of the device time of batches.
     """
 
     name: str
@@ -115,88 +114,88 @@ class RequestLife:
             ratio = share(time_ns, self.wall_ns)
             lines.append(f"{safe(part):<{width}}{in_unit(time_ns, unit):>10} {unit}{tenths(ratio, 1):>8}")
         if self.device_own_ns or self.device_shared_ns:
-            own, of_batches = (in_unit(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
-            lines += ["", f"Device time: {own} {unit} of its own work, {of_batches} {unit} its shares of batches"]
+            own_time, batch_time = (in_unit(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
+            lines += ["", f"Device time: {own_time} {unit} of its own work, {batch_time} {unit} its shares of batches"]
         if self.blame is not None:
-            told = blame_text(self.blame, unit)
-            lines += ["", *wrapped(f"{told[0].upper()}{told[1:]}")]  # names and keys stay as they are
+            text = blame_text(self.blame, unit)
+            lines += ["", *wrapped(f"{text[0].upper()}{text[1:]}")]  # names and keys stay as they are
         lines += ["", *section_title("Turn by turn")]
-        for one in self.turns:
-            lines.append(self._bar(one, unit))
+        for turn in self.turns:
+            lines.append(self._bar(turn, unit))
         return [*lines, "", "Each instant is the turn of what began last; a bar is the turn's place in the wall.", ""]
 
-    def _bar(self, one: Turn, unit: str) -> str:
+    def _bar(self, turn: Turn, unit: str) -> str:
         scale = BAR / max(self.wall_ns, 1)
-        first = min(int(one.begin_ns * scale), BAR - 1)
-        length = max(1, min(BAR - first, round(one.length_ns * scale)))
+        first = min(int(turn.begin_ns * scale), BAR - 1)
+        length = max(1, min(BAR - first, round(turn.length_ns * scale)))
         bar = (" " * first + "#" * length).ljust(BAR)
-        many = f" x {one.times}" if one.times > 1 else ""
-        said = one.part if not one.name or one.name == one.part else f"{one.part}: {one.name}"
-        if one.own_ns is not None:
-            said = f"{one.name}{many}, {tenths(share(one.own_ns, one.in_batches_ns), 1)} its own of {one.size}"
+        many = f" x {turn.times}" if turn.times > 1 else ""
+        label = turn.part if not turn.name or turn.name == turn.part else f"{turn.part}: {turn.name}"
+        if turn.own_ns is not None:
+            label = f"{turn.name}{many}, {tenths(share(turn.own_ns, turn.in_batches_ns), 1)} its own of {turn.size}"
         room = LINE - BAR - 26
-        times = f"{in_unit(one.begin_ns, unit):>10}{in_unit(one.length_ns, unit):>11}"
-        return f"{times}  |{bar}| {shorten(safe(said), room)}".rstrip()
+        times = f"{in_unit(turn.begin_ns, unit):>10}{in_unit(turn.length_ns, unit):>11}"
+        return f"{times}  |{bar}| {shorten(safe(label), room)}".rstrip()
 
 
-def request_life(recording: Recording, asked: str, options: Options) -> RequestLife:
-    """The life of the request of a key, or of the span of that number; of several with one key, the longest.
+def request_life(recording: Recording, name: str, options: Options) -> RequestLife:
+    """Return the life of the request of a key or of a span's number. If several have the key, the longest counts.
 
-    Raises `TraceError` where there is none.
+    Raises `TraceError` if no request matches.
     """
-    trace, joined, found = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
-    place, *others = places_of_request(trace, joined, asked)
+    trace, joined, ledger = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
+    place, *namesakes = places_of_request(trace, joined, name)
     row = int(joined.rows[place])
     begin_ns = int(trace.start_ns[row])
     site = trace.sites[trace.site[row]]
-    is_alike = trace.of_sites([one.name == site.name for one in trace.sites])
+    is_alike = trace.of_sites([other_site.name == site.name for other_site in trace.sites])
     alike = np.flatnonzero(is_alike[joined.rows])
-    told = blame(trace, joined, found, place, typical_times(found, alike)) if len(alike) >= ENOUGH else None
+    cause = blame(trace, joined, ledger, place, typical_times(ledger, alike)) if len(alike) >= ENOUGH else None
     moments = timeline(trace, joined, place)
     error, devices = int(trace.error[row]), recording.once(request_device_ledger)
     return RequestLife(
         name=site.name,
         keys=joined.keys.get(place, ()),
-        namesakes=tuple(trace.span_id[joined.rows[others]].tolist()),
+        namesakes=tuple(trace.span_id[joined.rows[namesakes]].tolist()),
         span_id=int(trace.span_id[row]),
         begin_ns=begin_ns - recording.trace.start_ns,
         wall_ns=int(trace.total_ns[row]),
         error="" if error == NONE else trace.errors[error],
-        outcome=outcome_told(trace, row),
-        parts=found.parts_of(place),
-        blame=told,
-        turns=tuple(_turns(trace, joined, found, moments, begin_ns)),
+        outcome=request_outcome(trace, row),
+        parts=ledger.parts_of(place),
+        blame=cause,
+        turns=tuple(_turns(trace, joined, ledger, moments, begin_ns)),
         device_own_ns=int(devices.own_ns[place]),
         device_shared_ns=int(devices.shared_ns[place]),
         _options=options,
     )
 
 
-def places_of_request(trace: Columns, joined: Joined, asked: str) -> list[int]:
-    """The place of the request of a key, or of the span of that number; of several with one key, the longest first.
+def places_of_request(trace: Columns, joined: Joined, name: str) -> list[int]:
+    """Return the places of the requests of a key or of a span's number, the longest first.
 
-    Raises `TraceError` where there is none.
+    Raises `TraceError` if no request matches.
     """
-    by_key = [place for place, keys in joined.keys.items() if asked in keys or key_text(asked) in keys]
-    if not by_key and asked.isdecimal() and len(asked) < MOST_DIGITS:
-        rows = np.flatnonzero(trace.span_id[joined.rows] == int(asked))
+    by_key = [place for place, keys in joined.keys.items() if name in keys or key_text(name) in keys]
+    if not by_key and name.isdecimal() and len(name) < MOST_DIGITS:
+        rows = np.flatnonzero(trace.span_id[joined.rows] == int(name))
         by_key = rows.tolist()
     if by_key:
         return sorted(by_key, key=lambda place: -int(trace.total_ns[joined.rows[place]]))
-    keys = [key for its in joined.keys.values() for key in its]
-    near = nearest(asked, keys)
+    keys = [key for request_keys in joined.keys.values() for key in request_keys]
+    near = nearest(name, keys)
     hint = f"; nearest is {near!r}" if near else ""
     raise TraceError(
-        f"asked for the request {asked!r:.80}, found {len(joined.rows)} requests, {len(keys)} keys, and none of them "
+        f"asked for the request {name!r:.80}, found {len(joined.rows)} requests, {len(keys)} keys, and none of them "
         f"that{hint}; give a key, or the number of a request's span as the view requests has it"
     )
 
 
-def _turns(trace: Columns, joined: Joined, found: Ledger, moments: Sequence[Moment], begin_ns: int) -> Iterator[Turn]:
+def _turns(trace: Columns, joined: Joined, ledger: Ledger, moments: Sequence[Moment], begin_ns: int) -> Iterator[Turn]:
     served = joined.served
 
-    def name_of(one: Moment) -> str:
-        return "" if one.row == NONE else trace.sites[trace.site[one.row]].name
+    def name_of(moment: Moment) -> str:
+        return "" if moment.row == NONE else trace.sites[trace.site[moment.row]].name
 
     wall_ns = moments[-1].end_ns - moments[0].start_ns if moments else 0
 
@@ -204,52 +203,52 @@ def _turns(trace: Columns, joined: Joined, found: Ledger, moments: Sequence[Mome
     for moment in moments:
         if moment.part == SHARE:
             lengths.setdefault(name_of(moment), []).append(moment.end_ns - moment.start_ns)
-    usual_ns = {name: sorted(its)[len(its) // 2] for name, its in lengths.items()}
+    usual_ns = {name: sorted(lengths_ns)[len(lengths_ns) // 2] for name, lengths_ns in lengths.items()}
     longest_ns = max(usual_ns.values(), default=0)
 
-    def is_routine(one: Moment) -> bool:
-        length_ns = one.end_ns - one.start_ns
-        if one.part in (SHARE, STALL):
-            usual = usual_ns[name_of(one)] if one.part == SHARE else longest_ns
+    def is_routine(moment: Moment) -> bool:
+        length_ns = moment.end_ns - moment.start_ns
+        if moment.part in (SHARE, STALL):
+            usual = usual_ns[name_of(moment)] if moment.part == SHARE else longest_ns
             return length_ns * BAR < wall_ns or length_ns < OUTSTANDING * usual
         return length_ns * SMALL < wall_ns
 
     groups: list[list[Moment]] = []
-    for together, run in groupby(moments, is_routine):
-        its = list(run)
-        groups += [its] if together and len(moments) > FEW else [[one] for one in its]
-    own_ns = _own_shares(found, moments)
-    for its in groups:
-        in_batches = [one for one in its if one.pair != NONE]
-        first = max(in_batches or its, key=lambda one: one.end_ns - one.start_ns)
-        own = size = None
+    for is_routine_run, run in groupby(moments, is_routine):
+        group = list(run)
+        groups += [group] if is_routine_run and len(moments) > FEW else [[moment] for moment in group]
+    own_ns = _own_shares(ledger, moments)
+    for group in groups:
+        in_batches = [moment for moment in group if moment.pair != NONE]
+        first = max(in_batches or group, key=lambda moment: moment.end_ns - moment.start_ns)
+        own_ns_of_turn = size = None
         if in_batches:
-            own = sum(own_ns[one] for one in in_batches)
-            batches = served.batch[[one.pair for one in in_batches]]
+            own_ns_of_turn = sum(own_ns[moment] for moment in in_batches)
+            batches = served.batch[[moment.pair for moment in in_batches]]
             size = int((np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)).max())
         yield Turn(
             part=first.part,
             name=name_of(first),
-            begin_ns=its[0].start_ns - begin_ns,
-            length_ns=its[-1].end_ns - its[0].start_ns,
-            times=max(1, len({one.pair for one in in_batches})),
-            own_ns=own,
+            begin_ns=group[0].start_ns - begin_ns,
+            length_ns=group[-1].end_ns - group[0].start_ns,
+            times=max(1, len({moment.pair for moment in in_batches})),
+            own_ns=own_ns_of_turn,
             size=size,
-            in_batches_ns=sum(one.end_ns - one.start_ns for one in in_batches),
+            in_batches_ns=sum(moment.end_ns - moment.start_ns for moment in in_batches),
             thread_id=None if first.row == NONE else int(trace.thread_id[first.row]),
         )
 
 
-def _own_shares(found: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Return the request's own share of each turn in a batch: the turns of one batch have equal parts of it."""
+def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
+    """Return the request's own share of each turn in a batch, in ns. The turns of one batch have equal parts of it."""
     of_pairs: dict[int, list[Moment]] = {}
-    for one in moments:
-        if one.pair != NONE:
-            of_pairs.setdefault(one.pair, []).append(one)
+    for moment in moments:
+        if moment.pair != NONE:
+            of_pairs.setdefault(moment.pair, []).append(moment)
     shares: dict[Moment, int] = {}
-    for pair, its in of_pairs.items():
-        until = list(accumulate((one.end_ns - one.start_ns for one in its), initial=0))
-        own_ns = min(until[-1], int(found.given_ns[pair]))
-        for one, before, after in zip(its, until, until[1:], strict=False):
-            shares[one] = own_ns * after // until[-1] - own_ns * before // until[-1]
+    for pair, batch_moments in of_pairs.items():
+        until = list(accumulate((moment.end_ns - moment.start_ns for moment in batch_moments), initial=0))
+        own_ns = min(until[-1], int(ledger.given_ns[pair]))
+        for moment, before, after in zip(batch_moments, until, until[1:], strict=False):
+            shares[moment] = own_ns * after // until[-1] - own_ns * before // until[-1]
     return shares

@@ -1,15 +1,15 @@
-"""The `requests` view: how long the requests of each endpoint took, with what, and which were the slowest.
+"""The `requests` view: the times of the requests of each endpoint, their parts, and the slowest requests.
 
 An endpoint is a name of topmost request spans. Every instant of a request's host interval belongs to one part: to the
-phase that began last of those that ran then, on any thread or task of the request, or to none, which is `unknown`. A
-phase within another one so takes its time out of it, of phases side by side the newer one has the instant, and the
-parts add up to the wall to the nanosecond. Of phases that began at once the shorter one began last. Where rules name
-requests by keys, phases are those of all processes, and batches and the times between them are parts, too
-(`instrument.trace.ledger`).
+phase that began last among the phases that ran then, on any thread or task of the request. An instant without a phase
+is `unknown`. An inner phase so takes its time out of the outer one. The newer one of two parallel phases has the
+instant. The parts add up to the wall to the nanosecond. If phases began at once, the shorter one counts as the later.
+If rules name requests by keys, the phases of all processes count. Batches and the times between them are then parts,
+too (`instrument.trace.ledger`).
 
-A phase is a span whose site is declared to be one (`phase:`), or one of kind `phase` by its name; copies to and from a
-device are `copy in` and `copy out` and other copies `copy`, layers are `compute`, loaders `load`, communication is
-`comm`, and a span of any kind that is named `queue` is that. All else (operators, scopes of the user) is no phase.
+A phase is a span whose site is declared as a phase (`phase:`), or a span of kind `phase`, by its name. Copies to and
+from a device are `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, communication is
+`comm`. A span of any kind with the name `queue` is that phase. Operators and scopes of the user are no phases.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from instrument.report.device_view import (
 from instrument.report.endpoint_times import (
     CLASSES,
     BlockedLoops,
+    CompleteRequests,
     EndpointTimes,
     PhaseTime,
-    WholeRequests,
     blocked_loops,
-    outcome_told,
     phase_times,
+    request_outcome,
 )
 from instrument.report.function_times import topmost_by_name
 from instrument.report.section import Coverage, Section, View, none_held
@@ -71,22 +71,22 @@ A_REQUEST = (
 )
 
 ENOUGH = 3
-"""Requests of an endpoint that say what is typical of it."""
+"""The number of an endpoint's requests from which on their typical times are computed."""
 
 NOTABLE = 20
-"""By a smaller part of its wall than the twentieth no request is called slow."""
+"""The divisor of a request's wall that gives its smallest reported excess."""
 
 SLOWEST = 5
-"""Slowest requests that are listed where `rows` does not say it."""
+"""The number of slowest requests in the list if `rows` is not set."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 YEARS_NS = 200 * 366 * 86_400 * 10**9
-"""Wall time that is farther from 1970 is none: the file is damaged, or its clock was."""
+"""The largest distance of a wall time from 1970. A time beyond it comes from a damaged file or a wrong clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWithin:
-    """The work of one device within the requests that had time on it."""
+    """The work of one device within the requests that had device time."""
 
     device: int
     endpoints: tuple[EndpointUse, ...]
@@ -94,13 +94,13 @@ class DeviceWithin:
 
 @dataclass(frozen=True, slots=True)
 class SlowRequest:
-    """One request: `begin_ns` after the trace's start and at `began`, as UTC (empty where the wall time is not known).
+    """A slow request. It began `begin_ns` after the trace's start, at `began` in UTC ("" if unknown).
 
-    `span_id` is that of the Chrome trace. `trace_id` and `collector_span_id` are those of the collector, as it prints
-    them, empty where they are not known: the collector has the request if the profile's `capture` kept it.
-    `outcome` says by what it was broken off, "" where it was not.
-    It is known to its processes by `keys`, and `blame` says what made it slower than its endpoint's requests mostly
-    are, where there are `ENOUGH` of them and it is more than a `NOTABLE` part of the wall.
+    `span_id` is that of the Chrome trace. `trace_id` and `collector_span_id` are those of the collector in its
+    notation, empty if unknown. The collector has the request if the profile's `capture` kept it. `outcome` names the
+    reason for which the request was broken off, "" if it was not. `keys` name the request in its processes. `blame`
+    names the cause of its excess over the typical request of its endpoint. It needs `ENOUGH` requests, and an excess of
+    more than a `NOTABLE` part of the wall.
     """
 
     name: str
@@ -144,12 +144,12 @@ class RequestTimes(View):
     blocked: BlockedLoops | None
     device_shares: tuple[EndpointShare, ...]
     _served_ns: int
-    """The time from the begin of the first request to the end of the last one."""
+    """The time from the begin of the first request to the end of the last request."""
     _options: Options
 
     def sections(self) -> list[Section]:
-        cancelled = "|cancelled=Cancelled" if any(one.cancelled for one in self.endpoints) else ""
-        blocked = [] if self.blocked is None else [self.blocked.whole(), *(one.indented() for one in self.blocked.by)]
+        cancelled = "|cancelled=Cancelled" if any(endpoint.cancelled for endpoint in self.endpoints) else ""
+        blocked = [] if self.blocked is None else [self.blocked.whole(), *(row.indented() for row in self.blocked.by)]
         return [
             Section(
                 "Endpoints", self.endpoints,
@@ -165,7 +165,7 @@ class RequestTimes(View):
             ),
             self._answers(),
             Section(
-                "Streamed answers", [one for one in self.endpoints if one.streams],
+                "Streamed answers", [endpoint for endpoint in self.endpoints if endpoint.streams],
                 "name=Request|streams.count=Streams|streams.items=Items|streams.first_p50_ns=First p50|"
                 "streams.first_p99_ns=First p99|streams.item_p50_ns=Item p50|streams.item_p99_ns=Item p99|"
                 "streams.longest_gap_ns=Longest",
@@ -176,7 +176,7 @@ class RequestTimes(View):
                 ),
             ),
             Section(
-                "Where the time went", [row for one in self.endpoints for row in _part_rows(one)],
+                "Where the time went", [row for endpoint in self.endpoints for row in _part_rows(endpoint)],
                 "name=Request, and its phases|+endpoint=Endpoint|time.requests=Requests|time.mean_ns=Mean|"
                 "time.p50_ns=p50|time.p99_ns=p99|+time.summed_ns=Sum|time.ratio=Of wall", PARTS_NOTE,
                 widths=10,
@@ -184,7 +184,7 @@ class RequestTimes(View):
             Section(
                 "Loop blocked", blocked,
                 "name=Event loops, and by what|stretches=Count|summed_ns=Sum|longest_ns=Longest"
-                + "|at=Mostly at" * any(one.at for one in blocked),
+                + "|at=Mostly at" * any(blocker.at for blocker in blocked),
                 (
                     "One callback or step of a task each, while which no request on its loop could go on: by the "
                     "innermost",
@@ -192,7 +192,7 @@ class RequestTimes(View):
                     "service's own code, seen from the second stretch of a process on.",
                 ),
             ),
-            *(by_endpoint(f"Device {one.device}", one.endpoints) for one in self.devices),
+            *(by_endpoint(f"Device {device.device}", device.endpoints) for device in self.devices),
             device_share_section(self.device_shares),
             Section(
                 "Slowest requests", self.slowest,
@@ -203,13 +203,13 @@ class RequestTimes(View):
 
     def _answers(self) -> Section:
         """Return the table of answers by the class of their status."""
-        shown = [name for name in CLASSES if any(name in one.statuses for one in self.endpoints)]
-        rates = [share(one.requests * 1e9, self._served_ns) for one in self.endpoints]
+        shown = [name for name in CLASSES if any(name in row.statuses for row in self.endpoints)]
+        rates = [share(row.requests * 1e9, self._served_ns) for row in self.endpoints]
         return Section(
             "Answers",
             [
-                (row_name(one), rate, *(one.statuses.get(name, 0 if one.statuses else None) for name in shown))
-                for one, rate in zip(self.endpoints, rates, strict=True)
+                (row_name(row), rate, *(row.statuses.get(name, 0 if row.statuses else None) for name in shown))
+                for row, rate in zip(self.endpoints, rates, strict=True)
             ]
             if shown
             else (),
@@ -246,24 +246,25 @@ class RequestTimes(View):
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:
-    """The view, from the spans that are kept.
+    """Return the view of the kept spans.
 
-    `sorted_by` orders the endpoints by their walls, as `SortKey` says (`default` is by the sum of them), `rows`
-    bounds the tables to so many endpoints and phases of each, and the list of the slowest requests, which are five
-    where it is left out. `least_ns` leaves endpoints and phases with less time in all to the row of the rest.
+    `sorted_by` orders the endpoints by their walls as `SortKey` defines it, `default` by the sum of the walls. `rows`
+    bounds the number of endpoints and of phases of each, and the list of the slowest requests (by default five).
+    `least_ns` moves endpoints and phases with a smaller sum to the row of the rest.
     """
     trace = recording.columns
     joined = recording.once(joined_requests)
     whole, cut = requests_within(trace, joined.owner, recording.trace.held)
-    its = WholeRequests.of(trace, joined, recording.once(request_ledger), whole)
+    table = CompleteRequests.of(trace, joined, recording.once(request_ledger), whole)
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _counted(recording, joined)
-    endpoints = its.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
-    shown = {one.name: (one.counted, one.errors) for one in endpoints}
+    endpoints = table.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
+    shown = {endpoint.name: (endpoint.counted, endpoint.errors) for endpoint in endpoints}
     of_all = [
-        (max(counted.get(name, its)[0], its[0]), max(counted.get(name, its)[1], its[1])) for name, its in shown.items()
+        (max(counted.get(name, counts)[0], counts[0]), max(counted.get(name, counts)[1], counts[1]))
+        for name, counts in shown.items()
     ]
-    of_all += [its for name, its in counted.items() if name not in shown]
+    of_all += [counts for name, counts in counted.items() if name not in shown]
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
@@ -274,11 +275,11 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         counted=sum(requests for requests, _ in of_all),
         errors=sum(errors for _, errors in of_all),
         late_failures=int(trace.of_sites([is_late_failure(site) for site in trace.sites]).sum()),
-        wall_ns=sum(its.wall_ns.tolist()),
-        endpoints=bounded(endpoints, options, lambda one: one.wall_ns, lambda others: its.rest(others, options)),
-        groups=its.groups(trace, options),
+        wall_ns=sum(table.wall_ns.tolist()),
+        endpoints=bounded(endpoints, options, lambda row: row.wall_ns, lambda rows: table.rest(rows, options)),
+        groups=table.groups(trace, options),
         devices=_devices(recording, options),
-        slowest=_slowest(its, recording, options),
+        slowest=_slowest(table, recording, options),
         blocked=blocked_loops(trace, options),
         device_shares=tuple(_device_shares(recording, whole, options)),
         _served_ns=int(trace.end_ns[whole].max() - trace.start_ns[whole].min()) if len(whole) else 0,
@@ -290,24 +291,24 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 
 def joined_requests(recording: Recording) -> Joined:
-    """The requests of a recording, joined by their keys."""
+    """Return the requests of a recording, joined by their keys."""
     return join(recording.columns, recording.trace.apart_ns, recording.once(request_of_spans))
 
 
 def _counted(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
-    """All requests that lie in no other one, and those of them that failed, by name, as the tally counts them.
+    """Return the calls and the errors of topmost requests by name, as the tally counts them.
 
-    What is part of a request elsewhere by its key is none of its own; the tally knows no keys, spans that are held do.
+    A request that is part of another one by its key does not count. The tally itself has no keys.
     """
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.numbered_sites(attrgetter("name"))
     name_of = of_site[trace.site]
-    topmost, own = (
+    topmost, unjoined = (
         set(distinct(name_of[owner == rows]).tolist()) for owner in (recording.once(request_of_spans), joined.owner)
     )
-    parts = {names[number] for number in topmost - own}
-    found = topmost_by_name(recording.totals(merged=True), is_request)
-    return {name: (its.calls, its.errors) for name, its in found.items() if name not in parts}
+    parts = {names[number] for number in topmost - unjoined}
+    totals_by_name = topmost_by_name(recording.totals(merged=True), is_request)
+    return {name: (totals.calls, totals.errors) for name, totals in totals_by_name.items() if name not in parts}
 
 
 def request_ledger(recording: Recording) -> Ledger:
@@ -319,9 +320,9 @@ def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]
     if not len(recording.columns.device):
         return ()
     return tuple(
-        DeviceWithin(one.device, shown_endpoints(one.endpoints, options))
-        for one in recording.once(utilisation).devices
-        if one.endpoints
+        DeviceWithin(use.device, shown_endpoints(use.endpoints, options))
+        for use in recording.once(utilisation).devices
+        if use.endpoints
     )
 
 
@@ -340,51 +341,53 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> lis
     return device_shares(recording.once(request_device_ledger), by_name, options)
 
 
-def _slowest(its: WholeRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
-    """The slowest requests, each compared with those of its endpoint."""
-    trace, joined, found = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
+def _slowest(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
+    """Return the slowest requests, each compared with the requests of its endpoint."""
+    trace, joined, parts = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
     typical: dict[int, Mapping[str, int]] = {}
     slowest = []
-    longest = np.lexsort((trace.start_ns[its.rows], -its.wall_ns))[: options.rows or SLOWEST]
-    for which in longest.tolist():
-        endpoint, place, cause = int(its.endpoint[which]), int(its.place[which]), None
+    longest = np.lexsort((trace.start_ns[table.rows], -table.wall_ns))[: options.rows or SLOWEST]
+    for index in longest.tolist():
+        endpoint, place, cause = int(table.endpoint[index]), int(table.place[index]), None
         if endpoint not in typical:
-            alike = its.place[its.endpoint == endpoint]
-            typical[endpoint] = typical_times(found, alike) if len(alike) >= ENOUGH else {}
+            alike = table.place[table.endpoint == endpoint]
+            typical[endpoint] = typical_times(parts, alike) if len(alike) >= ENOUGH else {}
         if typical[endpoint]:
-            cause = blame(trace, joined, found, place, typical[endpoint])
-            if cause is not None and cause.excess_ns * NOTABLE < int(its.wall_ns[which]):
+            cause = blame(trace, joined, parts, place, typical[endpoint])
+            if cause is not None and cause.excess_ns * NOTABLE < int(table.wall_ns[index]):
                 cause = None
-        slow = _slow(its, which, recording, options, joined.keys.get(place, ()))
+        slow = _slow(table, index, recording, options, joined.keys.get(place, ()))
         slowest.append(replace(slow, blame=cause))
     return tuple(slowest)
 
 
-def _slow(its: WholeRequests, which: int, recording: Recording, options: Options, keys: tuple[str, ...]) -> SlowRequest:
-    trace, facts, row = recording.columns, recording.trace, int(its.rows[which])
-    start_ns, error, wall_ns = int(trace.start_ns[row]), int(trace.error[row]), int(its.wall_ns[which])
+def _slow(
+    table: CompleteRequests, at: int, recording: Recording, options: Options, keys: tuple[str, ...]
+) -> SlowRequest:
+    trace, facts, row = recording.columns, recording.trace, int(table.rows[at])
+    start_ns, error, wall_ns = int(trace.start_ns[row]), int(trace.error[row]), int(table.wall_ns[at])
     realtime_ns = facts.origin.realtime_of(start_ns) if facts.origin.realtime_ns else 0
-    known = 0 < realtime_ns < YEARS_NS
-    began = (EPOCH + timedelta(microseconds=realtime_ns // 1_000)).isoformat(timespec="microseconds") if known else ""
-    trace_id, own_id = "", ""
+    valid = 0 < realtime_ns < YEARS_NS
+    began = (EPOCH + timedelta(microseconds=realtime_ns // 1_000)).isoformat(timespec="microseconds") if valid else ""
+    trace_id, span_id = "", ""
     if recording.collector_ids is not None:  # of a session, which has the spans
-        trace_number, own_number = recording.collector_ids(recording.trace.spans[row], keys[0] if keys else "")
-        trace_id, own_id = f"{trace_number:032x}", f"{own_number:016x}"
+        trace_number, span_number = recording.collector_ids(recording.trace.spans[row], keys[0] if keys else "")
+        trace_id, span_id = f"{trace_number:032x}", f"{span_number:016x}"
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
-    unknown_ns = int(its.unknown_ns[which])
+    unknown_ns = int(table.unknown_ns[at])
     return SlowRequest(
-        name=its.names[its.endpoint[which]],
+        name=table.names[table.endpoint[at]],
         begin_ns=start_ns - facts.start_ns,
         began=began.replace("+00:00", "Z"),
         wall_ns=wall_ns,
         error="" if error == NONE else trace.errors[error],
-        outcome=outcome_told(trace, row),
+        outcome=request_outcome(trace, row),
         span_id=int(trace.span_id[row]),
         trace_id=trace_id,
-        collector_span_id=own_id,
+        collector_span_id=span_id,
         keys=keys,
-        phases=phase_times(its.phases_of(which), wall_ns, options),
+        phases=phase_times(table.phases_of(at), wall_ns, options),
         unknown_ns=unknown_ns,
         unknown_ratio=share(unknown_ns, wall_ns),
     )
@@ -400,17 +403,17 @@ PARTS_NOTE = (
 )
 
 
-def parts_of(one: EndpointTimes) -> list[PhaseTime]:
+def parts_of(row: EndpointTimes) -> list[PhaseTime]:
     """Return the parts of the wall of an endpoint's requests."""
     unknown = PhaseTime(
-        UNKNOWN, one.requests, one.unknown_ns, one.unknown_mean_ns, one.unknown_p50_ns, one.unknown_p99_ns,
-        one.unknown_ratio,
+        UNKNOWN, row.requests, row.unknown_ns, row.unknown_mean_ns, row.unknown_p50_ns,
+        row.unknown_p99_ns, row.unknown_ratio,
     )  # fmt: skip
-    return [*one.phases, unknown]
+    return [*row.phases, unknown]
 
 
 class RequestPart(NamedTuple):
-    """A row of where the time of an endpoint went: all of it, or below that a part by its `name`."""
+    """A row on the time of an endpoint: the whole of it, or a part by its `name`."""
 
     endpoint: str
     name: str
@@ -418,11 +421,11 @@ class RequestPart(NamedTuple):
     time: PhaseTime
 
 
-def _part_rows(one: EndpointTimes) -> list[RequestPart]:
+def _part_rows(row: EndpointTimes) -> list[RequestPart]:
     whole = PhaseTime(
-        "", one.requests, one.wall_ns, one.mean_ns, one.p50_ns, one.p99_ns, share(one.wall_ns, one.wall_ns)
+        "", row.requests, row.wall_ns, row.mean_ns, row.p50_ns, row.p99_ns, share(row.wall_ns, row.wall_ns)
     )
-    name, *parts = row_name(one), *parts_of(one)
+    name, *parts = row_name(row), *parts_of(row)
     names = [*map(row_name, parts[:-1]), "unknown (no phase ran)"]
     return [
         RequestPart(name, name, 0, whole),
@@ -430,29 +433,29 @@ def _part_rows(one: EndpointTimes) -> list[RequestPart]:
     ]
 
 
-def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
-    error = f", {safe(one.error or one.outcome)}" if one.error or one.outcome else ""
-    name = shorten(safe(one.name) or "(no name)", LINE // 2)
-    key = f", key {shorten(safe(one.keys[0]), LINE // 2)}" if one.keys else ""
-    lines = wrapped(f"{place}. {name}: {in_unit(one.wall_ns, unit)} {unit}{error}{key}")
-    at = f"{number(one.begin_ns / 1e9)} s after the start of the trace, span {one.span_id}"
-    lines += wrapped(f"   began {f'{one.began}, ' if one.began else ''}{at}")
-    if one.trace_id:
-        own = f", span {one.collector_span_id}" if one.collector_span_id else ""
-        lines += wrapped(f"   in the collector, if it was kept: trace {one.trace_id}{own}")
-    largest = sorted(one.phases, key=lambda phase: -phase.summed_ns)
+def _slow_lines(place: int, request: SlowRequest, unit: str) -> list[str]:
+    error = f", {safe(request.error or request.outcome)}" if request.error or request.outcome else ""
+    name = shorten(safe(request.name) or "(no name)", LINE // 2)
+    key = f", key {shorten(safe(request.keys[0]), LINE // 2)}" if request.keys else ""
+    lines = wrapped(f"{place}. {name}: {in_unit(request.wall_ns, unit)} {unit}{error}{key}")
+    at = f"{number(request.begin_ns / 1e9)} s after the start of the trace, span {request.span_id}"
+    lines += wrapped(f"   began {f'{request.began}, ' if request.began else ''}{at}")
+    if request.trace_id:
+        collector_span = f", span {request.collector_span_id}" if request.collector_span_id else ""
+        lines += wrapped(f"   in the collector, if it was kept: trace {request.trace_id}{collector_span}")
+    largest = sorted(request.phases, key=lambda phase: -phase.summed_ns)
     parts = [f"{shorten(row_name(phase), LINE // 2)} {tenths(phase.ratio, 1)}" for phase in largest]
-    lines += wrapped("   " + ", ".join([*parts, f"unknown {tenths(one.unknown_ratio, 1)}"]))
-    return lines if one.blame is None else [*lines, *wrapped(f"   {blame_text(one.blame, unit)}")]
+    lines += wrapped("   " + ", ".join([*parts, f"unknown {tenths(request.unknown_ratio, 1)}"]))
+    return lines if request.blame is None else [*lines, *wrapped(f"   {blame_text(request.blame, unit)}")]
 
 
 def blame_text(slow_by: Blame, unit: str) -> str:
     """Return the cause of a slow request, in a line."""
     cause = ""
     if slow_by.cause is not None:
-        whose = f" of {shorten(safe(slow_by.cause.request), LINE // 3)}" if slow_by.cause.request else ""
+        of_request = f" of {shorten(safe(slow_by.cause.request), LINE // 3)}" if slow_by.cause.request else ""
         name = shorten(safe(slow_by.cause.name), LINE // 3)
-        cause = f"; {in_unit(slow_by.cause.ran_ns, unit)} {unit} of it were {name}{whose}"
+        cause = f"; {in_unit(slow_by.cause.ran_ns, unit)} {unit} of it were {name}{of_request}"
     part = shorten(safe(slow_by.part), LINE // 3)
     typical = f"{in_unit(slow_by.part_ns, unit)} {unit}, typical {in_unit(slow_by.typical_ns, unit)}"
     return f"slower by {part}: {typical}{cause}"

@@ -38,9 +38,9 @@ NO_EVENTS = "no events"
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The spans that a report is made from, and the time whose shares it knows, from the trace's start.
+    """The spans of a report, and the time that they cover without a gap, in ns from the trace's start.
 
-    `complete` says that no span was overwritten by a newer one.
+    `complete` is True if no span was overwritten by a newer one.
     """
 
     spans: int
@@ -64,17 +64,17 @@ class Coverage:
             "ended before there are totals",
         ]
 
-    def none_held(self, what: str, otherwise: str) -> list[str]:
-        """Return how to have some recorded, for a view that found none; or that older ones may be gone."""
-        return none_held(what, otherwise, complete=self.complete)
+    def none_held(self, noun: str, otherwise: str) -> list[str]:
+        """Return a hint on recording some, for a view without data; or a note that older spans may be gone."""
+        return none_held(noun, otherwise, complete=self.complete)
 
 
-def none_held(what: str, otherwise: str, *, complete: bool) -> list[str]:
-    """The same where the spans are `complete`, or not."""
+def none_held(noun: str, otherwise: str, *, complete: bool) -> list[str]:
+    """Return the lines on a missing noun: `otherwise` if the spans are `complete`, else a note on overwritten spans."""
     if complete:
         return wrapped(otherwise)
     return wrapped(
-        f"No {what} is among the spans that are still held; older ones were overwritten. Raise `limits.ring` in the "
+        f"No {noun} is among the spans that are still held; older ones were overwritten. Raise `limits.ring` in the "
         "profile, or look at the `events` view, which counts all."
     )
 
@@ -82,10 +82,10 @@ def none_held(what: str, otherwise: str, *, complete: bool) -> list[str]:
 TEXT, TIME, SIZE, RATIO, DEVICE = "text", "time", "size", "ratio", "device"
 
 BLANK = object()
-"""A value of a row to which a column does not apply: its cell is empty."""
+"""A value of a row without a meaning in a column: its cell is empty."""
 
 RATIOS = ("ratio", "fill", "uneven", "running", "burden")
-"""Fields that are shares, and whose name does not end with `_ratio`."""
+"""Fields of shares without the suffix `_ratio`."""
 
 MIB = 1 << 20
 
@@ -98,11 +98,12 @@ Text = Callable[[Any, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table of a view. `lead` are lines above it, `notes` lines below it, and `empty` those in place of no rows.
+    """A table of a view. `lead` are the lines above it, `notes` those below it, and `empty` those of a table without
+    rows.
 
-    `texts` make the cells of a field of rows where they are not as elsewhere in text.
-    `widths` are the least of the columns, or of all but the first, which then holds names.
-    A `paragraph` makes the text of a row, by its number from 1, which has more to say than a line of a table.
+    `texts` make the cells of a field if the text differs from the default. `widths` are the least widths of the
+    columns. A single width is that of all columns but the first, which has names. A `paragraph` makes the lines of a
+    row from its number (from 1), for a row that is longer than a table's line.
     """
 
     title: str
@@ -134,10 +135,10 @@ class Section:
         columns = [(name, heading) for name, heading, is_wide in self.described() if not is_wide]
         header, name = [heading for _, heading in columns], columns[0][0]
         name = "" if name in self.texts else name
-        first, *others = [self._text_of(field) for field, _ in columns]
+        first, *other_texts = [self._text_of(field) for field, _ in columns]
         indents = ["  " * getattr(row, "depth", 0) for row in self.rows]
         return header, [
-            [indent + (name_of(row, name) or first(row, unit)), *(text(row, unit) for text in others)]
+            [indent + (name_of(row, name) or first(row, unit)), *(text(row, unit) for text in other_texts)]
             for indent, row in zip(indents, self.rows, strict=True)
         ]
 
@@ -165,15 +166,15 @@ class View:
     _options: Options
 
     def heading(self) -> str:
-        """Return the name of the view, as its title has it."""
+        """Return the title of the view."""
         return self.TITLE
 
     def head(self) -> list[str]:
-        """Return the lines below the title: which spans the view is made from, units, and bases of ratios."""
+        """Return the lines below the title: the spans of the view, the units, and the bases of ratios."""
         return []
 
     def nothing(self) -> list[str]:
-        """Return why there is nothing to show, empty where there is something."""
+        """Return the reason for an empty view, [] if the view has something to show."""
         return []
 
     def sections(self) -> Sequence[Section]:
@@ -197,7 +198,7 @@ class View:
 
 def section_lines(sections: Iterable[Section], unit: str) -> list[str]:
     """Return the text of sections that have something to show, a blank line behind each."""
-    return [line for one in sections if one.rows or one.empty for line in (*one.lines(unit), "")]
+    return [line for section in sections if section.rows or section.empty for line in (*section.lines(unit), "")]
 
 
 def name_of(row: Any, name: str) -> str:
@@ -209,7 +210,7 @@ def name_of(row: Any, name: str) -> str:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """Return the value of a row's field, None where there is no such part of the row."""
+    """Return the value of a row's field, None if the part of the row is None."""
     value = row
     for part in name.split("."):
         if value is None:
@@ -220,7 +221,7 @@ def value_of(row: Any, name: str) -> Any:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a field, as far as its name says it."""
+    """Return the kind of a field by its name."""
     last = name.rpartition(".")[2]
     if last.endswith("_ns"):
         return TIME

@@ -1,7 +1,7 @@
-"""Text tables: names that cannot break a line, numbers as the field's profilers print them, cells that never touch.
+"""Text tables: names without control characters, numbers in the profilers' formats, and a gap between any two cells.
 
-A table is left-justified, each column as wide as its longest cell and a gap. Whatever a user calls a thing is data:
-it is escaped where it would move the cursor and shortened in the middle where it is too long.
+A table is left-justified. Each column is as wide as its longest cell and a gap. A user's name is data: control
+characters are escaped, and the middle of a long name is shortened.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ DASHES = 25
 """Dashes at each end of a section's title."""
 
 NAME_LEAST = 12
-"""Columns that are left to a name, however wide the numbers beside it are."""
+"""The least columns of a name, even next to wide numbers."""
 
 TEXT_LEAST = 32
-"""Columns that a text beside the name keeps where a line is too long; no number is that wide."""
+"""The least columns of a text other than the name in a long line. No number is that wide."""
 
 WHOLE_DIGITS = 14
 """Digits of a time in full, at most: 27 hours in ns. Five such columns leave room for a name."""
 
 MARKS = ("Mn", "Me", "Cf")
-"""Categories of the characters that stand upon or within others, such as an accent or a joiner, and take no column."""
+"""Categories of characters that combine with others, such as an accent or a joiner, and take no column."""
 
 MISSING = "-"
-"""Stands for a value that does not exist: no call, or a ratio whose base is zero."""
+"""The cell of a value that does not exist: no call, or a ratio with a zero base."""
 
 
 def safe(text: str) -> str:
-    """The text with everything that is not printable written as an escape, such as `\\n`, `\\x1b` or `\\u202e`."""
+    """Return the text with each unprintable character as an escape, such as `\\n`, `\\x1b` or `\\u202e`."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def name_of_site(site: Site) -> str:
-    """The layer with its path, else the name."""
+    """Return the layer with its path, else the name."""
     return f"{site.name} ({site.instance})" if site.instance else site.name
 
 
 def row_name(row: Any) -> str:
-    """Return the name of a row, escaped, or how many rows it replaces."""
+    """Return the name of a row, escaped, or the number of rows that it replaces."""
     return f"(remaining {row.remaining})" if row.remaining else safe(row.name) or "(no name)"
 
 
 def where_of(site: Site) -> str:
-    """Return the place of a site's code: the function, else file and line, as far as it is known."""
+    """Return the place of a site's code: the function, else the file and line, "" if unknown."""
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
 def columns(text: str) -> int:
-    """Terminal columns of a text: wide East Asian characters take two, and marks upon the character before none."""
+    """Return the terminal columns of a text: two for a wide East Asian character, none for a combining mark."""
     if text.isascii():
         return len(text)
     return sum(map(_columns_of, text))
@@ -86,7 +86,7 @@ def _columns_of(char: str) -> int:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text in at most `limit` columns, its middle replaced by `...` when it is longer."""
+    """Return the text in at most `limit` columns. The middle of a longer text is replaced by `...`."""
     if columns(text) <= limit:
         return text
     room = limit - 3
@@ -100,9 +100,10 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shortened(texts: Sequence[str], limit: int) -> list[str]:
-    """Each text in at most `limit` columns; those whose middles alone differ lose what they share instead.
+    """Return each text in at most `limit` columns. Texts that differ only in their middle lose their common part
+    instead.
 
-    Different texts that look alike whatever is shown of them are numbered, where there is room for that.
+    Texts that still look alike get numbers, if there is room.
     """
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
@@ -120,9 +121,9 @@ def shortened(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _from_the_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
-    """Different texts of one beginning, each as a little of it and what comes where they part.
+    """Return texts of a common beginning, each with a little of it and the text from the first difference on.
 
-    Those that still look alike then are shown from where each parts from the one that is most like it.
+    Texts that still look alike are shown from their difference to the most similar text.
     """
     shown = _from_where_they_part(texts, [_shared(min(texts), max(texts))] * len(texts), limit)
     alike: dict[str, list[str]] = {}
@@ -136,21 +137,22 @@ def _from_the_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
     return shown
 
 
-def _shared(text: str, other: str) -> int:
-    """Count the characters that two texts begin with alike."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((index for index, (one, two) in pairs if one != two), min(len(text), len(other)))
+def _shared(first: str, second: str) -> int:
+    """Return the number of characters in the common beginning of two texts."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def _from_where_they_part(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
-    """Each text as a little of its beginning and what comes from its parting on; one that ends there, as it ends."""
+    """Return each text as a little of its beginning and its rest from the parting on. A text without a rest is
+    shortened."""
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
         while 0 < parting < len(text) and not _columns_of(text[parting]):
             parting -= 1
         begin = _first_columns(text[:parting], limit // 4) + "..."
-        rest = text[parting:]
-        shown[text] = begin + shorten(rest, limit - columns(begin)) if rest else shorten(text, limit)
+        remainder = text[parting:]
+        shown[text] = begin + shorten(remainder, limit - columns(begin)) if remainder else shorten(text, limit)
     return shown
 
 
@@ -164,7 +166,7 @@ def _first_columns(text: str, limit: int) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    """A printable text in lines of `LINE` columns, all but the first indented more; words that are longer are cut."""
+    """Return a text as lines of `LINE` columns, all but the first indented more. A longer word is cut."""
     words = text.lstrip()
     indent = " " * (len(text) - len(words))
     lines, line = list[str](), indent
@@ -182,17 +184,17 @@ def wrapped(text: str) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits; whole numbers in full."""
+    """Return four significant digits. Whole numbers are complete."""
     return compact(value, WHOLE_DIGITS)
 
 
 def six_digits(value_ns: float | None, unit: str = "s") -> str:
-    """Nanoseconds in a unit of time as a C++ stream prints a double: the format of fluid and SINGA."""
+    """Return nanoseconds in a unit of time as a C++ stream prints a double, the format of fluid and SINGA."""
     return MISSING if value_ns is None else f"{value_ns / UNITS[unit]:g}"
 
 
 def in_unit(value_ns: float | None, unit: str) -> str:
-    """Nanoseconds in a unit of time, in four digits; whole numbers in full."""
+    """Return nanoseconds in a unit of time, in four digits. Whole numbers are complete."""
     if value_ns is None:
         return MISSING
     return number(round(value_ns) if unit == "ns" else value_ns / UNITS[unit])
@@ -219,18 +221,18 @@ def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
 
 
 def share(part: float, base: float) -> float | None:
-    """The part as a fraction of the base; None when the base is zero."""
+    """Return the part as a fraction of the base, None if the base is zero."""
     return part / base if base else None
 
 
 class Ratio(property):
-    """A property of a class: one field of it as a share of another, None where either is, or the base is zero."""
+    """A property of a class: one field as a share of another, None if either is None or the base is zero."""
 
     def __init__(self, part: str, *, of: str) -> None:
-        both = attrgetter(part, of)
+        read_both = attrgetter(part, of)
 
-        def ratio(one: Any) -> float | None:
-            part, base = both(one)
+        def ratio(row: Any) -> float | None:
+            part, base = read_both(row)
             return None if part is None or base is None else share(part, base)
 
         super().__init__(ratio)
@@ -242,23 +244,23 @@ class Ratio(property):
 
 
 def percent(part: float, base: float) -> str:
-    """The part as a percentage of the base."""
+    """Return the part as a percentage of the base."""
     fraction = share(part, base)
     return MISSING if fraction is None else f"{number(100 * fraction)}%"
 
 
 def tenths(part: float | None, base: float) -> str:
-    """The part as a percentage of the base with one decimal, for columns."""
+    """Return the part as a percentage of the base with one decimal, for columns."""
     return MISSING if part is None or not base else f"{100 * (part / base):.1f}%"
 
 
 def rough_percent(ratio: float | None) -> str:
-    """A ratio as a percentage with two digits, for what is estimated."""
+    """Return a ratio as a percentage with two digits, for an estimate."""
     return MISSING if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%"
 
 
 def title(text: str) -> list[str]:
-    """The lines above a report."""
+    """Return the lines above a report."""
     return ["", f"{'-' * 25}>{text:^26}<{'-' * 25}", ""]
 
 
@@ -269,7 +271,7 @@ def section_title(text: str) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
-    """The lines of a table, header first; no column is narrower than its entry of `least_widths`."""
+    """Return the lines of a table, the header first. No column is narrower than its entry of `least_widths`."""
     lines = [header, *rows]
     by_column = zip(least_widths, zip(*lines, strict=True), strict=True)
     widths = [max(least, max(map(columns, cells)) + GAP) for least, cells in by_column]
@@ -280,7 +282,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
 
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
-    """A table of names, which are escaped. Long texts beside them, then the names are shortened to lines of `LINE`."""
+    """Return a table of escaped names. Long texts, then the names, are shortened until a line has `LINE` columns."""
     escaped = [[safe(name) or "(no name)", *cells] for name, *cells in rows]
     widths = [max(least_width, max(map(columns, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
     for column, width in enumerate(widths[1:], 1):
@@ -295,23 +297,23 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
 
 
 def bounded(
-    lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], rest: Callable[[Sequence[Line]], Line]
+    lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
-    """The first lines that the options leave, heaviest first as they are, and one that sums up the others if any."""
+    """Return the first lines that the options allow, in their order, and one row of the omitted lines if any."""
     heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.bound]
     if len(heavy) == len(lines):
         return tuple(lines)
     shown = set(map(id, heavy))
-    return (*heavy, rest([line for line in lines if id(line) not in shown]))
+    return (*heavy, make_rest([line for line in lines if id(line) not in shown]))
 
 
 def adding(*sums: str) -> Callable[[Sequence[Any]], Any]:
-    """Return the function that makes the row of several that are left out, of the sums of some fields."""
+    """Return a function that makes the row of omitted rows from the sums of some fields."""
     return partial(remaining_row, sums=sums)
 
 
 def remaining_row(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
-    """Return the row of several that are left out: the sums of some fields, the facts, and nothing in other fields."""
-    values = {one.name: "" if isinstance(getattr(rows[0], one.name), str) else None for one in fields(rows[0])}
+    """Return the row of omitted rows: the sums of some fields, the facts, and nothing in other fields."""
+    values = {field.name: "" if isinstance(getattr(rows[0], field.name), str) else None for field in fields(rows[0])}
     added = {name: sum(getattr(row, name) for row in rows) for name in sums}
     return type(rows[0])(**{**values, **added, "remaining": len(rows), **facts})

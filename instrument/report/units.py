@@ -1,6 +1,6 @@
-"""Units, of which phases are: the steps of each line, else the requests, else the window; and what ran beside them.
+"""Units: the basis of phases. They are the steps of each line, else the requests, else the window.
 
-A line is what one thread, or one task on it, runs. Of requests each is a line of its own, of the window all is one.
+A line is the work of one thread or of one task on it. Each request has a line of its own, the window has one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOADER = "loader"
 OPTIMIZER = "optimizer"
 
 PROFILERS = "instrument.Profiler.step"
-"""The function of the steps that a `Profiler` makes."""
+"""The function of the steps of a `Profiler`."""
 
 
 def phase_of(site: Site) -> str | None:
-    """The phase that spans of a site are, None where they are none: also one that is declared to be none of a step."""
+    """Return the phase of a site's spans, None if they are no phase, as after `phase: false`."""
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
@@ -39,23 +39,23 @@ def phase_of(site: Site) -> str | None:
     return site.name if site.kind == "phase" else None
 
 
-def number_told(told: AttributeValue | None) -> int | None:
-    """The number that a step bears by its attribute `step`."""
+def step_number(told: AttributeValue | None) -> int | None:
+    """Return the number of a step from its attribute `step`, None without an integer."""
     return told if isinstance(told, int) and not isinstance(told, bool) else None
 
 
 def waits_of(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
-    """The waits for loaders of each line. One without length says when a step began, too, and stays one."""
-    found = union_by_group(lines, 2 * starts, 2 * ends + 1)
-    return Unions(found.groups, found.starts // 2, found.ends // 2)
+    """Return the waits for loaders of each line. A wait without length marks a step's begin, too, and remains one."""
+    unions = union_by_group(lines, 2 * starts, 2 * ends + 1)
+    return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
 
 
 def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
     """Return the begin of each step of a line: that of the wait for its input, if there is one.
 
-    That is the last of `waits` since a step before it ended or one around it began. Where a `Profiler` says that a step
-    has ended the next one begins, and what it waits for is in it. Steps are in the order of their line and begin, and
-    may lie in one another.
+    It is the last of `waits` since the end of an earlier step or the begin of an outer one. The end of a `Profiler`'s
+    step is the begin of the next one, so its wait is within it. Steps are in the order of their line and begin, and may
+    be nested.
     """
     lines, starts, ends = steps
     filled = np.flatnonzero(starts < ends)
@@ -66,23 +66,23 @@ def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
     since[1:] = np.maximum(since[1:], np.where(lines[1:] == lines[:-1], starts[:-1], 0))
     place = waits.begun(lines, starts)
     place -= (place != NONE) & (np.append(waits.ends, 0)[place] > starts)
-    is_told = (np.append(waits.groups, NONE)[place] == lines) & ~is_profilers
+    has_wait = (np.append(waits.groups, NONE)[place] == lines) & ~is_profilers
     began = np.append(waits.starts, NONE)[place]
-    return np.where(is_told & (began >= np.maximum(since, 0)), began, starts)
+    return np.where(has_wait & (began >= np.maximum(since, 0)), began, starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a trace: steps, requests or the window, by line and the order of time, clipped to what is held.
+    """The units of a trace: steps, requests or the window, by line and time, clipped to the complete interval.
 
-    `of` says which they are, `is_whole` which reach over no edge. `line_of` is the line beside which each row of the
-    trace ran, `NONE` for none, and `is_aside` which rows ran on another one that worked for it. `steps` are those of
-    all lines, the skipped ones too, None where there are none. `skipped` is how many first steps were left out,
-    `before` how many came before the first that is left, by the number that it bears.
+    `of` names their kind, `is_whole` marks units within the interval's edges. `line_of` is the line of each row of the
+    trace, `NONE` for none. `is_aside` marks rows on another line that worked for it. `steps` are those of all lines,
+    including the skipped ones, None without any. `skipped` is the number of first steps that were left out. `before` is
+    the number of steps before the first remaining one, by its own number.
     """
 
     of: str
-    its: Unions
+    intervals: Unions
     is_whole: Bools
     line_of: Int64s
     is_aside: Bools
@@ -91,86 +91,87 @@ class Units:
     before: int = 0
 
 
-def units_of(trace: Columns, held: Interval, skip_first: int) -> Units:
-    """The units of a trace, as far as they lie in the part of the window of which every span is held."""
-    reaches_into = (trace.start_ns < held[1]) & (trace.end_ns > held[0])
+def units_of(trace: Columns, interval: Interval, skip_first: int) -> Units:
+    """Return the units of a trace, clipped to the interval whose spans are all kept."""
+    reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.of_sites([kind == "step" for kind in kinds]) & reaches_into)
     if len(steps):
-        return _steps(trace, steps, held, skip_first)
+        return _steps(trace, steps, interval, skip_first)
     is_request = trace.of_sites([kind == "request" for kind in kinds]) & (trace.root_id == trace.span_id)
     requests = np.flatnonzero(is_request & reaches_into)
     is_aside = np.zeros(len(trace), dtype=np.bool_)
     if not len(requests):
-        window = Unions(np.array([0]), np.array([held[0]]), np.array([held[1]]))
+        window = Unions(np.array([0]), np.array([interval[0]]), np.array([interval[1]]))
         return Units("window", window, np.array([True]), np.zeros(len(trace), dtype=np.int64), is_aside)
     lines = np.arange(len(requests))
     line_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
     line_of[requests] = lines
-    its, is_whole = _clipped(trace, requests, lines, trace.start_ns[requests], held)
-    return Units("request", its, is_whole, line_of[rows_of(trace.span_id, trace.root_id)], is_aside)
+    clipped_units, is_whole = _clipped(trace, requests, lines, trace.start_ns[requests], interval)
+    return Units("request", clipped_units, is_whole, line_of[rows_of(trace.span_id, trace.root_id)], is_aside)
 
 
-def _clipped(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, held: Interval) -> tuple[Unions, Bools]:
-    """Steps or requests from their begins on, as far as they lie in what is held, and which lie in it as a whole."""
-    first, last = held
+def _clipped(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
+    """Return steps or requests from their begins on, clipped to an interval, and a mark for each that is not cut."""
+    first, last = interval
     ends = trace.end_ns[rows]
     is_whole = ~trace.clipped[rows] & (first <= begins) & (ends <= last)
     return Unions(lines, np.maximum(begins, first), np.minimum(ends, last)), is_whole
 
 
-def _steps(trace: Columns, found: Int64s, held: Interval, skip_first: int) -> Units:
-    """The steps that begin in no other one of their line, nor in one that a task of its own is in."""
+def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
+    """Return the steps that begin in no other step of their line, nor in one around their task."""
     thread = ranked(trace.thread_id)[1]
-    line, some = numbered(thread, trace.task_id)
-    rows = found[successive(line[found], trace.start_ns[found], trace.end_ns[found])]
+    line, firsts = numbered(thread, trace.task_id)
+    rows = step_rows[successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
     of_thread = np.full(int(thread.max()) + 1, NONE, dtype=np.int64)
-    of_no_task = some[trace.task_id[some] == 0]
+    of_no_task = firsts[trace.task_id[firsts] == 0]
     of_thread[thread[of_no_task]] = line[of_no_task]
     if len(distinct(thread[rows])) < len(distinct(line[rows])):  # tasks, which may have steps at the same time
         rows = _topmost(trace, rows, line, of_thread[thread])
-    its = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
+    steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     loaders = np.flatnonzero(trace.of_kind(LOADER))
     waits = waits_of(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
     is_profilers = trace.of_sites([site.function == PROFILERS for site in trace.sites])[rows]
-    begins = begins_of(its, is_profilers, waits)
-    numbers = [number_told(one) for one in trace.attributes.values("step", rows)]
+    begins = begins_of(steps, is_profilers, waits)
+    numbers = [step_number(value) for value in trace.attributes.values("step", rows)]
     skipped = np.zeros(len(rows), dtype=np.bool_)
     if skip_first:
-        first_of = np.full(len(some), len(trace))
-        np.minimum.at(first_of, line[found], found)
-        skipped = _first_of_threads(thread[rows], trace.start_ns[rows], first_of[its.groups], numbers, skip_first)
-    kept = np.flatnonzero(~skipped)
-    units, is_whole = _clipped(trace, rows[kept], its.groups[kept], begins[kept], held)
-    has_steps = np.zeros(len(some) + 1, dtype=np.bool_)
-    has_steps[its.groups] = True
+        first_of = np.full(len(firsts), len(trace))
+        np.minimum.at(first_of, line[step_rows], step_rows)
+        skipped = _first_of_threads(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
+    remaining = np.flatnonzero(~skipped)
+    units, is_whole = _clipped(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
+    has_steps = np.zeros(len(firsts) + 1, dtype=np.bool_)
+    has_steps[steps.groups] = True
     line_of = np.where(has_steps[line], line, NONE)
     is_aside = ~has_steps[line]
     line_of = np.where(is_aside & has_steps[of_thread[thread]], of_thread[thread], line_of)
-    # A task that has no steps of its own works for those of its thread, or for the one that it was begun in.
+    # A task without steps works for the steps of its thread, or for the step in which it began.
     lost = np.flatnonzero(line_of == NONE)
     if len(lost):
         line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, _among(trace, rows))[lost]]
     return Units(
         of="step",
-        its=units,
+        intervals=units,
         is_whole=is_whole,
         line_of=line_of,
         is_aside=is_aside,
-        steps=Unions(its.groups, begins, its.ends),
+        steps=Unions(steps.groups, begins, steps.ends),
         skipped=int(skipped.sum()),
-        before=min((numbers[place] or 0 for place in kept.tolist()), default=0),
+        before=min((numbers[place] or 0 for place in remaining.tolist()), default=0),
     )
 
 
 def _among(trace: Columns, rows: Int64s) -> Bools:
-    found = np.zeros(len(trace), dtype=np.bool_)
-    found[rows] = True
-    return found
+    is_among = np.zeros(len(trace), dtype=np.bool_)
+    is_among[rows] = True
+    return is_among
 
 
 def _topmost(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
-    """Return the steps in none of another line, as tasks' steps are where a `Profiler` counts those of the thread."""
+    """Return the steps outside of another line's step. A `Profiler` may count the thread's steps around those of
+    tasks."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
     is_below = nearest_above(trace.parent, _among(trace, rows))[rows] != NONE
@@ -180,59 +181,60 @@ def _topmost(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int6
 
 
 def _first_of_threads(
-    thread: Int64s, starts: Int64s, seen: Int64s, numbers: Sequence[int | None], count: int
+    thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
 ) -> Bools:  # fmt: skip
-    """Return the steps before the one of this number on their thread, by the number that a step bears, else by their
-    begin."""
-    order = np.lexsort((seen, starts, thread))
-    its = thread[order]
-    firsts = np.flatnonzero(np.diff(its, prepend=NONE))
+    """Return a mark for each of the first `count` steps of a thread, by the step's own number, else by its begin."""
+    order = np.lexsort((first_rows, starts, thread))
+    sorted_threads = thread[order]
+    firsts = np.flatnonzero(np.diff(sorted_threads, prepend=NONE))
     places = np.empty(len(order), dtype=np.int64)
     places[order] = np.arange(len(order)) - np.repeat(firsts, np.diff(firsts, append=len(order)))
-    told = zip(numbers, places.tolist(), strict=True)
-    return np.array([(place if number is None else number) < count for number, place in told], dtype=np.bool_)
+    pairs = zip(numbers, places.tolist(), strict=True)
+    return np.array([(place if number is None else number) < count for number, place in pairs], dtype=np.bool_)
 
 
 # Places of times
 
 
 UNKNOWN = "(not known)"
-"""The place of what cannot be told from the file: no call of the host is known."""
+"""The place of an event whose host call is not in the file."""
 
 NOWHERE = "(no span was open)"
-"""The place of what happened on a thread without an open span."""
+"""The place of an event on a thread without an open span."""
 
 SHARED = "(several tasks were open)"
-"""The place of what happened while several tasks had spans open on the thread."""
+"""The place of an event while several tasks had spans open on the thread."""
 
 NOT_TOLD = 0
-"""The number of `UNKNOWN` among places, which those of the others follow."""
+"""The number of `UNKNOWN` among places. The other places follow it."""
 
 
 class NumberedPlaces(NamedTuple):
-    """The places of many events: `number` is a place in `names`, each the name of a site and its kind."""
+    """The places of many events: `number` is an index into `names`, pairs of a site's name and its kind."""
 
     number: Int64s
     names: tuple[tuple[str, str], ...]
 
 
-def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: Bools | None = None) -> Int64s:
-    """The row of the innermost of the wanted spans, as `innermost` finds it. Of another profiler's trace the calls that
-    ask a device for work are no places."""
+def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
+    """Return the row of the innermost open span of a mask at each time, as `innermost` finds it.
+
+    Calls that ask a device for work are no places in a trace of another profiler.
+    """
     trace = recording.columns
-    wanted = np.ones(len(trace), dtype=np.bool_) if wanted is None else wanted.copy()
+    mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
     if recording.trace.origin.recorder == "other":
-        wanted[trace.attributes.having("correlation")] = False
-    return innermost(trace, wanted, thread_ids, times_ns)
+        mask[trace.attributes.having("correlation")] = False
+    return innermost(trace, mask, thread_ids, times_ns)
 
 
-def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: Bools | None = None) -> NumberedPlaces:
-    """The places of what happened on threads at times, in any order."""
+def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> NumberedPlaces:
+    """Return the places of events on threads at times, in any order."""
     trace = recording.columns
     names = {(UNKNOWN, ""): NOT_TOLD, (NOWHERE, ""): 1, (SHARED, ""): 2}
     of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
-    rows = rows_open(recording, thread_ids, times_ns, wanted)
-    told = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
-    number = np.where(rows < 0, -rows, told)
+    rows = rows_open(recording, thread_ids, times_ns, mask)
+    place_of_row = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
+    number = np.where(rows < 0, -rows, place_of_row)
     number[times_ns < recording.trace.held[0]] = NOT_TOLD
     return NumberedPlaces(number, tuple(names))

@@ -1,7 +1,7 @@
-"""A view: numbers made of a recording as its options ask, with a text and a document of the same numbers.
+"""A view: numbers from a recording and options, with a text and a document of the same numbers.
 
-A view is a function ``name(recording, options)`` in ``report/name_view.py``. What it returns is a frozen dataclass: its
-fields and public properties are the numbers, times in ns, and `lines` prints them.
+A view is a function ``name(recording, options)`` in ``report/name_view.py``. It returns a frozen dataclass: the fields
+and public properties are the numbers, times in ns, and `lines` prints them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ UNITS = TIME_UNITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options for views; each view says which of them it uses.
+    """The options for views. Each view documents the options that it uses.
 
-    `rows` bounds each table, and `most` bounds it where `rows` is None. One more row has the rest. `least_ns` moves
-    rows with less time to that row.
-    `sorted_by` names a column, and a view that has no such column sorts by the nearest that it has, as `SortKey` says.
-    `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times. `skip_first`
-    leaves that many first iterations out of averages over iterations. `unit` is that of times in text.
-    `requests_by` names an attribute that groups requests, in up to `at_most` rows and one row of the others. Raises
+    `rows` bounds each table, and `most` bounds it if `rows` is None. One more row has the rest. `least_ns` moves rows
+    with less time to that row. `sorted_by` names a column. A view without it sorts by the nearest column, as `SortKey`
+    defines it. `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times.
+    `skip_first` leaves that many first iterations out of averages over iterations. `unit` is that of times in text.
+    `requests_by` names an attribute that groups requests, in up to `at_most` rows and one row of the rest. Raises
     `ValueError` for an unknown value.
     """
 
@@ -57,17 +56,17 @@ class Options:
 
     @property
     def bound(self) -> int | None:
-        """The most rows of a table, None for all."""
+        """The largest number of rows of a table, None for all."""
         return self.most if self.rows is None else self.rows
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any]) -> Options:
-        """Options by their names, None for what is left out. Raises `TypeError` for a name that there is not, too."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in asked:
-            if name not in known:
-                raise TypeError(f"asked for the option {name!r}; allowed: {', '.join(known)}")
-        return cls(**{name: value for name, value in asked.items() if value is not None})
+    def of(cls, values: Mapping[str, Any]) -> Options:
+        """Return options from their values by name, None for a default. Raises `TypeError` for an unknown name."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                raise TypeError(f"asked for the option {name!r}; allowed: {', '.join(names)}")
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
     def __post_init__(self) -> None:
         choices: Mapping[str, Sequence[str]] = {
@@ -88,11 +87,11 @@ class Options:
 class SortKey:
     """The order of rows: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`.
 
-    `part` says of which times, `cpu` (host) or `gpu` (device), where a view has both; a key that does not say it
-    means those of the state, host times for `All`. A view with one time of a row takes that, but for `kernels`, which
-    have no host times and say so. One that has no such column takes its total, and `default` is the order that the
-    view is read in. Greatest first, but for `cpu_min` and `gpu_min`, which ascend as in `paddle.profiler`; `min`
-    descends as in its older profiler.
+    `part` selects host times (`cpu`) or device times (`gpu`) if a view has both. A key without a part takes the times
+    of the state, host times for `All`. A view with one time per row takes that time. `kernels` has no host times and
+    reports that. A view without the column takes its total, and `default` is the view's own order. The greatest comes
+    first, except for `cpu_min` and `gpu_min`, which ascend as in `paddle.profiler`. `min` descends as in its older
+    profiler.
     """
 
     part: str
@@ -101,19 +100,19 @@ class SortKey:
 
     @classmethod
     def of(cls, options: Options) -> SortKey:
-        """Return the order that the options ask for."""
+        """Return the order that the options name."""
         part, _, column = options.sorted_by.rpartition("_")
         return cls(part or ("gpu" if options.state == "GPU" else "cpu"), column, bool(part) and column == "min")
 
 
 @dataclass(frozen=True, slots=True)
-class Upkeep:
-    """The facts of the instrumentation that only the process itself knows; a saved trace does not have them.
+class InstrumentationStats:
+    """The facts of the instrumentation that only the process itself knows. A saved trace does not have them.
 
-    `added_ns` says what a call of each site's probe costs. `pairs_ns` is what pairs of events on a device have cost,
-    `threads_ns` the processor time of each thread of ours, by what it does. `passed` counts the calls that were not
-    recorded, by site, to stay within the budget, and `muted` are the sites of which that is so now; `notes` say what
-    else was not observed. `held_rows` of `ring_rows` are taken, of `ring_bytes` in all.
+    `added_ns` returns the cost of a call of each site's probe. `pairs_ns` is the cost of event pairs on a device, and
+    `threads_ns` the processor time of each own thread by its work. `passed` counts the calls by site that the budget
+    left out of the record. `muted` are the sites that are left out now. `notes` are on everything else that was not
+    observed. `held_rows` of `ring_rows` are in use, of `ring_bytes` in all.
     """
 
     clock: str
@@ -130,11 +129,11 @@ class Upkeep:
 
 @dataclass(frozen=True, slots=True)
 class HeldSpans:
-    """The facts of the spans that are kept, without a look at each.
+    """The facts of the kept spans, without a look at each.
 
-    Every one is there from `since_ns` to `until_ns` after the trace's start; `complete` says that none was overwritten
-    at all. `asked` ask for device time, of which `unanswered` counts those that got none, by the label of the first of
-    their intervals, `NO_EVENTS` for those without any.
+    Every span is there from `since_ns` to `until_ns` after the trace's start. `complete` is True if no span was
+    overwritten at all. `asked` spans ask for device time. `unanswered` counts the spans without any by the label of
+    their first interval, `NO_EVENTS` for a span without one.
     """
 
     count: int
@@ -147,14 +146,14 @@ class HeldSpans:
 
 @dataclass(eq=False)
 class Recording:
-    """The tally of all calls, the trace of the spans that are kept, and facts of both.
+    """The tally of all calls, the trace of the kept spans, and facts of both.
 
-    `make_tally`, `make_totals`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` are called
-    when somebody first reads what they make. `make_totals` makes the tally, merged if asked, at less cost.
-    `make_held` counts the kept spans without making them, None where it cannot. `window_ns` is the length of
-    the time that the tally covers, `recorder` is `native` or `other`. `collector_ids` returns the trace id and the span
-    id under which a request of the trace, by its first key, went to the collector. `benchmark` has counted the steps of
-    a loop as they went by. `died` says how a process ended that said no goodbye.
+    `make_tally`, `make_totals`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` run at the
+    first read of their result. `make_totals` makes the tally, merged on request, at a lower cost. `make_held` counts
+    the kept spans without making them, None if it cannot. `window_ns` is the length of the tally's time, `recorder` is
+    `native` or `other`. `collector_ids` returns the collector's trace id and span id of a request from its span and its
+    first key. `benchmark` has counted the steps of a loop as they went by. `died` describes the end of a process
+    without a normal exit.
     """
 
     make_tally: Callable[[], Tally]
@@ -165,7 +164,7 @@ class Recording:
     window_ns: int | None = None
     recorder: str = ""
     collector_ids: Callable[[Span, str], tuple[int, int]] | None = None
-    make_upkeep: Callable[[], Upkeep | None] = lambda: None
+    make_upkeep: Callable[[], InstrumentationStats | None] = lambda: None
     benchmark: Benchmark | None = None
     make_startup: Callable[[], Startup | None] = lambda: None
     make_totals: Callable[[bool], Tally] | None = None
@@ -179,7 +178,7 @@ class Recording:
 
     @cached_property
     def tally(self) -> Tally:
-        """Exact totals of all calls."""
+        """The exact totals of all calls."""
         return self.make_tally()
 
     def totals(self, *, merged: bool = False) -> Tally:
@@ -187,17 +186,17 @@ class Recording:
         if merged not in self._made:
             make = self.make_totals
             self._made[merged] = make(merged) if make is not None else self.tally.merged() if merged else self.tally
-        found: Tally = self._made[merged]
-        return found
+        tally: Tally = self._made[merged]
+        return tally
 
     @cached_property
     def cost(self) -> Cost | None:
-        """The cost of the instrumentation, None where nobody knows."""
+        """The cost of the instrumentation, None if it is unknown."""
         return self.make_cost()
 
     @cached_property
     def trace(self) -> Trace:
-        """The spans that are kept."""
+        """The trace of the kept spans."""
         return self.make_trace()
 
     @property
@@ -207,31 +206,31 @@ class Recording:
 
     @cached_property
     def held(self) -> HeldSpans | None:
-        """The facts of the spans together where none is made for it, else None."""
+        """The facts of the kept spans if the trace has not been made yet, else None."""
         return None if "trace" in vars(self) else self.make_held()
 
     def once(self, make: Callable[[Recording], Made]) -> Made:
-        """Return what a function makes of the recording, made once for all views that ask for it."""
+        """Return the result of a function of the recording, made once for all views."""
         if make not in self._made:
             self._made[make] = make(self)
-        found: Made = self._made[make]
-        return found
+        result: Made = self._made[make]
+        return result
 
     @cached_property
     def startup(self) -> Startup | None:
-        """The startup of the process, None where nobody knows."""
+        """The startup of the process, None if it is unknown."""
         return self.make_startup()
 
     @cached_property
-    def upkeep(self) -> Upkeep | None:
+    def upkeep(self) -> InstrumentationStats | None:
         """The facts of the instrumentation that the process knows, None for a saved trace."""
         return self.make_upkeep()
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
-        """Return the recording of a trace, and of what makes its tally where a file has one.
+        """Return the recording of a trace. `make_tally` makes the tally of a file that has one.
 
-        A trace without that has it counted from its spans.
+        Without it the tally is counted from the spans.
         """
 
         def counted(recording: Recording) -> Tally:
@@ -239,8 +238,8 @@ class Recording:
 
             return tally_of(recording.columns, trace.threads)
 
-        found = cls(
-            make_tally or (lambda: counted(found)),
+        recording_of_trace = cls(
+            make_tally or (lambda: counted(recording_of_trace)),
             lambda: trace,
             make_cost=lambda: trace.cost,
             losses=trace.losses,
@@ -250,16 +249,16 @@ class Recording:
             make_startup=lambda: trace.startup,
             died=trace.died,
         )
-        return found
+        return recording_of_trace
 
     @classmethod
     def of_saved(cls, saved: Saved) -> Recording:
-        """Return the recording of a file, of which no span is made that no view asks for."""
+        """Return the recording of a file. It makes a span only for a view that needs it."""
         return cls.of_trace(saved.trace, saved.counted)
 
 
 def document(value: Any) -> Any:
-    """The numbers as JSON takes them: dataclasses with their public properties, sites by what is known of them."""
+    """Return the numbers as JSON values: dataclasses with their public properties, sites with their known facts."""
     if isinstance(value, Site):
         facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         facts["attributes"] = dict(value.attributes)

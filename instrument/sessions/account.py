@@ -129,10 +129,10 @@ class Account:
             found["resolving device times"] = self.timing.cost_ns()[1]
         return {name: spent_ns for name, spent_ns in found.items() if spent_ns}
 
-    def upkeep(self, clock: str, ring_bytes: int) -> view.Upkeep:
+    def upkeep(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
         """What only the process knows of its instrumentation; spans are timed by `clock`."""
         rings = self.recorder.rings()
-        return view.Upkeep(
+        return view.InstrumentationStats(
             clock=clock,
             added_ns=self.costs.of_sites,
             pairs_ns=self.pairs_ns(),
