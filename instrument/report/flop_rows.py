@@ -1,10 +1,9 @@
-"""Floating-point operations by operator: part of the `operators` view, where spans tell how many they did.
+"""Floating-point operations by operator: a part of the `operators` view, if spans report their operations.
 
-Spans tell it by their attribute `flops`: operators in traces of torch.profiler that noted shapes, spans of ours that
-such a trace was laid beside, and scopes to which it was given. It is what a span did itself; a row adds up what its
-calls and all below them on their line did, each call once. That is what the FLOPs column of the Operator Summary of
-`paddle.profiler` and the Mflops and Gflops/s of Theano's Apply section are; Theano divides the operations of one call
-by the time of all.
+They are in the attribute `flops` of operators in traces of torch.profiler with shapes, of our spans next to such a
+trace, and of scopes that set it. The value is the span's own work. A row is the sum of its calls and of all spans below
+them on their line, each span once. The FLOPs column of the Operator Summary of `paddle.profiler` is the same, as are
+the Mflops and Gflops/s of Theano's Apply section. But Theano divides the operations of one call by the time of all.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from instrument.trace.watched import KernelColumns
 
 @dataclass(frozen=True, slots=True)
 class FlopRow:
-    """The operations of the calls of one operator, and of what is below them on their line.
+    """The operations of the calls of one operator and of the spans below them on their line.
 
-    `calls` are those that told any or had any below them; where one is in another of its name the outer one counts.
-    They took `time_ns` `on` devices (`GPU`) if each of them asked for work there, on the host (`CPU`) if none did; else
-    there is no such time. `ratio` is of all operations that were told. A row with `remaining` replaces that many.
+    `calls` are those with operations of their own or below; an inner call of the same name does not count. They took
+    `time_ns` `on` devices (`GPU`) if each of them asked for work there, or on the host (`CPU`) if none did. Else the
+    time is None. `ratio` is the share of all reported operations. A row with `remaining` replaces that many.
     """
 
     name: str
@@ -47,20 +46,20 @@ class FlopRow:
 
     per_call = Ratio("flops", of="calls")
     rate_gflop_s = Ratio("flops", of="time_ns")
-    """10^9 operations a second over the time of the calls."""
+    """The 10^9 operations per second over the time of the calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopTable:
-    """All operations that were told, and the rows by how many. `elsewhere` ran where no span was open, or those of
-    several tasks, and are in no row."""
+    """All reported operations, and the rows with the most first. `elsewhere` operations ran without an open span, or
+    with spans of several tasks open, and are in no row."""
 
     flops: int
     elsewhere: int
     rows: tuple[FlopRow, ...]
 
     def section(self) -> Section:
-        """Return the table, and below it what is in no row."""
+        """Return the table, with a note on the operations in no row."""
         part = f"{tenths(self.elsewhere, self.flops)} ran where no span was open, or those of several tasks"
         elsewhere = [f"{part}: they are in no row."] if self.elsewhere else []
         return Section(
@@ -81,9 +80,9 @@ class FlopTable:
 
 
 def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
-    """The table of spans of the kinds, and of others that tell operations of their own; None where nothing is told.
+    """Return the table of spans of the kinds and of other spans with own operations, None without operations.
 
-    `rows` and `least_ns` (of the time of a row's calls) bound it. Where anything is told, 1 us a span.
+    `rows` and `least_ns` (of the time of a row's calls) bound it. The cost is 1 us per span with operations.
     """
     trace = recording.columns
     first, last = recording.trace.held
@@ -92,20 +91,20 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     having = having[(first <= begins) & (begins < last)]
     values = trace.attributes.values(FLOPS, having)
     counts = [flops_told({FLOPS: value}) for value in values]
-    told = [(row, count) for row, count in zip(having.tolist(), counts, strict=True) if count]
-    beside = [one for one in recording.trace.flops if one.flops > 0 and first <= one.at_ns < last]
+    flops_of_rows = [(row, count) for row, count in zip(having.tolist(), counts, strict=True) if count]
+    launches = [launch for launch in recording.trace.flops if launch.flops > 0 and first <= launch.at_ns < last]
     elsewhere = 0
-    if beside:
-        thread_ids, times_ns = (np.array([one[at] for one in beside], dtype=np.int64) for at in (0, 1))
-        for number, one in zip(rows_open(recording, thread_ids, times_ns).tolist(), beside, strict=True):
+    if launches:
+        thread_ids, times_ns = (np.array([launch[at] for launch in launches], dtype=np.int64) for at in (0, 1))
+        for number, launch in zip(rows_open(recording, thread_ids, times_ns).tolist(), launches, strict=True):
             if number < 0:
-                elsewhere += one.flops
+                elsewhere += launch.flops
             else:
-                told.append((number, one.flops))
-    if not told and not elsewhere:
+                flops_of_rows.append((number, launch.flops))
+    if not flops_of_rows and not elsewhere:
         return None
-    whole = elsewhere + sum(count for _, count in told)
-    tree = _Tree(trace, told, kinds)
+    whole = elsewhere + sum(count for _, count in flops_of_rows)
+    tree = _Tree(trace, flops_of_rows, kinds)
     launched_ns = _launched_ns(recording, [row for calls in tree.calls.values() for row in calls])
 
     def row(name: str, kind: str) -> FlopRow:
@@ -113,7 +112,7 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
         return FlopRow(name, kind, len(calls), flops, *_time_of(trace, calls, launched_ns), share(flops, whole))
 
     def rest(rows: Sequence[FlopRow]) -> FlopRow:
-        # They may lie in one another: each told number counts once, and times would count some twice.
+        # Rows may be nested: each span's operations count once, but times would count some spans twice.
         flops = tree.flops_of_any({(row.name, row.kind) for row in rows})
         return FlopRow("", "", sum(row.calls for row in rows), flops, "", None, share(flops, whole), len(rows))
 
@@ -122,41 +121,40 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
 
 
 class _Tree:
-    """The spans that told operations and those around them on their lines, each once: however deep they lie in one
-    another, the work is as much as there are of them.
+    """The spans with operations and the spans around them on their lines, each once. The cost is linear at any depth.
 
-    By name and kind `calls` are the outermost of their line, and `flops` what these and all below them told; of a kind
-    that is not asked for, only what spans of that name told themselves.
+    By name and kind `calls` are the outermost calls of a line, and `flops` the operations of these and all below. For
+    another kind than the given ones `flops` has only the own operations of spans with that name.
     """
 
-    def __init__(self, trace: Columns, told: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
-        its, self._around = _lines(trace, [row for row, _ in told])
-        numbers = {row: number for number, row in enumerate(its)}
-        self._told = [0] * len(its)
-        for row, count in told:
-            self._told[numbers[row]] += count
+    def __init__(self, trace: Columns, flops_of_rows: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
+        rows, self._around = _lines(trace, [row for row, _ in flops_of_rows])
+        numbers = {row: number for number, row in enumerate(rows)}
+        self._own_flops = [0] * len(rows)
+        for row, count in flops_of_rows:
+            self._own_flops[numbers[row]] += count
         names: dict[tuple[str, str], int] = {}
-        places = trace.site[its].tolist()
+        places = trace.site[rows].tolist()
         sites = {place: trace.sites[place] for place in dict.fromkeys(places)}
-        known = {place: names.setdefault((site.name, site.kind), len(names)) for place, site in sites.items()}
+        number_by_place = {place: names.setdefault((site.name, site.kind), len(names)) for place, site in sites.items()}
         self._names = names
-        self._name_of = [known[place] for place in places]
+        self._name_of = [number_by_place[place] for place in places]
         self._is_asked = [kind in kinds for _, kind in names]
         sums, calls = self._summed()
         self.flops = {name: sums[at] for name, at in names.items()}
-        self.calls = {name: [its[number] for number in calls[at]] for name, at in names.items() if calls[at]}
+        self.calls = {name: [rows[number] for number in calls[at]] for name, at in names.items() if calls[at]}
 
     def _summed(self) -> tuple[list[int], list[dict[int, None]]]:
-        """Return the operations by name, and the numbers of the calls."""
-        count, name_of, arounds, told = len(self._told), self._name_of, self._around, self._told
-        # Each comes after the one around it. Of each the first of those right in it, and the next beside it; those of
-        # none at the end.
-        below, first, beside = told.copy(), [NONE] * (count + 1), [NONE] * count
+        """Return the operations by name, and the numbers of the calls by name."""
+        count, name_of, arounds, own_flops = len(self._own_flops), self._name_of, self._around, self._own_flops
+        # Each span comes after its parent. `first` has the first child of each, `sibling` the next one. The last place
+        # of `first` has the topmost spans.
+        below, first, sibling = own_flops.copy(), [NONE] * (count + 1), [NONE] * count
         for number in range(count - 1, -1, -1):
             around = arounds[number]
             if around != NONE:
                 below[around] += below[number]
-            beside[number] = first[around]
+            sibling[number] = first[around]
             first[around] = number
         sums = [0] * len(self._names)
         calls: list[dict[int, None]] = [{} for _ in sums]
@@ -169,70 +167,70 @@ class _Tree:
                 if self._is_asked[name]:
                     sums[name] += below[number]
                     calls[name][number] = None
-            if told[number] and not self._is_asked[name]:
-                sums[name] += told[number]
+            if own_flops[number] and not self._is_asked[name]:
+                sums[name] += own_flops[number]
                 calls[name][opened[name]] = None
             inner = first[number]
-            while inner == NONE and number != NONE:  # it is over, and maybe those around it
+            while inner == NONE and number != NONE:  # the span ends, and maybe its parents
                 if opened[name_of[number]] == number:
                     opened[name_of[number]] = NONE
-                inner, number = beside[number], arounds[number]
+                inner, number = sibling[number], arounds[number]
             number = inner
         return sums, calls
 
     def flops_of_any(self, names: Collection[tuple[str, str]]) -> int:
-        """Return the operations of spans of some names and kinds, and below them."""
-        wanted = [name in names for name in self._names]
-        found, inside = 0, list[bool]()
-        for name, around, count in zip(self._name_of, self._around, self._told, strict=True):
-            inside.append((around != NONE and inside[around]) or (wanted[name] and self._is_asked[name]))
-            found += count if wanted[name] or inside[-1] else 0
-        return found
+        """Return the operations of spans of some names and kinds, and of the spans below them."""
+        is_wanted = [name in names for name in self._names]
+        flops, inside = 0, list[bool]()
+        for name, around, count in zip(self._name_of, self._around, self._own_flops, strict=True):
+            inside.append((around != NONE and inside[around]) or (is_wanted[name] and self._is_asked[name]))
+            flops += count if is_wanted[name] or inside[-1] else 0
+        return flops
 
 
 def _lines(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Some rows and those around them on their lines, each once and after the one right around it, and of each the
-    number of that one, `NONE` for none."""
+    """Return some rows and the rows around them on their lines, each once and after its parent. Return also the number
+    of each one's parent, `NONE` without a parent."""
     rows = np.flatnonzero(and_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
     return rows.tolist(), places_of(rows, len(trace))[trace.around[rows]].tolist()
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """By row how long devices worked for what calls asked for, 0 where for nothing: the kernels that torch.profiler
-    saw, by the thread that asked for them and when, and of a call without any the device intervals of its own and of
-    what is below it on its line."""
-    trace, its = recording.columns, KernelColumns.of(recording.trace.kernels)
+    """Return the time of devices on the work of each call by row, in ns, 0 without any. The kernels of torch.profiler
+    count by launching thread and time. Without any, the device intervals of the call and of spans below it on its line
+    count."""
+    trace, columns = recording.columns, KernelColumns.of(recording.trace.kernels)
     rows = distinct(np.array(calls, dtype=np.int64))
-    kernels = np.flatnonzero((its.thread_id != 0) & (its.kind == its.place_of_kind("kernel")))
-    found = np.zeros(len(trace), dtype=np.int64)
+    kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
+    device_ns = np.zeros(len(trace), dtype=np.int64)
     if len(kernels):
-        clock = Clock.of(its.thread_id[kernels], its.launched_ns[kernels])
-        launches = clock.numbers(its.thread_id[kernels], its.launched_ns[kernels])
+        clock = Clock.of(columns.thread_id[kernels], columns.launched_ns[kernels])
+        launches = clock.numbers(columns.thread_id[kernels], columns.launched_ns[kernels])
         order = np.argsort(launches, kind="stable")
-        sums = np.concatenate([[0], np.cumsum((its.end_ns - its.start_ns)[kernels[order]])])
+        sums = np.concatenate([[0], np.cumsum((columns.end_ns - columns.start_ns)[kernels[order]])])
         on_known = rows[clock.knows(trace.thread_id[rows])]
         first, end = (
             np.searchsorted(launches[order], clock.numbers(trace.thread_id[on_known], times[on_known]))
             for times in (trace.start_ns, trace.end_ns)
         )
-        found[on_known] = sums[end] - sums[first]
-    without = np.zeros(len(trace), dtype=np.bool_)
-    without[rows] = found[rows] == 0
-    with_intervals, lengths_ns = _device_ns(trace, without)
-    found[with_intervals] = lengths_ns
-    return found
+        device_ns[on_known] = sums[end] - sums[first]
+    has_none = np.zeros(len(trace), dtype=np.bool_)
+    has_none[rows] = device_ns[rows] == 0
+    with_intervals, lengths_ns = _device_ns(trace, has_none)
+    device_ns[with_intervals] = lengths_ns
+    return device_ns
 
 
 def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
-    """The calls for which and for what is below them on their line devices worked, and for how long."""
-    its = trace.device
-    its = its.only(its.timed & (its.start_ns < its.end_ns))
-    return lengths_below(trace.around, is_call, its.row, its.start_ns, its.end_ns)
+    """Return the calls with device work of their own or below them on their line, and its time."""
+    intervals = trace.device
+    intervals = intervals.only(intervals.timed & (intervals.start_ns < intervals.end_ns))
+    return lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
 
 
 def _time_of(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return the place and the time of some calls, if that is the same for all."""
+    """Return the place and the time of some calls, "" and None if the places differ."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):

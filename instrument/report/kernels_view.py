@@ -1,7 +1,7 @@
-"""The `kernels` view: what ran on the devices, by name, and from where in the host's code it was asked for.
+"""The `kernels` view: the work on the devices by kernel name, and by the place in the host's code that launched it.
 
-Kernels have names and times of their own in what torch.profiler saw. Where it saw nothing, the view is made of the
-device intervals of our spans: stretches of a stream between two events, of which those count that enclose no other.
+Kernels have names and times of their own in torch.profiler's record. Without it the view uses the device intervals of
+our spans: stretches of a stream between two events. Only the innermost ones count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KERNELS = "torch.profiler"
 STRETCHES = "pairs of events"
 
 LABEL_ROOM = 50
-"""Characters in which a kernel is told."""
+"""The columns of a kernel's label."""
 
 HEAVIEST_ROOM = 40
 
@@ -68,8 +68,8 @@ NO_HOST_TIME = "total time, for a kernel has no host time"
 class KernelUse:
     """The calls of one kernel: `total_ns` is their sum, `busy_ns` the union, `ratio` the sum's share of all kernels'.
 
-    `name` is complete. Where `source` of the view is `STRETCHES`, it is that of the span whose device time this is.
-    One with `remaining` replaces that many that were left out; the union of their times is not told.
+    `name` is complete. If the view's `source` is `STRETCHES`, it is the name of the span with this device time. A row
+    with `remaining` replaces that many. The union of their times is unknown.
     """
 
     name: str
@@ -86,10 +86,10 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlace:
-    """The kernels that were asked for directly within the spans of one place, outside of their children.
+    """The kernels that were launched directly within the spans of one place, outside of their children.
 
-    `ratio` is of the sum of all kernels, `heaviest` the kernel with the greatest sum among them. One with `remaining`
-    replaces that many places that were left out, without what only a look at all their kernels could tell.
+    `ratio` is the share of the sum of all kernels, `heaviest` the kernel with the largest sum. A row with `remaining`
+    replaces that many places. It has no value that would need all their kernels.
     """
 
     name: str
@@ -104,7 +104,7 @@ class KernelPlace:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKernels:
-    """The kernels of one device: how many, the sum of their times, the union, and its share of the window."""
+    """The kernels of one device: their number, the sum of their times, the union, and its share of the window."""
 
     device: int
     calls: int
@@ -115,7 +115,7 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True)
 class OtherWork:
-    """Copies or fills (`kind`) that the devices did beside the kernels: sum and union."""
+    """Copies or fills (`kind`) of the devices: sum and union."""
 
     kind: str
     calls: int
@@ -125,9 +125,10 @@ class OtherWork:
 
 @dataclass(frozen=True, slots=True)
 class Kernels(View):
-    """The view. `source` is `KERNELS` or `STRETCHES`; `window` is the time that was looked at, its length the base of
-    shares of time. `total_ns` is the sum over all kernels. `places` are empty where no kernel is known to have been
-    asked for from a thread that the trace knows. `outside` counts what is outside of the window.
+    """The view. `source` is `KERNELS` or `STRETCHES`. `window` is the watched time, the base of shares of time.
+
+    `total_ns` is the sum over all kernels. `places` is empty if no kernel was launched from a known thread. `outside`
+    is the number of calls outside of the window.
     """
 
     source: str
@@ -162,8 +163,8 @@ class Kernels(View):
     def sections(self) -> list[Section]:
         is_seen = self.source == KERNELS
         heaviest = [use.heaviest for use in self.places if not use.remaining]
-        named = [use.name for use in self.kernels if not use.remaining]
-        labels = _labels(dict.fromkeys([*named, *heaviest])) if is_seen else {}
+        names = [use.name for use in self.kernels if not use.remaining]
+        labels = _labels(dict.fromkeys([*names, *heaviest])) if is_seen else {}
         return [
             Section(
                 "Devices", self.devices, "device=Device|calls=Calls|total_ns=Sum|busy_ns=Busy|busy_ratio=Of window",
@@ -201,46 +202,46 @@ class Kernels(View):
 
 
 def kernels(recording: Recording, options: Options) -> Kernels:
-    """The view, of the part of the window that was watched.
+    """Return the view of the watched part of the window.
 
-    `sorted_by` takes every key, as `SortKey` says; those of host time alone mean the total. `rows` and `least_ns`
-    (of a row's total) bound the tables; `unit` is that of times. The other options mean nothing here.
+    `sorted_by` takes every key, as in `SortKey`. A key of host time sorts by the total. `rows` and `least_ns`
+    (of a row's total) bound the tables; `unit` is that of times. The view uses no other option.
     """
     facts = recording.trace
-    # torch.profiler may have been beside for memory alone.
-    beside = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
-    found = _of_torch(recording) if beside else _of_events(recording)
-    total_ns = sum(found.kernels.took_ns.tolist())
-    uses = found.uses(total_ns)
+    # torch.profiler may have watched memory alone.
+    has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
+    device_work = _of_torch(recording) if has_profiler else _of_events(recording)
+    total_ns = sum(device_work.kernels.took_ns.tolist())
+    uses = device_work.uses(total_ns)
     key = _key(options)
     column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
     uses.sort(key=lambda use: (sign * getattr(use, column), -use.total_ns, use.name))
-    by_place = sorted(found.by_place(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
+    by_place = sorted(device_work.by_place(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
     return Kernels(
-        source=found.source,
-        window=found.window,
-        calls=len(found.kernels.name),
+        source=device_work.source,
+        window=device_work.window,
+        calls=len(device_work.kernels.name),
         total_ns=total_ns,
-        devices=tuple(found.devices()),
-        kernels=bounded(uses, options, lambda use: use.total_ns, lambda rest: _other_kernels(rest, total_ns)),
-        places=bounded(by_place, options, lambda use: use.total_ns, lambda rest: _other_places(rest, total_ns)),
-        others=tuple(found.other_work()),
-        outside=found.outside,
-        coverage=tuple(_seen(recording, found)),
+        devices=tuple(device_work.devices()),
+        kernels=bounded(uses, options, lambda use: use.total_ns, lambda rows: _other_kernels(rows, total_ns)),
+        places=bounded(by_place, options, lambda use: use.total_ns, lambda rows: _other_places(rows, total_ns)),
+        others=tuple(device_work.other_work()),
+        outside=device_work.outside,
+        coverage=tuple(_seen(recording, device_work)),
         _options=options,
     )
 
 
-def _other_kernels(rest: Sequence[KernelUse], all_ns: int) -> KernelUse:
+def _other_kernels(rows: Sequence[KernelUse], all_ns: int) -> KernelUse:
     return remaining_row(
-        rest, ("calls", "total_ns"), name=f"(remaining {len(rest)})", max_ns=max(use.max_ns for use in rest),
-        min_ns=min(use.min_ns for use in rest), ratio=share(sum(use.total_ns for use in rest), all_ns),
+        rows, ("calls", "total_ns"), name=f"(remaining {len(rows)})", max_ns=max(use.max_ns for use in rows),
+        min_ns=min(use.min_ns for use in rows), ratio=share(sum(use.total_ns for use in rows), all_ns),
     )  # fmt: skip
 
 
-def _other_places(rest: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
-    ratio = share(sum(use.total_ns for use in rest), all_ns)
-    return remaining_row(rest, ("kernels", "total_ns"), name=f"(remaining {len(rest)})", ratio=ratio)
+def _other_places(rows: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
+    ratio = share(sum(use.total_ns for use in rows), all_ns)
+    return remaining_row(rows, ("kernels", "total_ns"), name=f"(remaining {len(rows)})", ratio=ratio)
 
 
 def _key(options: Options) -> SortKey:
@@ -257,7 +258,7 @@ def _sorting(options: Options) -> str:
 
 
 class _Work(NamedTuple):
-    """The work on devices, as columns: `name` is a place in names, and times are clipped to the window."""
+    """The work on devices as columns: `name` is an index into names, and times are clipped to the window."""
 
     name: NDArray[Any]
     device: Int64s
@@ -268,12 +269,12 @@ class _Work(NamedTuple):
     def took_ns(self) -> Int64s:
         return self.end_ns - self.start_ns
 
-    def only(self, wanted: NDArray[Any]) -> _Work:
-        return _Work(*(column[wanted] for column in self))
+    def only(self, mask: NDArray[Any]) -> _Work:
+        return _Work(*(column[mask] for column in self))
 
 
 class _Sums(NamedTuple):
-    """Sums and extremes over the work of each group, by its number. Of one without work `calls` is 0."""
+    """Sums and extremes over the work of each group, by its number. `calls` is 0 for a group without work."""
 
     calls: list[int]
     total_ns: list[int]
@@ -283,18 +284,18 @@ class _Sums(NamedTuple):
 
     @classmethod
     def of(cls, work: _Work, groups: NDArray[Any], count: int) -> _Sums:
-        """Work on several devices is busy on each of them."""
-        its, took_ns = Groups(groups, count), work.took_ns
+        """Return the sums of work by group. Work on several devices is busy on each of them."""
+        sums, took_ns = Groups(groups, count), work.took_ns
         on_device, firsts = numbered(groups, numbered(work.device)[0])
         unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
         busy_ns = Groups(groups[firsts], count).sums(unions_ns)
-        found = (its.sizes(), its.sums(took_ns), its.most(took_ns, 0), its.least(took_ns, FARTHEST_NS), busy_ns)
-        return cls(*(column.tolist() for column in found))
+        columns = (sums.sizes(), sums.sums(took_ns), sums.most(took_ns, 0), sums.least(took_ns, FARTHEST_NS), busy_ns)
+        return cls(*(column.tolist() for column in columns))
 
 
-class _Found(NamedTuple):
-    """The kernels of a trace in a window: kernels, other work by its kind, and of each kernel the
-    place that asked for it, where any is known. `outside` counts what is outside of the window."""
+class _DeviceWork(NamedTuple):
+    """The work of a trace in a window: kernels, other work by its kind, and the place of each kernel's launch (None if
+    unknown). `outside` is the number of calls outside of the window."""
 
     source: str
     window: Interval
@@ -323,64 +324,64 @@ class _Found(NamedTuple):
         ]
 
     def other_work(self) -> list[OtherWork]:
-        found = []
+        rows = []
         for kind, work in sorted(self.others.items()):
             (calls,), (total_ns,), _, _, (busy_ns,) = _Sums.of(work, np.zeros(len(work.name), dtype=np.int64), 1)
             if calls:
-                found.append(OtherWork(kind, calls, total_ns, busy_ns))
-        return found
+                rows.append(OtherWork(kind, calls, total_ns, busy_ns))
+        return rows
 
     def by_place(self, total_ns: int) -> list[KernelPlace]:
         if self.places is None:
             return []
-        number, known = self.places
-        sums, heaviest = _Sums.of(self.kernels, number, len(known)), dict[int, tuple[int, str]]()
+        number, names_of_places = self.places
+        sums, heaviest = _Sums.of(self.kernels, number, len(names_of_places)), dict[int, tuple[int, str]]()
         pairs, firsts = numbered(number, self.kernels.name)
         of_pairs = Groups(pairs, len(firsts)).sums(self.kernels.took_ns).tolist()
         columns = (number[firsts].tolist(), self.kernels.name[firsts].tolist(), of_pairs)
         for place, name, took_ns in zip(*columns, strict=True):
             heaviest[place] = max(heaviest.get(place, (took_ns, "")), (took_ns, self.names[name]))
         return [
-            KernelPlace(*known[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
+            KernelPlace(*names_of_places[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
             for place, (calls, took_ns, busy_ns) in enumerate(zip(sums.calls, sums.total_ns, sums.busy_ns, strict=True))
             if calls
         ]
 
 
-def _of_torch(recording: Recording) -> _Found:
-    """Return the work that a profiler saw that saw every kernel."""
+def _of_torch(recording: Recording) -> _DeviceWork:
+    """Return the work from the record of a profiler that saw every kernel."""
     window = recording.trace.watched or (0, 0)
-    its = KernelColumns.of(recording.trace.kernels)
-    is_inside = lie_in(its.start_ns, its.end_ns, window)
-    work = _Work(its.name, its.device, *clipped(its.start_ns, its.end_ns, window))
-    by_kind = {kind: is_inside & (its.kind == number) for number, kind in enumerate(its.kinds)}
-    counted = by_kind.pop("kernel", np.zeros(len(its), dtype=np.bool_))
-    asked = None
-    if its.thread_id[counted].any():
-        asked = places(recording, its.thread_id[counted], its.launched_ns[counted])
-        asked.number[its.thread_id[counted] == 0] = NOT_TOLD
-    others = {kind: work.only(wanted) for kind, wanted in by_kind.items()}
-    return _Found(KERNELS, window, its.names, work.only(counted), others, asked, int((~is_inside).sum()))
+    events = KernelColumns.of(recording.trace.kernels)
+    is_inside = lie_in(events.start_ns, events.end_ns, window)
+    work = _Work(events.name, events.device, *clipped(events.start_ns, events.end_ns, window))
+    by_kind = {kind: is_inside & (events.kind == number) for number, kind in enumerate(events.kinds)}
+    counted = by_kind.pop("kernel", np.zeros(len(events), dtype=np.bool_))
+    launched = None
+    if events.thread_id[counted].any():
+        launched = places(recording, events.thread_id[counted], events.launched_ns[counted])
+        launched.number[events.thread_id[counted] == 0] = NOT_TOLD
+    other_work = {kind: work.only(mask) for kind, mask in by_kind.items()}
+    return _DeviceWork(KERNELS, window, events.names, work.only(counted), other_work, launched, int((~is_inside).sum()))
 
 
-def _of_events(recording: Recording) -> _Found:
-    """The device intervals of spans that enclose no other on their stream, so that their sum counts nothing twice."""
+def _of_events(recording: Recording) -> _DeviceWork:
+    """Return the innermost device intervals of spans on each stream, so that their sum counts nothing twice."""
     trace, window = recording.columns, recording.trace.held
     timed = trace.device.only(trace.device.timed)
     inner = timed.only(enclosing_none(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
-    its = inner.within(window)
+    inside = inner.within(window)
     names, of_site = trace.numbered_sites(name_of_site)
-    work = _Work(of_site[trace.site[its.row]], its.device, its.start_ns, its.end_ns)
-    is_copy = trace.of_kind("copy")[its.row]
-    others = {"copy": work.only(is_copy)}
-    return _Found(STRETCHES, window, tuple(names), work.only(~is_copy), others, None, len(inner) - len(its))
+    work = _Work(of_site[trace.site[inside.row]], inside.device, inside.start_ns, inside.end_ns)
+    is_copy = trace.of_kind("copy")[inside.row]
+    copies = {"copy": work.only(is_copy)}
+    return _DeviceWork(STRETCHES, window, tuple(names), work.only(~is_copy), copies, None, len(inner) - len(inside))
 
 
-def _seen(recording: Recording, found: _Found) -> list[str]:
-    if found.source == STRETCHES:
+def _seen(recording: Recording, work: _DeviceWork) -> list[str]:
+    if work.source == STRETCHES:
         return Coverage.of_recording(recording).lines()
     facts = recording.trace
-    since, until = (number((at_ns - facts.start_ns) / 1e9) for at_ns in found.window)
+    since, until = (number((at_ns - facts.start_ns) / 1e9) for at_ns in work.window)
     is_ours = facts.origin.recorder != "other"
     spans = f", beside {len(recording.columns)} spans" if is_ours else ""
     return [
@@ -389,18 +390,18 @@ def _seen(recording: Recording, found: _Found) -> list[str]:
 
 
 def _beside(view: Kernels) -> list[str]:
-    """The window, and what else the devices did in it."""
+    """Return the window, and the other work of the devices in it."""
     unit = view._options.unit
-    beside = ", ".join(
-        f"{one.calls} {SEVERAL[one.kind] if one.calls > 1 else one.kind} "
-        f"({in_unit(one.total_ns, unit)} {unit}, busy {in_unit(one.busy_ns, unit)})"
-        for one in view.others
+    text = ", ".join(
+        f"{work.calls} {SEVERAL[work.kind] if work.calls > 1 else work.kind} "
+        f"({in_unit(work.total_ns, unit)} {unit}, busy {in_unit(work.busy_ns, unit)})"
+        for work in view.others
     )
-    return [f"Window: {in_unit(view.window_ns, unit)} {unit}", *([f"Not in it: {beside}"] if beside else [])]
+    return [f"Window: {in_unit(view.window_ns, unit)} {unit}", *([f"Not in it: {text}"] if text else [])]
 
 
 def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
-    """Return the labels of kernels: without parameters and, where that is too long, namespaces, then shortened.
+    """Return the labels of kernels: without parameters, without namespaces if still too long, then shortened.
 
     Equal labels are numbered.
     """
@@ -411,7 +412,7 @@ def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
         if len(label) > room:
             label = _QUALIFIERS.sub("", label).replace("> >", ">>").replace("> >", ">>")
         if len(label) > room:
-            # Of what C++ makes of a template the function and its first arguments say most.
+            # In a C++ template's name the function and its first arguments are most useful.
             label = f"{label[: room - 12]}...{label[-9:]}"
         uses[label] += 1
         labels[name] = label if uses[label] == 1 else f"{label} ({uses[label]})"
@@ -424,7 +425,7 @@ def _begin_of(label: str) -> str:
 
 
 def _without_parameters(name: str) -> str:
-    """A C++ function without its parameters and the `void` before it."""
+    """Return a C++ function without its parameters and the `void` before it."""
     if name.endswith(")"):
         depth = 0
         for at in range(len(name) - 1, 0, -1):

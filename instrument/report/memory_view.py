@@ -1,8 +1,8 @@
-"""The `memory` view: how far memory rose, when and where, and which place took more than it gave back.
+"""The `memory` view: the rise of memory, the time and place of its peak, and the places that kept memory.
 
-Places are known of what torch.profiler saw of torch's allocators beside our spans, each told by its thread: what
-another thread takes meanwhile is not counted for a span, as it is in tables by time alone. Without it there are the
-gauges: resident memory of the process and, of each device, what torch's allocator holds, with their greatest ever.
+Places come from torch.profiler's record of torch's allocators next to our spans, each by its thread. Allocations of
+another thread do not count for a span, as they do in tables by time alone. Without that record the view has gauges:
+resident memory of the process and, per device, the memory of torch's allocator, each with its greatest value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from instrument.trace.watched import rows_and_times
 
 
 class Sums(NamedTuple):
-    """The memory taken and given back. `held_bytes` is what of `allocated_bytes` nobody had given back by the end."""
+    """The memory taken and given back. `held_bytes` is the part of `allocated_bytes` still in use at the end."""
 
     allocations: int
     frees: int
@@ -38,8 +38,8 @@ class Sums(NamedTuple):
 class PlaceMemory:
     """The memory taken and given back directly within the spans of one place, outside of their children.
 
-    `held_bytes` is what of `allocated_bytes` nobody had given back by the end. `thread` is empty where those of all
-    threads are together, `device` None for several. One with `remaining` replaces that many that were left out.
+    `held_bytes` is the part of `allocated_bytes` that was still in use at the end. `thread` is empty for all threads
+    together, `device` None for several. A row with `remaining` replaces that many.
     """
 
     device: int | None
@@ -55,13 +55,13 @@ class PlaceMemory:
 
     @property
     def increase_bytes(self) -> int:
-        """The memory taken less that given back, below 0 where that is more."""
+        """The memory taken less the memory given back. It may be negative."""
         return self.allocated_bytes - self.freed_bytes
 
 
 class Level(NamedTuple):
-    """The memory of an allocator: at first, at most, and at the end; when and where the peak was reached. `at_ns` is
-    None where none rose above what there was at first."""
+    """The memory of an allocator: at first, at most, and at the end, with the time and place of the peak. `at_ns` is
+    None if the memory never rose above its first level."""
 
     begin_bytes: int
     peak_bytes: int
@@ -72,7 +72,7 @@ class Level(NamedTuple):
 
 
 class Allocator(NamedTuple):
-    """The allocator of a device; `earlier_bytes` were given back and taken before the first allocation."""
+    """The allocator of a device. `earlier_bytes` were taken before the first known allocation and given back later."""
 
     device: int
     allocated: Level
@@ -82,9 +82,9 @@ class Allocator(NamedTuple):
 
 
 class CountedAllocations(NamedTuple):
-    """All of it: uses and threads in the order of first sight, allocators in that of devices.
+    """All allocations: uses and threads in the order of first sight, allocators in that of devices.
 
-    `outside` counts allocations outside of the time that was watched.
+    `outside` is the number of allocations outside of the watched time.
     """
 
     uses: list[PlaceMemory]
@@ -93,72 +93,72 @@ class CountedAllocations(NamedTuple):
     outside: int
 
 
-def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> CountedAllocations:
-    """The allocations of a trace in the time that was watched, by device and place among the wanted spans, and `apart`
-    by thread. `state` says which of them count: All, those of the host (CPU), or those of devices (GPU)."""
+def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
+    """Return the allocations of a trace in the watched time, by device, place and (`by_thread`) thread. The places are
+    the wanted spans. `state` selects all allocations (All), the host's (CPU), or those of devices (GPU)."""
     facts = recording.trace
     first, last = facts.watched or facts.held
     rows, times_ns = rows_and_times(facts.allocations)
     is_inside = (first <= times_ns) & (times_ns <= last)
-    kept = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
-    thread_id, at_ns = rows["thread_id"][kept], times_ns[kept]
-    where = places(recording, thread_id, at_ns, wanted)
-    device, size_bytes, address = (rows[name][kept] for name in ("device", "size_bytes", "address"))
+    is_counted = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
+    thread_id, at_ns = rows["thread_id"][is_counted], times_ns[is_counted]
+    at_place = places(recording, thread_id, at_ns, is_wanted)
+    device, size_bytes, address = (rows[name][is_counted] for name in ("device", "size_bytes", "address"))
     thread, of_thread = numbered(thread_id)
-    threads = [facts.threads.get(one) or f"thread {one}" for one in thread_id[of_thread].tolist()]
+    threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
     names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
-    called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if apart else np.zeros_like(thread)
+    called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if by_thread else np.zeros_like(thread)
     follows, is_followed = _at_one_address(device, address, size_bytes)
     held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
 
     number, of_device = numbered(device)
-    use, of_use = numbered(number, where.number, called)
+    use, of_use = numbered(number, at_place.number, called)
     sums = list(_sums(size_bytes, held_bytes, Groups(use, len(of_use))))
     uses = []
     for row in np.sort(of_use).tolist():
-        name, kind = where.names[where.number[row]]
-        on_thread = threads[thread[row]] if apart else ""
+        name, kind = at_place.names[at_place.number[row]]
+        on_thread = threads[thread[row]] if by_thread else ""
         uses.append(PlaceMemory(int(device[row]), name, kind, on_thread, *sums[use[row]]))
     groups = Groups(number, len(of_device))
-    earlier_bytes = (-one for one in groups.sums(np.where(follows, 0, np.minimum(size_bytes, 0))).tolist())
+    earlier_bytes = (-size for size in groups.sums(np.where(follows, 0, np.minimum(size_bytes, 0))).tolist())
 
-    def level(its: Int64s, levels: Int64s, begin_bytes: int) -> Level:
+    def level(members: Int64s, levels: Int64s, begin_bytes: int) -> Level:
         at = int(levels.argmax())
         peak_bytes, end_bytes = int(levels[at]), int(levels[-1])
         if peak_bytes <= begin_bytes:
             return Level(begin_bytes, begin_bytes, end_bytes, None, "", "")
-        row = int(its[at])
-        place = where.names[where.number[row]][0]
+        row = int(members[at])
+        place = at_place.names[at_place.number[row]][0]
         return Level(begin_bytes, peak_bytes, end_bytes, int(at_ns[row]), place, threads[thread[row]])
 
     allocators = []
-    levels = [rows[name][kept] for name in ("allocated_bytes", "reserved_bytes")]
-    for its, earlier_of, of_it in zip(
+    levels = [rows[name][is_counted] for name in ("allocated_bytes", "reserved_bytes")]
+    for members, earlier_of, of_it in zip(
         groups.members(), earlier_bytes, _sums(size_bytes, held_bytes, groups), strict=True
     ):
-        allocated, reserved = (one[its] for one in levels)
-        before_bytes = int(allocated[0]) - int(size_bytes[its[0]])
-        both = level(its, allocated, before_bytes), level(its, reserved, int(reserved[0]))
-        allocators.append(Allocator(int(device[its[0]]), *both, earlier_of, of_it))
-    seen = [threads[one] for one in np.argsort(of_thread).tolist()]
-    return CountedAllocations(uses, sorted(allocators), seen, int((~is_inside).sum()))
+        allocated, reserved = (column[members] for column in levels)
+        before_bytes = int(allocated[0]) - int(size_bytes[members[0]])
+        pair = level(members, allocated, before_bytes), level(members, reserved, int(reserved[0]))
+        allocators.append(Allocator(int(device[members[0]]), *pair, earlier_of, of_it))
+    thread_names = [threads[number] for number in np.argsort(of_thread).tolist()]
+    return CountedAllocations(uses, sorted(allocators), thread_names, int((~is_inside).sum()))
 
 
 def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:
     """Return the sums of each group."""
     is_taken = sizes >= 0
     columns: Sequence[list[int]] = [
-        groups.sums(one).tolist()
-        for one in (is_taken, ~is_taken, np.maximum(sizes, 0), np.minimum(sizes, 0), held_bytes)
+        groups.sums(column).tolist()
+        for column in (is_taken, ~is_taken, np.maximum(sizes, 0), np.minimum(sizes, 0), held_bytes)
     ]
-    for allocations, frees, allocated_bytes, freed_bytes, held in zip(*columns, strict=True):
-        yield Sums(allocations, frees, allocated_bytes, -freed_bytes, held)
+    for allocations, frees, allocated_bytes, freed_bytes, left_bytes in zip(*columns, strict=True):
+        yield Sums(allocations, frees, allocated_bytes, -freed_bytes, left_bytes)
 
 
 def _at_one_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Find the allocations that come next at an address after it was taken, and those that are followed by one.
+    """Return a mark of each allocation that follows another at its address, and of each that is followed by one.
 
-    What comes next gives back what was taken; or takes it again where nobody told that it was given back.
+    The follower gives the memory back, or takes it again if the record misses the free.
     """
     order = np.lexsort((address, device))
     address, device = address[order], device[order]
@@ -171,7 +171,7 @@ def _at_one_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tupl
 
 
 BEFORE = "(before it began)"
-"""The place of a peak that nothing rose above in the time that was watched."""
+"""The place of a peak that was there at the begin of the watched time."""
 
 PEAK_OF: Mapping[str, str] = {
     "process_memory": "process_memory_peak",
@@ -180,7 +180,7 @@ PEAK_OF: Mapping[str, str] = {
     "torch_allocated": "torch_allocated_peak",
     "torch_reserved": "torch_reserved_peak",
 }
-"""The gauges of memory in use, and what keeps the greatest of each between readings."""
+"""The gauges of memory in use, and the gauge of the greatest value of each between readings."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -202,10 +202,10 @@ NO_GAUGES = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that an allocator had in the time that was watched, and where it came to have it.
+    """The largest memory of an allocator in the watched time, and the place of that peak.
 
     `device` is `HOST` for the host. `what` is `allocated` or `reserved`. `since_ns` is the time from the trace's start
-    until then. What was there at the beginning was reached nowhere, and has no thread.
+    to the peak. A peak at the begin of the watched time has no place and no thread.
     """
 
     device: int
@@ -223,7 +223,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """All that one allocator did. `earlier_bytes` of `freed_bytes` had been taken before torch.profiler began."""
+    """The sums of one allocator. `earlier_bytes` of `freed_bytes` had been taken before torch.profiler began."""
 
     device: int
     allocations: int
@@ -235,15 +235,15 @@ class DeviceMemory:
 
     @property
     def increase_bytes(self) -> int:
-        """The memory taken less that given back."""
+        """The memory taken less the memory given back."""
         return self.allocated_bytes - self.freed_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GaugedMemory:
-    """The readings of a gauge: first, last, and the most, `most_ns` after the trace's start.
+    """The readings of a gauge: first, last, and the largest, `most_ns` after the trace's start.
 
-    `peak_bytes` is the greatest ever, also between readings; None where nobody counts that.
+    `peak_bytes` is the largest value ever, also between readings, None if no gauge counts it.
     """
 
     device: int
@@ -260,16 +260,15 @@ class GaugedMemory:
 
     @property
     def growth_bytes(self) -> float:
-        """From the first reading to the last."""
+        """The growth from the first reading to the last."""
         return self.last_bytes - self.first_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryView(View):
-    """The view. `since_ns` and `until_ns` are what was watched, from the trace's start; None where torch.profiler was
-    not beside. `spans` are those that places were told by, complete since `places_since_ns`. `outside` counts
-    allocations outside of the time that was watched.
-    """
+    """The view. `since_ns` and `until_ns` bound the watched time from the trace's start, None without torch.profiler.
+    `spans` is the number of spans that name places, complete since `places_since_ns`. `outside` is the number of
+    allocations outside of the watched time."""
 
     since_ns: int | None
     until_ns: int | None
@@ -293,13 +292,13 @@ class MemoryView(View):
     def sections(self) -> list[Section]:
         of_all = [
             PlaceMemory(
-                one.device, "(all)", "", "", one.allocations, one.frees, one.allocated_bytes, one.freed_bytes,
-                one.held_bytes,
+                row.device, "(all)", "", "", row.allocations, row.frees, row.allocated_bytes, row.freed_bytes,
+                row.held_bytes,
             )
-            for one in self.devices
+            for row in self.devices
         ]  # fmt: skip
         at, thread = f"At, {self._options.unit}", "thread=Thread|" if self._options.threads == "apart" else ""
-        cut = {"thread": lambda one, unit: _cut(one.thread, THREAD_ROOM) or MISSING}
+        cut = {"thread": lambda row, unit: _cut(row.thread, THREAD_ROOM) or MISSING}
         return [
             Section(
                 "Peaks", self.peaks,
@@ -336,14 +335,14 @@ class MemoryView(View):
                 lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
             if NOWHERE in names and not self.spans:
                 lines.append(f"{NOWHERE}: nothing was instrumented, or its spans are gone.")
-            if any(one.device == HOST for one in self.devices):
-                whose = "torch" if self.is_ours else "the framework"
+            if any(allocator.device == HOST for allocator in self.devices):
+                owner = "torch" if self.is_ours else "the framework"
                 lines.append(
-                    f"CPU: what {whose}'s own allocator gave since it first was watched, not all of a process."
+                    f"CPU: what {owner}'s own allocator gave since it first was watched, not all of a process."
                 )
-            for one in self.devices:
-                if one.earlier_bytes:
-                    about = f"{mebibytes(one.earlier_bytes)} MiB of {device_name(one.device)}"
+            for allocator in self.devices:
+                if allocator.earlier_bytes:
+                    about = f"{mebibytes(allocator.earlier_bytes)} MiB of {device_name(allocator.device)}"
                     lines.append(f"Freed of what had been allocated before: {about}")
         if self.gauged:
             lines.append(
@@ -355,31 +354,31 @@ class MemoryView(View):
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
-    """The view, of the part of the window that torch.profiler watched, and of all readings of gauges.
+    """Return the view of the part of the window that torch.profiler watched, and of all readings of gauges.
 
-    `sorted_by` is `calls` (allocations) or `total` (bytes allocated), else by increase, all from the greatest down.
+    `sorted_by` is `calls` (allocations) or `total` (bytes allocated), else by increase, all in descending order.
     `rows` bounds the places, `threads: apart` splits them by thread too. `state` is CPU for the host's memory alone and
-    GPU for that of devices. `unit` is that of times. The other options mean nothing here.
+    GPU for that of devices. `unit` is that of times. The view uses no other option.
     """
     trace, facts = recording.columns, recording.trace
-    # All memory is taken in one or two operators of torch's, whoever asked for it.
-    wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
-    found = counted(recording, options.state, options.threads == "apart", wanted)
+    # Torch takes all memory in one or two operators, for any caller.
+    is_wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
+    totals = counted(recording, options.state, options.threads == "apart", is_wanted)
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
-    found.uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
-    shown = bounded(found.uses, replace(options, least_ns=0), lambda use: 0, _together)
+    totals.uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
+    shown = bounded(totals.uses, replace(options, least_ns=0), lambda use: 0, _together)
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return MemoryView(
         since_ns=since_ns,
         until_ns=until_ns,
-        spans=int(wanted.sum()),
+        spans=int(is_wanted.sum()),
         places_since_ns=facts.held[0] - facts.start_ns,
-        threads=tuple(found.threads),
-        peaks=tuple(peak for allocator in found.allocators for peak in _peaks(facts, allocator)),
-        devices=tuple(DeviceMemory(one.device, *one.sums, one.earlier_bytes) for one in found.allocators),
+        threads=tuple(totals.threads),
+        peaks=tuple(peak for allocator in totals.allocators for peak in _peaks(facts, allocator)),
+        devices=tuple(DeviceMemory(row.device, *row.sums, row.earlier_bytes) for row in totals.allocators),
         places=shown,
         gauged=tuple(_gauged(facts.samples, facts.start_ns, options.state)),
-        outside=found.outside,
+        outside=totals.outside,
         is_ours=facts.origin.recorder != "other",
         _options=options,
     )
@@ -387,18 +386,18 @@ def memory(recording: Recording, options: Options) -> MemoryView:
 
 def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
     """Yield the readings of each gauge of memory: the host's first, then those of devices by number."""
-    told: dict[tuple[int, str], list[tuple[float, int]]] = {}
+    readings: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
         if sample.value is not None and _is_of(state, sample.device):
-            told.setdefault((sample.device, sample.name), []).append((sample.value, sample.at_ns))
-    for device in sorted({device for device, _ in told}):
+            readings.setdefault((sample.device, sample.name), []).append((sample.value, sample.at_ns))
+    for device in sorted({device for device, _ in readings}):
         for gauge, keeper in PEAK_OF.items():
-            values = told.get((device, gauge))
+            values = readings.get((device, gauge))
             if values:
-                kept = told.get((device, keeper))
+                peaks = readings.get((device, keeper))
                 most, most_ns = max(values, key=lambda value: (value[0], -value[1]))
-                # The host may have made torch forget its peaks, so that the newest need not be the greatest.
-                peak = None if kept is None else max(most, max(kept)[0])
+                # The service may have reset torch's peaks, so the newest need not be the largest.
+                peak = None if peaks is None else max(most, max(peaks)[0])
                 ends = values[0][0], values[-1][0]
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
 
@@ -409,12 +408,12 @@ def _peaks(facts: Trace, allocator: Allocator) -> Iterator[Peak]:
         yield _peak(facts, allocator.device, "reserved", allocator.reserved)
 
 
-def _peak(facts: Trace, device: int, what: str, level: Level) -> Peak:
+def _peak(facts: Trace, device: int, kind: str, level: Level) -> Peak:
     place, at_ns = level.place, level.at_ns
     if at_ns is None:
         place, at_ns = BEFORE, facts.watched[0] if facts.watched else facts.start_ns
     since_ns = at_ns - facts.start_ns
-    return Peak(device, what, level.peak_bytes, since_ns, place, level.thread, level.begin_bytes, level.end_bytes)
+    return Peak(device, kind, level.peak_bytes, since_ns, place, level.thread, level.begin_bytes, level.end_bytes)
 
 
 def _is_of(state: str, device: int) -> bool:
@@ -437,11 +436,11 @@ def _cut(name: str, room: int) -> str:
 
 def _seen(view: MemoryView) -> list[str]:
     since, until = (number((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
-    beside = f", beside {view.spans} spans" if view.is_ours else ""
+    spans = f", beside {view.spans} spans" if view.is_ours else ""
     names = [_cut(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
     names += ["..."] if len(view.threads) > NAMED_THREADS else []
-    whose = "torch.profiler" if view.is_ours else "its profiler"
+    profiler = "torch.profiler" if view.is_ours else "its profiler"
     return [
-        f"Allocations: all that {whose} saw from {since} s to {until} s{beside}",
+        f"Allocations: all that {profiler} saw from {since} s to {until} s{spans}",
         *wrapped(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's)"),
     ]

@@ -1,20 +1,19 @@
-"""The `phases` view: what the time of steps went to: loading, forward, backward, optimizer, and what no phase covers.
+"""The `phases` view: the parts of steps: loading, forward, backward, optimizer, and the time outside of phases.
 
-Where a loop waits for its input between two steps, a step begins with the wait for what it works on.
+If a loop waits for its input between two steps, a step begins with the wait for its own input.
 
-It is the Model Summary of `paddle.profiler` and the two lines of SINGA's first verbosity. Where no step was recorded,
-it is of requests; where no request was either, of the window.
+The view is the Model Summary of `paddle.profiler` and the two lines of SINGA's first verbosity. Without any step the
+view is of requests, and without any request of the window.
 
-A phase is a span that is declared one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader. At
-each instant one phase is under way on a thread: of those open, the one that began first, so that what is in a phase
-belongs to it. An optimizer makes way for what its closure calls. A step's instants belong to what ran on its own thread
-and task: of tasks that it began, and of generators that stood still meanwhile, it is known that they were open and not
-when they ran, so that they have what is left; those of other tasks have nothing. Each instant thus counts once, the
-rows add up to the steps, and `others` is never negative, as it may be with that profiler, which adds up phases that
-overlap.
+A phase is a span that is declared as one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader.
+At each instant one phase is under way on a thread: the open one that began first, so that inner spans belong to it. An
+optimizer makes way for the phases of its closure. A step's instants belong to the spans of its own thread and task.
+Tasks that it began and suspended generators are known to be open, but not when they ran. They have the remaining
+instants. Spans of other tasks have none. Each instant so counts once, the rows add up to the steps, and `others` is
+never negative. In that profiler it may be, for it adds up phases that overlap.
 
-Device time is that of what a phase put on streams, copies too. Work of one stream counts once, of several streams for
-each. `others` is what is on a stream and in no stretch of a phase.
+Device time is the time of a phase's work on streams, copies too. Work of one stream counts once, of several streams for
+each. `others` is the work on a stream outside of a phase's stretches.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.self_times import stood_aside, turns
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
-"""The order in which calls are asked who is under way."""
+"""The ranks of calls; at each instant an open call of the lowest rank is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of phases that were under way in a unit: of each the number of its phase in `names`, and how long.
+    """The calls of phases that were under way in a unit: the number of each one's phase in `names`, and its time.
 
-    `whole_ns` are the times in whole units by phase. `pieces` are the stretches in which a call is under way, by line,
-    and `of_piece` the call of each. `beside_ns` are the lengths of the calls that ran where there is no unit.
+    `whole_ns` are the times in whole units by phase. `pieces` are the stretches with a call under way, by line, and
+    `of_piece` the call of each. `beside_ns` are the lengths of the calls outside of units.
     """
 
     names: Sequence[str]
@@ -59,12 +58,12 @@ class Calls:
     beside_ns: Sequence[int]
 
     def by_phase(self) -> dict[str, list[int]]:
-        """Return the time for which each call of a phase was under way."""
+        """Return the times under way of each phase's calls."""
         return _by_phase(self.names, self.phase, self.own_ns)
 
 
 def _by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
-    """The times of each phase that has any."""
+    """Return the times of each phase with any."""
     order = np.argsort(phase, kind="stable")
     numbers = phase[order]
     firsts = np.flatnonzero(np.diff(numbers, prepend=NONE))
@@ -72,8 +71,8 @@ def _by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> di
     return {names[number]: part.tolist() for number, part in zip(numbers[firsts].tolist(), parts, strict=False)}
 
 
-def calls_of(trace: Columns, units: Units, held: Interval) -> Calls:
-    """The calls beside units. What a communication or a copy consists of is no phase of the step."""
+def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
+    """Return the calls of phases by unit. The phases within a communication or a copy are no phases of the step."""
     of_sites = list(map(phase_of, trace.sites))
     numbers: dict[str, int] = {}
     number_of = np.array(
@@ -91,17 +90,17 @@ def calls_of(trace: Columns, units: Units, held: Interval) -> Calls:
     rank[(rank == OWN) & (np.array([*(name == OPTIMIZER for name in of_sites), False])[trace.site[rows]])] = (
         OWN_OPTIMIZER
     )
-    line, ends = _beside_steps(trace, units, rows, stood_still[rows])
-    is_beside = (line == NONE) & (trace.start_ns[rows] < held[1]) & (trace.end_ns[rows] > held[0])
-    beside = rows[is_beside]
-    beside_ns = np.minimum(trace.end_ns[beside], held[1]) - np.maximum(trace.start_ns[beside], held[0])
+    line, ends = _lines_and_ends(trace, units, rows, stood_still[rows])
+    is_outside = (line == NONE) & (trace.start_ns[rows] < interval[1]) & (trace.end_ns[rows] > interval[0])
+    outside = rows[is_outside]
+    outside_ns = np.minimum(trace.end_ns[outside], interval[1]) - np.maximum(trace.start_ns[outside], interval[0])
     order = np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], rank, line))
     order = order[np.searchsorted(line[order], 0) :]
     rows, line, ends, rank = rows[order], line[order], ends[order], rank[order]
     call, pieces, unit = _under_way(units, line, trace.start_ns[rows], ends, rank)
     lengths_ns = pieces.ends - pieces.starts
-    known = distinct(call)
-    own_ns = Groups(np.searchsorted(known, call), len(known)).sums(lengths_ns)
+    call_numbers = distinct(call)
+    own_ns = Groups(np.searchsorted(call_numbers, call), len(call_numbers)).sums(lengths_ns)
     phase = number_of[trace.site[rows]]
     is_whole = units.is_whole[unit]
     in_whole = phase[call[is_whole]]
@@ -109,40 +108,40 @@ def calls_of(trace: Columns, units: Units, held: Interval) -> Calls:
     filled = lengths_ns > 0
     return Calls(
         names=names,
-        phase=phase[known],
+        phase=phase[call_numbers],
         own_ns=own_ns,
         whole_ns={names[number]: whole_ns[number] for number in distinct(in_whole).tolist()},
-        pieces=Unions(*(one[filled] for one in pieces)),
-        of_piece=np.searchsorted(known, call[filled]),
-        beside_ns=beside_ns.tolist(),
+        pieces=Unions(*(column[filled] for column in pieces)),
+        of_piece=np.searchsorted(call_numbers, call[filled]),
+        beside_ns=outside_ns.tolist(),
     )
 
 
-def _beside_steps(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
-    """The line of each call, `NONE` of one between steps, also ones that are skipped, and where it ends.
+def _lines_and_ends(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
+    """Return the line and the end of each call. The line of a call between steps or in skipped steps is `NONE`.
 
-    Of a generator that stood still no more counts than is in the step in which it began.
+    A suspended generator counts up to the end of the step in which it began.
     """
     line, starts, ends = units.line_of[rows], trace.start_ns[rows], trace.end_ns[rows].copy()
     if units.steps is None:
         return line, ends
-    known = np.flatnonzero(line != NONE)
-    at, starts, until, is_still = line[known], starts[known], ends[known], stood_still[known]
+    on_line = np.flatnonzero(line != NONE)
+    at, starts, until, is_still = line[on_line], starts[on_line], ends[on_line], stood_still[on_line]
     step = units.steps.begun(at, starts)
     step_end = np.append(units.steps.ends, 0)[step]
     is_in_step = (step != NONE) & (starts < step_end)
     is_around = ~is_still & (units.steps.begun(at, until - 1) > step)
-    line[known[~is_in_step & ~is_around]] = NONE
-    ends[known] = np.where(is_in_step & is_still, np.minimum(until, step_end), until)
+    line[on_line[~is_in_step & ~is_around]] = NONE
+    ends[on_line] = np.where(is_in_step & is_still, np.minimum(until, step_end), until)
     return line, ends
 
 
 def _under_way(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """The stretches of units in which a call is under way, by line: of each the call, and the unit.
+    """Return the stretches of units with a call under way, by line: the call of each, the stretch, and its unit.
 
-    Calls are in the order in which they are asked. One without length has a stretch where none of its rank goes on.
+    Calls are in the order of preference. A call without length has a stretch if no other call of its rank is under way.
     """
     call, since, until = turns(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
@@ -150,24 +149,24 @@ def _under_way(
         going_on = union_by_group(3 * line + rank, starts, ends)
         empty = empty[going_on.at(3 * line[empty] + rank[empty], starts[empty]) == NONE]
         call, since, until = (
-            np.concatenate(both) for both in ((call, empty), (since, starts[empty]), (until, ends[empty]))
+            np.concatenate(columns) for columns in ((call, empty), (since, starts[empty]), (until, ends[empty]))
         )
-    which, unit = units.intervals.overlapping(line[call], since, until)
-    call = call[which]
+    indexes, unit = units.intervals.overlapping(line[call], since, until)
+    call = call[indexes]
     pieces = Unions(
         line[call],
-        np.maximum(since[which], units.intervals.starts[unit]),
-        np.minimum(until[which], units.intervals.ends[unit]),
+        np.maximum(since[indexes], units.intervals.starts[unit]),
+        np.minimum(until[indexes], units.intervals.ends[unit]),
     )
     return call, pieces, unit
 
 
 @dataclass(frozen=True, slots=True)
 class StreamUses:
-    """The work that spans of a unit put on streams: sums over streams, of each the union.
+    """The work of a unit's spans on streams: sums over streams of the union on each.
 
-    `units` and `calls` are those of each unit and of each call, by phase, that put anything there; `phases` those of
-    all calls of a phase, `base_ns` of all units, `covered_ns` of all calls.
+    `units` and `calls` have the sum of each unit and of each call, by phase, with work on a stream. `phases` has the
+    sum of all calls of a phase, `base_ns` that of all units, `covered_ns` that of all calls.
     """
 
     units: Sequence[int]
@@ -178,25 +177,25 @@ class StreamUses:
 
 
 def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
-    """The device time of the spans that began in a unit, and in a call of it."""
-    its = trace.device
-    rows = distinct(its.row)
+    """Return the device time of the spans that began in a unit, and in a call of it."""
+    device = trace.device
+    rows = distinct(device.row)
     rows = rows[units.line_of[rows] != NONE]
     unit = units.intervals.at(units.line_of[rows], trace.start_ns[rows])
     piece = calls.pieces.at(units.line_of[rows], trace.start_ns[rows])
     of_row = np.full((2, len(trace)), NONE, dtype=np.int64)
     of_row[:, rows] = unit, np.append(calls.of_piece, NONE)[piece]
-    kept = np.flatnonzero(its.timed & (of_row[0][its.row] != NONE))
-    unit, call = of_row[:, its.row[kept]]
-    stream = numbered(its.device[kept], its.stream[kept])[0]
-    parts = stream, its.start_ns[kept], its.end_ns[kept]
+    indexes = np.flatnonzero(device.timed & (of_row[0][device.row] != NONE))
+    unit, call = of_row[:, device.row[indexes]]
+    stream = numbered(device.device[indexes], device.stream[indexes])[0]
+    parts = stream, device.start_ns[indexes], device.end_ns[indexes]
     in_call = call != NONE
     call, parts_of_calls = call[in_call], tuple(one[in_call] for one in parts)
-    of_units, (of_calls, known) = _summed(unit, *parts)[0], _summed(call, *parts_of_calls)
+    of_units, (of_calls, call_numbers) = _summed(unit, *parts)[0], _summed(call, *parts_of_calls)
     of_phases, phases = _summed(calls.phase[call], *parts_of_calls)
     return StreamUses(
         units=of_units.tolist(),
-        calls=_by_phase(calls.names, calls.phase[known], of_calls),
+        calls=_by_phase(calls.names, calls.phase[call_numbers], of_calls),
         phases={
             calls.names[number]: total_ns for number, total_ns in zip(phases.tolist(), of_phases.tolist(), strict=True)
         },
@@ -206,15 +205,15 @@ def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
 
 
 def _summed(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
-    """By key the sum over streams, of each the union; and the keys."""
-    parts, some = numbered(keys, streams)
-    lengths_ns = lengths_by_group(parts, starts, ends, len(some))
-    known = distinct(keys)
-    return Groups(np.searchsorted(known, keys[some]), len(known)).sums(lengths_ns), known
+    """Return the sum by key over streams of the union on each, and the keys."""
+    parts, firsts = numbered(keys, streams)
+    lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
+    distinct_keys = distinct(keys)
+    return Groups(np.searchsorted(distinct_keys, keys[firsts]), len(distinct_keys)).sums(lengths_ns), distinct_keys
 
 
 ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
-"""The phases of a training step, in its order; then come the others that a span may be declared to be."""
+"""The phases of a training step in order. The other declared phases follow."""
 
 OTHERS = "others"
 
@@ -234,7 +233,7 @@ NO_PHASE = (
 class PhaseTimes:
     """Times of a row on the host or on devices: their sum, and the mean, greatest and least of a call.
 
-    `ratio` is of the row of steps. What does not exist is None: a call of `others`, a ratio to nothing.
+    `ratio` is the share of the row of steps. A value that does not exist is None: a call of `others`, a ratio to zero.
     """
 
     total_ns: int
@@ -246,7 +245,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """One row: the steps, a phase of them, or the others. `device` is None where no device time was recorded."""
+    """One row: the steps, a phase of them, or the others. `device` is None if no device time was recorded."""
 
     name: str
     calls: int | None
@@ -256,12 +255,11 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class PhasesView(View):
-    """The view. `of` is what the phases are of: `step`, `request` or `window`.
+    """The view. `of` is the unit of the phases: `step`, `request` or `window`.
 
-    `timed` of them are whole, `cut` reach over an edge of what is held, `skipped` steps came before the first, and of
-    `overwritten` ones before it the spans are gone.
-    `mean_ns` are the means of a phase in a whole one, by its name. `beside` calls of phases, of `beside_ns`, ran where
-    there is no step or request.
+    `timed` units are whole, `cut` ones reach over an edge of the kept spans. `skipped` steps came before the first
+    unit, and the spans of `overwritten` earlier ones are gone. `mean_ns` are the means of a phase in a whole unit, by
+    its name. `beside` calls of phases, of `beside_ns`, ran outside of steps and requests.
     """
 
     coverage: Coverage
@@ -292,9 +290,9 @@ class PhasesView(View):
     def foot(self) -> list[str]:
         lines = self._propagation() if self._options.state != "GPU" else []
         if self.beside:
-            where = "in no step" if self.of == "step" else "in no request"
+            place = "in no step" if self.of == "step" else "in no request"
             time = f"{in_unit(self.beside_ns, self._options.unit)} {self._options.unit}"
-            lines.append(f"Not counted: {self.beside} call{'s' * (self.beside > 1)} of phases {where}, {time}")
+            lines.append(f"Not counted: {self.beside} call{'s' * (self.beside > 1)} of phases {place}, {time}")
         return lines
 
     def _counted(self) -> str:
@@ -307,11 +305,11 @@ class PhasesView(View):
 
     def sections(self) -> list[Section]:
         base = "Of window" if self.of == "window" else f"Of {self.of}s"
-        wanted: list[tuple[str, str, tuple[str, ...]]] = []
+        tables: list[tuple[str, str, tuple[str, ...]]] = []
         if self._options.state != "GPU":
-            wanted.append(("host", "Host time", ()))
+            tables.append(("host", "Host time", ()))
         if self._options.state != "CPU" and any(row.device is not None for row in self.rows):
-            wanted.append(("device", "Device time", DEVICE_NOTE))
+            tables.append(("device", "Device time", DEVICE_NOTE))
         return [
             Section(
                 heading, [row for row in self.rows if getattr(row, on) is not None],
@@ -319,17 +317,17 @@ class PhasesView(View):
                 f"{on}.ratio={base}",
                 notes, {"name": lambda row, unit: row.name if row is self.rows[0] else f"  {row.name}"}, widths=10,
             )
-            for on, heading, notes in wanted
+            for on, heading, notes in tables
         ]  # fmt: skip
 
     def _propagation(self) -> list[str]:
-        """SINGA's lines, which put into backward whatever is not forward; here it has names of its own."""
+        """Return SINGA's lines. SINGA adds all other phases to backward; here each has a line of its own."""
         if self.of != "step" or not self.timed or not {"forward", "backward"} & self.mean_ns.keys():
             return []
-        told = [f"{self.timed} iteration{'s' * (self.timed > 1)} timed", f"{self.skipped} skipped"]
+        counts = [f"{self.timed} iteration{'s' * (self.timed > 1)} timed", f"{self.skipped} skipped"]
         more = [name for name in self.mean_ns if name not in ("forward", "backward", "step")]
         return [
-            f"Time Profiling: host time, averages of {', '.join(told)}",
+            f"Time Profiling: host time, averages of {', '.join(counts)}",
             *propagation_lines(self.mean_ns),
             *(f"{name.capitalize()} Time : {six_digits(self.mean_ns[name])} sec" for name in more),
             "",
@@ -337,7 +335,7 @@ class PhasesView(View):
 
 
 def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
-    """The two lines of SINGA, from the mean time of each phase."""
+    """Return the two lines of SINGA from the mean time of each phase."""
     return [
         f"{name.capitalize()} Propagation Time : {six_digits(mean_ns.get(name))} sec"
         for name in ("forward", "backward")
@@ -345,47 +343,47 @@ def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
 
 
 def phases(recording: Recording, options: Options) -> PhasesView:
-    """The view of the spans that are held. `state`, `rows`, `least_ns`, `skip_first` and `unit` mean something to it.
+    """Return the view of the kept spans. It uses `state`, `rows`, `least_ns`, `skip_first` and `unit`.
 
-    `rows` and `least_ns` leave the phases with most time; the order is that of a step. `skip_first` leaves out the
-    first steps of each thread, by the number that a step bears or else by their begin. n log n for n phases.
+    `rows` and `least_ns` keep the phases with the most time, in the order of a step. `skip_first` leaves out the first
+    steps of each thread, by a step's own number or else by its begin. The cost is n log n for n phases.
     """
     trace, facts = recording.columns, recording.trace
     units = units_of(trace, facts.held, options.skip_first)
     calls = calls_of(trace, units, facts.held)
-    told = Coverage.of_recording(recording)
+    coverage = Coverage.of_recording(recording)
     lengths_ns = (units.intervals.ends - units.intervals.starts).tolist()
     whole, count, is_counted = int(units.is_whole.sum()), len(lengths_ns), units.of != "window"
     timed, cut = whole * is_counted, (count - whole) * is_counted
     own_ns = calls.by_phase()
     if not count or (not own_ns and not calls.beside_ns):
-        return PhasesView(told, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
+        return PhasesView(coverage, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
     streams = streams_of(trace, units, calls)
     base_ns = sum(lengths_ns)
     rest_ns = base_ns - sum(map(sum, own_ns.values()))
     rows = [
         PhaseRow(
             name,
-            len(own),
-            _times(own, sum(own), base_ns),
-            _on_devices(streams, streams.calls.get(name, ()), len(own), streams.phases.get(name, 0)),
+            len(times_ns),
+            _times(times_ns, sum(times_ns), base_ns),
+            _on_devices(streams, streams.calls.get(name, ()), len(times_ns), streams.phases.get(name, 0)),
         )
-        for name, own in sorted(own_ns.items(), key=lambda item: _place(item[0]))
+        for name, times_ns in sorted(own_ns.items(), key=lambda item: _place(item[0]))
     ]
     on_devices = _on_devices(streams, streams.units, count, streams.base_ns)
     unit_row = PhaseRow(units.of, count, _times(lengths_ns, base_ns, base_ns), on_devices)
-    rest = _rest(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
-    others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), rest)
+    rest_times = _rest(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
+    others_row = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), rest_times)
     before, is_short = units.before, facts.held[0] > facts.start_ns
     whole_ns = sum((units.intervals.ends - units.intervals.starts)[units.is_whole].tolist())
     return PhasesView(
-        coverage=told,
+        coverage=coverage,
         of=units.of,
         timed=timed,
         skipped=units.skipped if is_short else max(before, units.skipped),
         overwritten=max(before - units.skipped, 0) if is_short else 0,
         cut=cut,
-        rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others),
+        rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others_row),
         mean_ns=_means(calls.whole_ns, whole, whole_ns) if is_counted else {},
         beside=len(calls.beside_ns),
         beside_ns=sum(calls.beside_ns),
@@ -394,23 +392,23 @@ def phases(recording: Recording, options: Options) -> PhasesView:
 
 
 def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, float]:
-    """The mean time of each phase in a whole unit, and of the others."""
+    """Return the mean time of each phase in a whole unit, and of the others."""
     if not whole:
         return {}
     means = {phase: times_ns[phase] / whole for phase in sorted(times_ns, key=_place)}
     return {**means, OTHERS: (whole_ns - sum(times_ns.values())) / whole}
 
 
-def _on_devices(streams: StreamUses, each: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
-    """Return the times of `count` units or calls, of which those of `each` put something on a stream."""
+def _on_devices(streams: StreamUses, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
+    """Return the times of `count` units or calls. `times_ns` has those with work on a stream."""
     if not streams.units:
         return None
-    return _times(each if len(each) == count else [*each, 0], total_ns, streams.base_ns, count)
+    return _times(times_ns if len(times_ns) == count else [*times_ns, 0], total_ns, streams.base_ns, count)
 
 
-def _times(each: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
-    mean_ns = share(total_ns, len(each) if count is None else count)
-    return PhaseTimes(total_ns, mean_ns, max(each), min(each), share(total_ns, base_ns))
+def _times(times_ns: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
+    mean_ns = share(total_ns, len(times_ns) if count is None else count)
+    return PhaseTimes(total_ns, mean_ns, max(times_ns), min(times_ns), share(total_ns, base_ns))
 
 
 def _rest(rest_ns: int, base_ns: int) -> PhaseTimes:
@@ -418,19 +416,19 @@ def _rest(rest_ns: int, base_ns: int) -> PhaseTimes:
 
 
 def _place(phase: str) -> tuple[int, str]:
-    known = (*ORDER, *(name for name in PHASES if name not in ORDER))
-    return known.index(phase) if phase in known else len(known), phase
+    order = (*ORDER, *(name for name in PHASES if name not in ORDER))
+    return order.index(phase) if phase in order else len(order), phase
 
 
 def _shown(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
-    """The rows with most time, in their order; the rest is one row more."""
+    """Return the rows with the most time, in their order, and one more row of the rest."""
     large = sorted((row for row in rows if row.host.total_ns >= options.least_ns), key=lambda row: -row.host.total_ns)
-    kept = {row.name for row in large[: options.bound]}
-    rest = [row for row in rows if row.name not in kept]
-    shown = [row for row in rows if row.name in kept]
-    if rest:
-        host = _rest(sum(row.host.total_ns for row in rest), base_ns)
-        timed = [row.device.total_ns for row in rest if row.device is not None]
+    shown_names = {row.name for row in large[: options.bound]}
+    rest_rows = [row for row in rows if row.name not in shown_names]
+    shown = [row for row in rows if row.name in shown_names]
+    if rest_rows:
+        host = _rest(sum(row.host.total_ns for row in rest_rows), base_ns)
+        timed = [row.device.total_ns for row in rest_rows if row.device is not None]
         device = _rest(sum(timed), device_base_ns) if timed else None
-        shown.append(PhaseRow(f"(remaining {len(rest)})", sum(row.calls or 0 for row in rest), host, device))
+        shown.append(PhaseRow(f"(remaining {len(rest_rows)})", sum(row.calls or 0 for row in rest_rows), host, device))
     return shown

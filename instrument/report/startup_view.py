@@ -1,9 +1,9 @@
-"""The `startup` view: how the process came to serve, apart from serving itself.
+"""The `startup` view: the time of the process until it served, apart from serving itself.
 
-What it says is kept for ever: totals of the tally, first calls, and imports as they went. Loading and compiling are
-spans of the phases `load` and `compile`, of which the topmost of a call path count, so that nothing is counted twice.
-What began after the first request is not on the way to it. Where the calls of a path lie on both sides, the spans that
-are held tell how much that is.
+Its facts are kept for ever: totals of the tally, first calls, and the times of imports. Loading and compiling are spans
+of the phases `load` and `compile`. Only the topmost of a call path count, so that nothing counts twice. A span that
+began after the first request is not part of the way to it. If a path has calls on both sides, the kept spans give the
+time on each side.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ COLUMN_WIDTH = 12
 class Preparation:
     """The calls of one place that load or compile (`phase`).
 
-    `total_ns` is their sum without calls of the same within them, `self_ns` without all that is instrumented below,
-    `in_requests_ns` the part of the total that went by within requests, which somebody has waited for. One with
-    `remaining` replaces that many that were left out: of those some may lie in others, so there is no sum.
+    `total_ns` is their sum without inner calls of the same site, `self_ns` the sum without all instrumented calls
+    below. `in_requests_ns` is the part of the total within requests, for which a client waited. A row with `remaining`
+    replaces that many. They may be nested, so it has no sum.
     """
 
     phase: str
@@ -71,10 +71,9 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class Imports:
-    """The imports of one package, as `ImportTime` says; `ratio` is the share of its own modules in all imports.
+    """The imports of one package, as in `ImportTime`. `ratio` is the share of its own modules in all imports.
 
-    One with `remaining` replaces that many packages that were left out: some may have imported others, so that there
-    is no sum of what they took with all that they imported.
+    A row with `remaining` replaces that many packages. Some may have imported others, so it has no total.
     """
 
     package: str
@@ -89,10 +88,10 @@ class Imports:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The first call of one place against those after it: `median_ns` is that of the others' elapsed times.
+    """The first call of one place and the later ones: `median_ns` is the median of the later calls' elapsed times.
 
-    `extra_ns` is by how much the first took longer than that median, never below 0. One with `remaining` stands for so
-    many places that were left out.
+    `extra_ns` is the excess of the first call over that median, at least 0. A row with `remaining` replaces that many
+    places.
     """
 
     name: str
@@ -105,14 +104,14 @@ class WarmUp:
     remaining: int = 0
 
     times = Ratio("first_ns", of="median_ns")
-    """The first call's time in medians of the others."""
+    """The first call's time as a multiple of the others' median."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of the way from the session's start to the first request; `ratio` is of that time.
+    """One part of the way from the session's start to the first request; `ratio` is the share of that time.
 
-    None for what came later, and where there is no such time. Neither is known of a part that nothing watched.
+    `ratio` is None for a later part, or without such a time. Both are None for a part that was not watched.
     """
 
     name: str
@@ -122,10 +121,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class FirstRequestTimes:
-    """The first request: how long after the process began it did, and what it took; `median_ns` is of those after it.
+    """The first request: its begin after the process's begin, and its time; `median_ns` is that of the later requests.
 
-    Where nobody knows when the process began, the session's start stands for it. `first_ns` is None for one of which
-    only what it called is known. `why` is one of `FIRSTS`.
+    If the process's begin is unknown, the session's start replaces it. `first_ns` is None for a request of which only
+    calls below it are known. `why` is one of `FIRSTS`.
     """
 
     name: str
@@ -144,14 +143,13 @@ class FirstRequestTimes:
 class StartupView(View):
     """The view.
 
-    `before_ns` is the time of the process until the session began, of which nothing else is known; None where the
-    system did not tell. `way_ns` goes from there to the begin of the first request, None where there was none; `way`
-    is what is known to have gone on meanwhile: sums over threads, with the rest where they leave one. `late` is what of
-    the same came later, outside of requests; where `is_late_partial`, older calls than are held may be in `way`
-    instead. `ran_ns` is
-    how long after the process began each place that was called had run once, `ran_last` the last of them. `imports`
-    is None where they were not timed; `imports_ns` is their sum over all packages. `preparations` are loading and
-    compiling, `warm_ups` the places whose first call took longer than the others.
+    `before_ns` is the time of the process until the session began, None if the system does not report it. `way_ns` is
+    the time from there to the begin of the first request, None without a request. `way` has the known parts of it: sums
+    over threads, and the rest if they leave one. `late` has the same parts after it, outside of requests. If
+    `is_late_partial`, calls with overwritten spans may be in `way` instead. `ran_ns` is the time from the process's
+    begin until each called place had run once, and `ran_last` the last such place. `imports` is None if imports were
+    not timed. `imports_ns` is their sum over all packages. `preparations` are loading and compiling, `warm_ups` the
+    places with a longer first call.
     """
 
     is_known: bool
@@ -243,7 +241,7 @@ class StartupView(View):
             lines.append("Parts of the way are sums over threads, without what went by within requests.")
         if self.imports:
             lines.append("Self: a package's own modules. Total: with all that these imported. Entered: from outside.")
-            if any(one.package.startswith("instrument (") for one in self.imports):
+            if any(package.package.startswith("instrument (") for package in self.imports):
                 lines.append("instrument (package): what the instrumentation imported for itself, not the service.")
         if self.preparations:
             lines.append("Total of what loads and compiles includes its callees; In requests: somebody waited for it.")
@@ -253,8 +251,8 @@ class StartupView(View):
 
 
 def startup(recording: Recording, options: Options) -> StartupView:
-    """The view, from what is kept for ever. `rows` and `least_ns` (of the time that a table is sorted by) bound the
-    tables; `unit` is that of times. The other options mean nothing here."""
+    """Return the view of the facts that are kept for ever. `rows` and `least_ns` (of a table's sort key) bound the
+    tables; `unit` is that of times. The view uses no other option."""
     facts = recording.startup or Startup(0)
     tally = recording.tally if recording.startup is not None else Tally()
     rows = list(tally.rows())
@@ -262,17 +260,17 @@ def startup(recording: Recording, options: Options) -> StartupView:
     began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
     warm_ups = _warm_ups(firsts, tally)
     first = facts.first_request
-    last = max(firsts.values(), key=lambda one: one.start_ns + one.total_ns, default=None)
+    last = max(firsts.values(), key=lambda call: call.start_ns + call.total_ns, default=None)
     imports = facts.imports
-    imports_ns = sum(one.self_ns for one in imports or ())
-    in_spans_ns = sum(one.in_spans_ns for one in imports or ())
+    imports_ns = sum(package.self_ns for package in imports or ())
+    in_spans_ns = sum(package.in_spans_ns for package in imports or ())
     way_ns: int | None = None
     way: list[Phase] = []
     late: dict[str, int] = {}
     is_late_partial = False
     request: FirstRequestTimes | None = None
     if first is not None:
-        medians = {one.key: one.median_ns for one in warm_ups}
+        medians = {warm_up.key: warm_up.median_ns for warm_up in warm_ups}
         request = FirstRequestTimes(
             name_of_site(first.site),
             first.start_ns - began_ns,
@@ -281,7 +279,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
             facts.why,
         )
         way_ns = first.start_ns - facts.session_ns
-        late[IMPORTS] = sum(one.late_ns for one in imports or ())
+        late[IMPORTS] = sum(package.late_ns for package in imports or ())
         prepared = _prepared(rows, first.start_ns, recording)
         sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **prepared.before_ns}
         late.update(prepared.after_ns)
@@ -307,9 +305,9 @@ def startup(recording: Recording, options: Options) -> StartupView:
         imports=None if imports is None else _imports(imports, imports_ns, options),
         imports_ns=imports_ns,
         imports_in_spans_ns=in_spans_ns,
-        preparations=bounded(_preparations(rows), options, lambda one: one.total_ns or 0, _other_preparations),
+        preparations=bounded(_preparations(rows), options, lambda row: row.total_ns or 0, _other_preparations),
         warm_ups=bounded(
-            [one.use for one in warm_ups if one.use.extra_ns], options, lambda one: one.extra_ns, _other_warm_ups
+            [place.use for place in warm_ups if place.use.extra_ns], options, lambda use: use.extra_ns, _other_warm_ups
         ),
         _options=options,
     )
@@ -322,25 +320,25 @@ class _Known(NamedTuple):
 
 
 def _by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall]:
-    """The first call of each place; several sites may mean the same."""
-    found: dict[tuple[object, ...], FirstCall] = {}
-    for one in firsts:
-        known = found.get(one.site.key)
-        if known is None or one.start_ns < known.start_ns:
-            found[one.site.key] = one
-    return found
+    """Return the first call of each place. Several sites may be the same place."""
+    first_by_place: dict[tuple[object, ...], FirstCall] = {}
+    for call in firsts:
+        earlier = first_by_place.get(call.site.key)
+        if earlier is None or call.start_ns < earlier.start_ns:
+            first_by_place[call.site.key] = call
+    return first_by_place
 
 
 def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> list[_Known]:
-    """Every place that has been called again, those whose first call took most longer first."""
+    """Return every place that was called again, the largest excess of its first call first."""
     places = tally.lines_by([site.key for site in tally.tree.sites])
-    found = []
+    warm_ups = []
     for key, first in firsts.items():
         of_all = tally.total(places.get(key, ()))
         if of_all.calls < 2 or _phase(first.site) is not None:
             continue
         histogram = tally.histogram(tally.nodes(places[key]))
-        # Where the first had device time beyond its host time, another bucket has it: one call of many too much then.
+        # A first call with device time beyond its host time is in another bucket: then one call too many counts.
         index = bucket(first.total_ns)
         if index in histogram:
             histogram[index] -= 1
@@ -348,8 +346,8 @@ def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> l
         name, kind = name_of_site(first.site), first.site.kind
         extra_ns = max(first.total_ns - median_ns, 0)
         use = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns, extra_ns)
-        found.append(_Known(key, median_ns, use))
-    return sorted(found, key=lambda one: (-one.use.extra_ns, one.use.name))
+        warm_ups.append(_Known(key, median_ns, use))
+    return sorted(warm_ups, key=lambda warm_up: (-warm_up.use.extra_ns, warm_up.use.name))
 
 
 def _phase(site: Site) -> str | None:
@@ -361,14 +359,14 @@ def _phase(site: Site) -> str | None:
 
 
 def _unwatched(rows: Iterable[Row]) -> set[str]:
-    """The parts of the way that nothing watches without `startup: auto`: where rules name a phase, that is watched."""
+    """Return the parts of the way that are watched only with `startup: auto` or with a rule for their phase."""
     phases = {_phase(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
 
 def _preparations(rows: Iterable[Row]) -> list[Preparation]:
-    """Loading and compiling by place, those that took longest first."""
-    found: dict[tuple[str, tuple[object, ...]], list[int]] = {}
+    """Return loading and compiling by place, the longest first."""
+    sums_by_place: dict[tuple[str, tuple[object, ...]], list[int]] = {}
     sites: dict[tuple[str, tuple[object, ...]], Site] = {}
     for row in rows:
         phase = _phase(row.path[-1])
@@ -377,49 +375,49 @@ def _preparations(rows: Iterable[Row]) -> list[Preparation]:
         *above, site = row.path
         key = phase, site.key
         sites.setdefault(key, site)
-        sums = found.setdefault(key, [0, 0, 0, 0, 0])
-        outermost_ns = 0 if any(one.key == site.key for one in above) else row.totals.total_ns
+        sums = sums_by_place.setdefault(key, [0, 0, 0, 0, 0])
+        outermost_ns = 0 if any(caller.key == site.key for caller in above) else row.totals.total_ns
         sums[0] += row.totals.calls
         sums[1] += outermost_ns
         sums[2] += row.totals.self_ns
         sums[3] = max(sums[3], row.totals.max_ns)
-        sums[4] += outermost_ns if any(one.kind == "request" for one in above) else 0
-    uses = [Preparation(key[0], name_of_site(sites[key]), *sums) for key, sums in found.items()]
+        sums[4] += outermost_ns if any(caller.kind == "request" for caller in above) else 0
+    uses = [Preparation(key[0], name_of_site(sites[key]), *sums) for key, sums in sums_by_place.items()]
     return sorted(uses, key=lambda use: (-(use.total_ns or 0), use.name, use.phase))
 
 
 def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
-    """Return the packages that the options leave, those whose own modules took longest first."""
+    """Return the packages that the options allow, the largest time of own modules first."""
 
-    def rest(others: Sequence[Imports]) -> Imports:
+    def rest(rows: Sequence[Imports]) -> Imports:
         sums, ratio = (
             ("entries", "self_ns", "in_spans_ns", "late_ns"),
-            share(sum(one.self_ns for one in others), all_ns),
+            share(sum(row.self_ns for row in rows), all_ns),
         )
-        return remaining_row(others, sums, package=f"(remaining {len(others)})", ratio=ratio)
+        return remaining_row(rows, sums, package=f"(remaining {len(rows)})", ratio=ratio)
 
-    found = [
-        Imports(one.package, one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns,
-                share(one.self_ns, all_ns))
-        for one in imports
+    rows = [
+        Imports(row.package, row.entries, row.total_ns, row.self_ns, row.in_spans_ns, row.late_ns,
+                share(row.self_ns, all_ns))
+        for row in imports
     ]  # fmt: skip
-    found.sort(key=lambda one: (-one.self_ns, one.package))
-    return bounded(found, options, lambda one: one.self_ns, rest)
+    rows.sort(key=lambda row: (-row.self_ns, row.package))
+    return bounded(rows, options, lambda row: row.self_ns, rest)
 
 
-def _other_preparations(rest: Sequence[Preparation]) -> Preparation:
-    max_ns = max(one.max_ns for one in rest)
-    return remaining_row(rest, ("calls", "self_ns"), name=f"(remaining {len(rest)})", max_ns=max_ns)
+def _other_preparations(rows: Sequence[Preparation]) -> Preparation:
+    max_ns = max(row.max_ns for row in rows)
+    return remaining_row(rows, ("calls", "self_ns"), name=f"(remaining {len(rows)})", max_ns=max_ns)
 
 
-def _other_warm_ups(rest: Sequence[WarmUp]) -> WarmUp:
-    return remaining_row(rest, ("calls", "extra_ns"), name=f"(remaining {len(rest)})")
+def _other_warm_ups(rows: Sequence[WarmUp]) -> WarmUp:
+    return remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})")
 
 
 class _Prepared(NamedTuple):
-    """The time of loading and compiling outside of requests, by word: begun before the first one, and after.
+    """The time of loading and compiling outside of requests, by word: begun before the first request, and after it.
 
-    `is_partial`: calls of which the spans are no longer held may have come after it, and count as before.
+    `is_partial` is True if calls with overwritten spans may have come after it. They count as before.
     """
 
     before_ns: dict[str, int]
@@ -428,12 +426,12 @@ class _Prepared(NamedTuple):
 
 
 def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Prepared:
-    """The topmost of each call path, held against the begin of the first request."""
+    """Return the times of the topmost spans of each call path, on each side of the first request's begin."""
     before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
     on_both_sides = False
     for row in rows:
         phase = _phase(row.path[-1])
-        if phase is None or any(one.kind == "request" or _phase(one) for one in row.path[:-1]):
+        if phase is None or any(site.kind == "request" or _phase(site) for site in row.path[:-1]):
             continue
         begins_before = row.totals.first_ns < request_ns
         (before if begins_before else after)[WORDS[phase]] += row.totals.total_ns
@@ -449,9 +447,9 @@ def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Pr
 
 
 def _held_after(trace: Columns, request_ns: int) -> dict[str, int]:
-    """Return the time of held spans of the same, by word, that began after the first request."""
+    """Return the time of kept loading and compiling spans, by word, that began after the first request."""
     phases = [_phase(site) for site in trace.sites]
-    # Those in a request, or in one that is counted itself.
+    # Spans in a request, or in a loading or compiling span that counts itself.
     around = trace.of_sites(
         [site.kind == "request" or bool(phase) for site, phase in zip(trace.sites, phases, strict=True)]
     )
