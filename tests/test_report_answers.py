@@ -47,7 +47,7 @@ def test_of_some_requests_only_their_answers_are_told() -> None:
         {},
         attributes(http__response__status_code=500, first_item_ns=2, last_item_ns=2, items=1),
     )
-    assert answers.told().tolist() == [0, 2]
+    assert answers.known_places().tolist() == [0, 2]
     assert answers.streams() == StreamedAnswers(2, 4, 1, 2, 1, 1, 2)
     last = answers.only(np.array([2]))
     assert last.statuses() == {"5xx": 1}

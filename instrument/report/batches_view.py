@@ -1,8 +1,8 @@
-"""The `batches` view: how large batches were, how long they took, and how uneven their items were.
+"""The `batches` view: the sizes of batches, their times, and the unevenness of their items.
 
-A batch is a span that says which requests it serves (`batch:` in a rule, or `scope(name, batch=...)`). Weights say how
-much each request takes of it, such as tokens. Where they differ the batch is uneven, which is waste only where the
-engine pads all to the heaviest: one that batches continuously, and schedules tokens, pads nothing.
+A batch is a span that names the requests that it serves (`batch:` in a rule, or `scope(name, batch=...)`). A weight is
+a request's part of it, such as tokens. A batch with different weights is uneven. That is waste only if the engine pads
+all items to the heaviest. An engine with continuous batching, which schedules tokens, pads nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ NO_BATCH = "No batch was recorded: a rule with `batch:` says which requests a ca
 
 @dataclass(frozen=True, slots=True)
 class NamedBatches:
-    """The batches of one name. `items` are the requests in them, one for each batch that it was in.
+    """The batches of one name. `items` are the requests in them, one for each batch of a request.
 
-    `fill` is the mean size over the largest one seen. `per_item_ns` is the time of all batches by their items.
-    `weight` is the sum of the weights where they are told, and `uneven` the share of the heaviest item's weight times
-    the size that no item had. `unbound` items have keys that no request is known by. `device_ns` is what they had of
-    devices, `uneven_ns` what of that was padding, batch by batch, if all were padded; None where there is none. One
-    with `remaining` replaces that many names that were left out.
+    `fill` is the mean size over the largest one. `per_item_ns` is the time of all batches divided by their items.
+    `weight` is the sum of the known weights. `uneven` is the unused share of the heaviest item's weight times the size.
+    `unbound` items have keys of no request. `device_ns` is the device time, and `uneven_ns` the padding in it per batch
+    if the engine pads; None without any. A row with `remaining` replaces that many names.
     """
 
     name: str
@@ -55,15 +54,15 @@ class NamedBatches:
     remaining: int = 0
 
     def a_second(self) -> float | None:
-        """Items, or their weight where it is told, in a second of batches."""
+        """Return the items, or their weight if it is known, per second of batches."""
         return share((self.weight or self.items) * 1e9, self.summed_ns)
 
     def device_ratio(self) -> float | None:
-        """The device time by that of the batches."""
+        """Return the device time divided by that of the batches."""
         return share(self.device_ns or 0, self.summed_ns)
 
     def device_per_item_ns(self) -> float | None:
-        """The device time by the items."""
+        """Return the device time divided by the items."""
         return share(self.device_ns or 0, self.items)
 
     def uneven_ratio(self) -> float | None:
@@ -73,7 +72,7 @@ class NamedBatches:
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes(View):
-    """The view: all batches that are held, by name."""
+    """The view: all kept batches by name."""
 
     coverage: Coverage
     rows: tuple[NamedBatches, ...]
@@ -99,7 +98,7 @@ class BatchTimes(View):
                 ("A second: items, or the weight of items where it is told, in a second of batches.",),
             ),
             Section(
-                "Device time", [one for one in self.rows if one.device_ns is not None],
+                "Device time", [row for row in self.rows if row.device_ns is not None],
                 "name=Batch|device_ns=Sum|device_ratio=Of time|device_per_item_ns=An item|uneven_ns=Uneven|"
                 "uneven_ratio=Of sum",
                 (
@@ -117,7 +116,7 @@ class BatchTimes(View):
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
-    """The view of the spans that are held. `rows` and `least_ns` bound the tables, whose order is by time."""
+    """Return the view of the kept spans. `rows` and `least_ns` bound the tables, sorted by time."""
     trace, served = recording.columns, recording.once(joined_requests).served
     device_ns = recording.once(request_device_ledger).batch_ns if len(trace.device) else np.zeros(len(trace), np.int64)
     rows = trace.attributes.having(BATCH_KEYS)
@@ -126,19 +125,19 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
     by_name: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         by_name.setdefault(name, []).append(place)
-    found = [
+    rows_by_time = [
         _batches(name, trace, served, rows[places], bool(has_weights[places].all()), device_ns)
         for name, places in by_name.items()
     ]
-    found.sort(key=lambda one: (-one.summed_ns, one.name))
+    rows_by_time.sort(key=lambda row: (-row.summed_ns, row.name))
 
-    def rest(others: Sequence[NamedBatches]) -> NamedBatches:
-        places = [place for one in others for place in by_name[one.name]]
+    def rest(omitted: Sequence[NamedBatches]) -> NamedBatches:
+        places = [place for row in omitted for place in by_name[row.name]]
         return _batches(
-            "", trace, served, np.sort(rows[places]), all(has_weights[places]), device_ns, remaining=len(others)
+            "", trace, served, np.sort(rows[places]), all(has_weights[places]), device_ns, remaining=len(omitted)
         )
 
-    shown = bounded(found, options, lambda one: one.summed_ns, rest)
+    shown = bounded(rows_by_time, options, lambda row: row.summed_ns, rest)
     return BatchTimes(Coverage.of_recording(recording), shown, options)
 
 

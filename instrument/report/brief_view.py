@@ -1,8 +1,7 @@
-"""The `brief` view: one screen of what was served, what its time went to, the device, the cost and what is missing.
+"""The `brief` view: one screen on the served requests, their time, the device, the cost and the losses.
 
-It computes nothing itself: the numbers are those of `requests` (or of `benchmark` and `phases`, where steps were
-recorded and no request was), `ops` and `device`, which have more of them. However many endpoints, names, devices and
-losses there are, it has at most `MOST_LINES` lines of `LINE` columns.
+It computes nothing itself. The numbers are those of `requests` (or of `benchmark` and `phases` for steps without any
+request), `ops` and `device`, which have more of them. It never has more than `MOST_LINES` lines of `LINE` columns.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 MOST_LINES = 57
-"""Lines of the view, at most: with the names of process and file below it, a screen of 60."""
+"""The most lines of the view. With the names of process and file below it, a screen has 60."""
 
 PLACES = 10
-"""Places that the time went to, at most."""
+"""The most places of the time."""
 
 PARTS = 6
-"""Endpoints, and parts of a request or step, at most; what is left of either is one row more."""
+"""The most endpoints, and the most parts of a request or step. One more row has the rest."""
 
 DEVICES = 3
 TOLD_FROM = 0.1
@@ -50,7 +49,7 @@ TOLD_FROM = 0.1
 
 LOSSES = 3
 NOTE_LINES = 6
-"""Lines for what was not observed, at most; `cost` has all of it."""
+"""The most lines on missing observations; `cost` has all of them."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."
@@ -58,9 +57,9 @@ MORE = "More: `instrument report FILE --view {}`; `instrument help reports` expl
 
 @dataclass(frozen=True, slots=True)
 class Brief(View):
-    """The work that was done: `requests`, or `steps` and their `phases` where there was none, else neither.
+    """The work that was done: `requests`, or `steps` and their `phases` without any request, else neither.
 
-    `places` are the heaviest by self time, of all calls; None where no call was counted.
+    `places` has the largest self times of all calls, None if no call was counted.
     """
 
     service: str
@@ -77,7 +76,7 @@ class Brief(View):
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """Return the tables: of requests or of steps, and of the places that the time went to."""
+        """Return the tables: of requests or of steps, and of the places of the time."""
         unit, times = self._options.unit, f"mean_ns=Mean, {self._options.unit}|p50_ns=p50|p99_ns=p99|max_ns=Max"
         served = []
         if self.requests.requests:
@@ -94,14 +93,14 @@ class Brief(View):
             "max_ns=Max|where=On"
         )
         places = list[Any]() if self.places is None else [*self.places.rows]
-        if self.places is not None and (rest := self.places.remaining) is not None:
-            places.append(RemainingPlaces(rest.rows, rest.time_ns, rest.ratio, rest.calls))
+        if self.places is not None and (omitted := self.places.remaining) is not None:
+            places.append(RemainingPlaces(omitted.rows, omitted.time_ns, omitted.ratio, omitted.calls))
         return [*served, Section("", places, columns)]
 
     def lines(self) -> list[str]:
         unit = self._options.unit
         why = next((note for note in self.notes if note.startswith(NO_DEVICE_TIME)), "")
-        others = [note for note in self.notes if note != why]
+        other_notes = [note for note in self.notes if note != why]
         service = shorten(safe(self.service), LINE // 2)
         lines = [*title(f"Summary of {service}" if service else "Summary"), *self._served(), ""]
         *served, places = self.sections()
@@ -114,13 +113,13 @@ class Brief(View):
         lines += [*(places.table(unit) if places.rows else [NO_CALL]), ""]
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
         lines += [*_cost_lines(self)]
-        lines += [*_losses(self.losses), *_notes(others)]
+        lines += [*_losses(self.losses), *_notes(other_notes)]
         views = "requests,events,cost" if self.requests.counted else "ops,events,cost"
         lines.append(MORE.format("benchmark,phases" if self.steps is not None else views))
         return [*lines, ""]
 
     def _served(self) -> list[str]:
-        """Return the counts of the window, and the part of them that the tables are of."""
+        """Return the counts of the window, and the part of them in the tables."""
         window = f"{number(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
         cut = f", {self.requests.requests_cut} more open at an edge of the window" if has_more else ""
@@ -150,14 +149,13 @@ class Brief(View):
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The same where none of the probes' memory was in the processor's caches."""
+        """The same share if no memory of the probes is in the processor's caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
 
 def brief(recording: Recording, options: Options) -> Brief:
-    """The view. `rows` may bound its tables to fewer rows; `sorted_by`, `least_ns`, `corrected` and `skip_first` are
-    handed to the views that it is made of. `tracer_option`, `state` and `threads` mean nothing to it.
-    """
+    """Return the view. `rows` may bound its tables to fewer rows. `sorted_by`, `least_ns`, `corrected` and `skip_first`
+    apply to the views below it. It does not use `tracer_option`, `state` and `threads`."""
     places = ops(recording, _at_most(PLACES, options)).functions
     few = replace(_at_most(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
@@ -203,7 +201,7 @@ class WorkRow(NamedTuple):
 
 
 class RemainingPlaces(NamedTuple):
-    """The row of the places that are left out."""
+    """The row of the omitted places."""
 
     remaining: int
     time_ns: int
@@ -217,7 +215,7 @@ class RemainingPlaces(NamedTuple):
 
 
 def _request_rows(times: RequestTimes) -> list[WorkRow]:
-    """Return the endpoints, and below the heaviest ones their parts, as far as there is room."""
+    """Return the endpoints, and the parts of the heaviest ones, as far as there is room."""
     room = 2 * PARTS + 3 - len(times.endpoints) - len(times.groups)
     rows = []
     for endpoint in times.endpoints:
@@ -240,11 +238,11 @@ def _request_rows(times: RequestTimes) -> list[WorkRow]:
 
 
 def _slowest(times: RequestTimes, unit: str) -> list[str]:
-    one = times.slowest[0]
-    name = shorten(safe(one.name) or "(no name)", LINE // 4)
-    at = f"began {one.began}" if one.began else f"began {number(one.begin_ns / 1e9)} s after the start"
-    seen = f", trace {one.trace_id}" if one.trace_id else f", span {one.span_id}"
-    return wrapped(f"Slowest: {name}, {in_unit(one.wall_ns, unit)} {unit}, {at}{seen}")[:2]
+    request = times.slowest[0]
+    name = shorten(safe(request.name) or "(no name)", LINE // 4)
+    at = f"began {request.began}" if request.began else f"began {number(request.begin_ns / 1e9)} s after the start"
+    identity = f", trace {request.trace_id}" if request.trace_id else f", span {request.span_id}"
+    return wrapped(f"Slowest: {name}, {in_unit(request.wall_ns, unit)} {unit}, {at}{identity}")[:2]
 
 
 def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
@@ -254,7 +252,7 @@ def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
         return []
     summed, longest = (f"{in_unit(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
     counted = f"Loop blocked: {blocked.stretches} times, {summed} in all, at most {longest}"
-    most = max(blocked.by, key=lambda one: (not one.remaining, one.summed_ns))
+    most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
     if most.remaining:
         return [counted]
     return wrapped(f"{counted}, mostly by {safe(most.name)}{f', at {safe(most.at)}' if most.at else ''}")[:2]
@@ -274,33 +272,33 @@ def _step_rows(steps: Loops, of_steps: PhasesView | None) -> list[WorkRow]:
     return rows
 
 
-def _more(count: int, what: str) -> list[str]:
-    return [f"... ({count - DEVICES} more {what})"] if count > DEVICES else []
+def _more(count: int, noun: str) -> list[str]:
+    return [f"... ({count - DEVICES} more {noun})"] if count > DEVICES else []
 
 
-def _device_lines(found: DeviceView, why: str) -> list[str]:
-    """A line for each device; where there is none `why`, the note that says so, or else what the view `device` says.
+def _device_lines(view: DeviceView, why: str) -> list[str]:
+    """Return a line for each device; without any, `why` or else the reason of the view `device`.
 
-    No line where no span asked for device time, and no GPU is seen.
+    There is no line if no span asked for device time and no GPU is present.
     """
-    if not found.devices:
-        has_gpu = found.gauges is not None and bool(found.gauges.gpus)
-        return wrapped(f"Device: {safe(why) or found.why_none()}")[:2] if why or found.asked or has_gpu else []
+    if not view.devices:
+        has_gpu = view.gauges is not None and bool(view.gauges.gpus)
+        return wrapped(f"Device: {safe(why) or view.why_none()}")[:2] if why or view.asked or has_gpu else []
     lines = []
-    for one in found.devices[:DEVICES]:
+    for use in view.devices[:DEVICES]:
         lines.append(
-            f"Device {one.device}: busy {tenths(one.busy_ratio, 1)} of the window, idle while a request was in flight "
-            f"{tenths(one.starved_ratio, 1)}, idle without {tenths(one.unasked_ratio, 1)}"
+            f"Device {use.device}: busy {tenths(use.busy_ratio, 1)} of the window, idle while a request was in flight "
+            f"{tenths(use.starved_ratio, 1)}, idle without {tenths(use.unasked_ratio, 1)}"
         )
-        if (one.launch_bound_ratio or 0.0) >= TOLD_FROM:
-            launching = tenths(one.launch_bound_ratio, 1)
+        if (use.launch_bound_ratio or 0.0) >= TOLD_FROM:
+            launching = tenths(use.launch_bound_ratio, 1)
             lines.append(f"  Of its busy time {launching} is launch-bound: it may have waited for the host to launch")
-    return [*lines, *_more(len(found.devices), "devices: --view device")]
+    return [*lines, *_more(len(view.devices), "devices: --view device")]
 
 
-def _process_line(found: DeviceView) -> list[str]:
+def _process_line(view: DeviceView) -> list[str]:
     """Return the readings of the process itself, one sentence."""
-    rows = {row.gauge: row for row in found.gauges.rows if row.samples} if found.gauges is not None else {}
+    rows = {row.gauge: row for row in view.gauges.rows if row.samples} if view.gauges is not None else {}
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []
     if cpu is not None and cpu.mean is not None and cpu.most is not None:
@@ -333,7 +331,7 @@ def _losses(losses: Mapping[str, int]) -> list[str]:
 
 
 def _notes(notes: Sequence[str]) -> list[str]:
-    """In full where there is room for all, else the beginnings of as many as there is room for."""
+    """Return the notes, complete if there is room for all, else the beginnings of the first ones."""
     blocks = [wrapped(f"Not observed: {safe(note)}") for note in notes]
     if sum(map(len, blocks)) <= NOTE_LINES:
         return [line for block in blocks for line in block]
@@ -344,7 +342,7 @@ def _notes(notes: Sequence[str]) -> list[str]:
 
 
 def _cut(line: str) -> str:
-    """A line whose sentence goes on, after the last word that leaves room to say so."""
+    """Return a line of an unfinished sentence, cut after the last word that leaves room for a mark."""
     while columns(line) > LINE - 4:
         line = line.rpartition(" ")[0]
     return f"{line} ..."

@@ -1,14 +1,13 @@
-"""The comparison of two recordings: what a deployment changed, apart from what its load changed.
+"""The comparison of two recordings: the effect of a deployment, apart from the effect of its load.
 
-Work is compared call by call: the self time in which a call ran, on its call path, and the device time of what it
-launched. Calls are matched by what was worked on and under which load: requests in flight at their begin, the members
-and the weight of the batch around them, and sizes among the attributes of the call and of its request (`SIZE`). What
-remains is the effect of the code, see `instrument.report.effects`. Paths with less than `LEAST_SHARE` of the time of
-both sides are not looked at. All that are looked at are wrong together with a probability of `FAMILY` at most
-(Bonferroni).
+The comparison is call by call: the self time of a call, without its waits, on its call path, and the device time of its
+launches. Calls are matched by their work and load: requests in flight at their begin, the members and the weight of the
+batch around them, and sizes among the attributes of the call and of its request (`SIZE`). The remaining difference is
+the effect of the code (see `instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time of both sides
+are left out. The probability that any of the verdicts is wrong is at most `FAMILY` (Bonferroni).
 
-Times of requests that follow from load (queue, waiting, stalls) are shown before and after, without a verdict of
-their own: they may follow from slower work as from more of it.
+Times of requests that follow from load (queue, waiting, stalls) are shown before and after, without a verdict of their
+own: either slower work or more load may cause them.
 """
 
 from __future__ import annotations
@@ -39,35 +38,35 @@ FAMILY = 0.01
 """The probability that any verdict of a comparison without a change is wrong."""
 
 LEAST_SHARE = 0.005
-"""The share of the time of one side that a call path has to take to be compared."""
+"""The least share of one side's time for a call path in the comparison."""
 
 LEAST_CHANGE = 1e-4
-"""The share below which a difference is no change: clocks and rounding make such."""
+"""The share below which a difference is no change: clocks and rounding cause it."""
 
 SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
-"""Names of attributes that say how much a call or a request worked on."""
+"""Names of attributes with the size of a call's or a request's work."""
 
 NAMES_LOOKED_FOR_IN = 2_000
-"""Rows with attributes in which names of sizes are looked for, evenly over the recording."""
+"""The number of rows with attributes that are searched for names of sizes, evenly over the recording."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
 DEVICE = " (device)"
 
 NOTEWORTHY = 0.05
-"""The change of an endpoint's mean from which a sentence says cause it is."""
+"""The smallest change of an endpoint's mean for which a sentence names the cause."""
 
 MOSTLY = 0.5
-"""The share of the time that has to be alike for a sentence on the load."""
+"""The least share of the time with like work for a sentence on the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a call path. `path` is the topmost call first; `name` is its last call, and which one that is in.
+    """The change of a call path. `path` begins with the topmost call; `name` is its last call and the one around it.
 
-    Calls and means are of all calls, as recorded. `ratio` is the change of like work, as a share of what it took
-    before. It is between `low_ratio` and `high_ratio`. `cost_ns` is what it makes for each request after, or for each
-    call where there are no requests. A change of `detectable_ratio` would have been seen. `matched_ratio` is the share
-    of the time after that like work is.
+    Calls and means are of all calls, as recorded. `ratio` is the change of like work, as a share of its time before. It
+    is between `low_ratio` and `high_ratio`. `cost_ns` is its cost per request after, or per call without requests.
+    `detectable_ratio` is the smallest detectable change. `matched_ratio` is the share of the time after that is like
+    work.
     """
 
     path: tuple[str, ...]
@@ -105,7 +104,7 @@ class Change:
 class LoadChange:
     """An endpoint, or a part of its time that follows from load, before and after.
 
-    Means are per request of the endpoint. The 99th percentile of a part is that of the requests that had it, as in the
+    Means are per request of the endpoint. The 99th percentile of a part is over the requests with that part, as in the
     view `requests`; None for several runs.
     """
 
@@ -122,7 +121,7 @@ class LoadChange:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(View):
-    """The view: call paths cause like work was compared, by what their change costs, and the load of each side."""
+    """The view: call paths with like work on both sides, by the cost of their change, and the load of each side."""
 
     changes: tuple[Change, ...]
     loads: tuple[LoadChange, ...]
@@ -136,12 +135,12 @@ class Comparison(View):
 
     @property
     def changed(self) -> tuple[Change, ...]:
-        """The call paths cause like work takes another time than before."""
+        """The call paths whose like work takes another time than before."""
         return tuple(change for change in self.changes if change.verdict in (SLOWER, FASTER))
 
     @property
     def detectable_ratio(self) -> float | None:
-        """The smallest change of all like work that would have been seen, weighted by time; None without any."""
+        """The smallest change of all like work that the comparison can detect, weighted by time; None without any."""
         weighed = [(change.detectable_ratio, change.share_ratio) for change in self.changes if change.detectable_ratio]
         whole = sum(share for _, share in weighed)
         return sum(ratio * share for ratio, share in weighed) / whole if whole else None
@@ -151,7 +150,7 @@ class Comparison(View):
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def unsure(self, limit: float) -> list[Change]:
-        """Return the call paths of which a change beyond a share can be neither seen nor ruled out."""
+        """Return the call paths whose change beyond a share can be neither detected nor excluded."""
         return [
             change
             for change in self.changes
@@ -182,7 +181,7 @@ class Comparison(View):
         return [*lines, *self._about_load()]
 
     def _about_load(self) -> list[str]:
-        """Return who made the heaviest endpoint slower or faster, as far as that can be said."""
+        """Return the cause of a slower or faster heaviest endpoint, if it is known."""
         load = next(iter(self.loads), None)
         more = load.mean_after_ns / load.mean_before_ns - 1 if load is not None and load.mean_before_ns else 0.0
         if load is None or abs(more) < NOTEWORTHY:
@@ -256,7 +255,7 @@ class Comparison(View):
 
 @dataclass(frozen=True)
 class _Side:
-    """The calls of one side by their paths: rows in the order of time, and what is known of each."""
+    """The calls of one side by their paths, with rows in the order of time, and the sums of the side."""
 
     work: Mapping[tuple[str, ...], CallSample]
     requests: int
@@ -264,9 +263,9 @@ class _Side:
 
 
 def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
-    """Compare two sides, each of which is one or several runs. Three and more on each side are the units of the test.
+    """Compare two sides of one or several runs each. With three and more on each side, runs are the units of the test.
 
-    Raises `InstrumentError` where scipy is not installed.
+    Raises `InstrumentError` without scipy.
     """
     names = sorted({name for recording in (*before, *after) for name in _sizes_in(recording.columns)})
     sides = _side(before, names), _side(after, names)
@@ -363,14 +362,14 @@ def _joined(samples: Sequence[CallSample]) -> CallSample:
 
 
 def _sizes_in(trace: Columns) -> set[str]:
-    """Return the names of attributes that say how much was worked on."""
+    """Return the names of attributes that have the size of the work."""
     rows = trace.attributes.rows()
     some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), NAMES_LOOKED_FOR_IN)).astype(np.int64))]
     return {name for row in some.tolist() for name in trace.attributes[row] if SIZE.search(name)}
 
 
 def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return what calls are matched by, a row for each: see the top of this module."""
+    """Return the covariates that match calls, a row for each: see the top of this module."""
     requests = joined.rows
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     in_flight = np.searchsorted(begins, trace.start_ns, "right") - np.searchsorted(ends, trace.start_ns, "right")
@@ -428,7 +427,7 @@ def _loads(before: Sequence[Recording], after: Sequence[Recording]) -> list[Load
 
 
 def _endpoints(runs: Sequence[Recording]) -> dict[str, list[EndpointTimes]]:
-    """Return the times of each endpoint, those of each run."""
+    """Return the times of each endpoint, per run."""
     by_name: dict[str, list[EndpointTimes]] = defaultdict(list)
     for recording in runs:
         for times in requests(recording, Options()).endpoints:
@@ -437,7 +436,7 @@ def _endpoints(runs: Sequence[Recording]) -> dict[str, list[EndpointTimes]]:
 
 
 def _times_of(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
-    """Return the sum of an endpoint's walls, or of a part of them, and the 99th percentile where there is one run."""
+    """Return the sum of an endpoint's walls, or of a part of them, and the 99th percentile for a single run."""
     times = [(times.wall_ns, times.p99_ns) for times in runs]
     if part:
         phases = [phase for times in runs for phase in times.phases if phase.name == part]

@@ -1,7 +1,7 @@
-"""The `copies` view: what was copied in which direction, by which call, how fast, and what was asked for in vain.
+"""The `copies` view: the copies by direction and call, their speed, and asynchronous requests that could not be met.
 
-A rate is in 10^9 bytes a second over the device time of the calls that have it. Where none has, it is over host time,
-if the call waits for the copy; where it does not, its host time says nothing of the copy and there is no rate.
+A rate is in 10^9 bytes a second over the device time of the calls with any. Without device time it is over host time,
+if the call waits for the copy. If the call does not wait, there is no rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instrument.trace.columns import Columns, Int64s
 from instrument.trace.groups import Groups
 
 ACROSS = ("h2d", "d2h")
-"""Directions with a host's side, of which the call itself waits unless it is asynchronous."""
+"""Directions to or from the host. The call waits for the copy unless it is asynchronous."""
 
 ENDS = {
     "h2d": "host to device",
@@ -44,12 +44,12 @@ NO_COPY = (
 class CopyUse:
     """The copies of one call in one direction, or of all calls in it.
 
-    `direction` is "" where the span does not say it. `call` is the function that copied, or the span's name; empty for
-    a whole direction. `sync` says whether the call waits for the copy and `pinned` whether the host's side is
-    page-locked, None where that is not known or, of a whole direction, not one. `device_ns` is the sum over `timed`
-    calls, those with device time; `timed_bytes` is what these moved. `waited_ns` and `waited_bytes` are of the calls
-    whose host time is that of the copy. `staged` calls asked for an asynchronous copy with pageable memory, which is
-    none. One with `remaining` replaces that many that were left out.
+    `direction` is "" if the span does not report it. `call` is the copying function or the span's name, empty for a
+    whole direction. `sync` is True if the call waits for the copy, and `pinned` True if the host's memory is
+    page-locked. Both are None if unknown or, for a whole direction, mixed. `device_ns` is the sum over the `timed`
+    calls with device time, and `timed_bytes` is their size. `waited_ns` and `waited_bytes` are of the calls that wait
+    for the copy. `staged` calls asked for an asynchronous copy with pageable memory and waited. A row with `remaining`
+    replaces that many.
     """
 
     direction: str
@@ -69,12 +69,12 @@ class CopyUse:
 
     @property
     def base(self) -> str:
-        """The time that the rate is over: `device`, `host`, or "" where no time of the copies is known."""
+        """The time under the rate: `device`, `host`, or "" if no time of the copies is known."""
         return "device" if self.device_ns else "host" if self.waited_ns else ""
 
     @property
     def rate_gb_s(self) -> float | None:
-        """10^9 bytes a second over the time that `base` says; None without one."""
+        """The 10^9 bytes per second over the time of `base`, None without one."""
         if self.device_ns:
             return self.timed_bytes / self.device_ns
         return self.waited_bytes / self.waited_ns if self.waited_ns else None
@@ -83,44 +83,44 @@ class CopyUse:
         return self.moved_bytes / 1e6
 
     def memory(self) -> str:
-        """Return the memory of the host's side, as far as it is known of one call."""
+        """Return the kind of the host's memory, "" if it is unknown."""
         return {True: "pinned", False: "pageable", None: ""}[self.pinned]
 
     def mode(self) -> str:
-        """Return if the call waits for the copy, as far as it is known; with a star for what is staged."""
+        """Return `sync`, `async` or a dash, with a star for staged copies."""
         return {True: "sync", False: "async", None: MISSING}[self.sync] + "*" * bool(self.staged and not self.remaining)
 
 
 def copy_uses(trace: Columns) -> list[CopyUse]:
-    """The copies by direction, call, synchronicity and memory, in the order of directions and then by bytes."""
+    """Return the copies by direction, call, synchronicity and memory, in the order of directions and then by bytes."""
     rows = np.flatnonzero(trace.of_kind("copy"))
-    known = dict.fromkeys(trace.site[rows].tolist())
-    keys = {place: _key(trace.sites[place]) for place in known}
+    sites = dict.fromkeys(trace.site[rows].tolist())
+    keys = {place: _key(trace.sites[place]) for place in sites}
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
     number_of = np.zeros(len(trace.sites) + 1, dtype=np.int64)
     for place, key in keys.items():
         number_of[place] = numbers[key]
-    its = number_of[trace.site[rows]]
+    group_of_row = number_of[trace.site[rows]]
     moved = sizes(trace, rows)
     host_ns = trace.total_ns[rows]
     device_ns, timed = trace.device_times(rows)
-    staged = np.array([_is_staged(*key) for key in numbers], dtype=np.bool_)[its] if numbers else timed
-    waited = np.array([_is_waited(*key) for key in numbers], dtype=np.bool_)[its] if numbers else timed
-    each = (
+    staged = np.array([_is_staged(*key) for key in numbers], dtype=np.bool_)[group_of_row] if numbers else timed
+    waited = np.array([_is_waited(*key) for key in numbers], dtype=np.bool_)[group_of_row] if numbers else timed
+    columns = (
         np.ones_like(rows), moved, host_ns, timed, device_ns * timed, moved * timed, host_ns * waited, moved * waited,
         staged,
     )  # fmt: skip
-    groups = Groups(its, len(numbers))
-    columns = [groups.sums(one).tolist() for one in each]
-    return sorted((CopyUse(*key, *sums) for key, *sums in zip(numbers, *columns, strict=True)), key=_place)
+    groups = Groups(group_of_row, len(numbers))
+    sums_of_columns = [groups.sums(column).tolist() for column in columns]
+    return sorted((CopyUse(*key, *sums) for key, *sums in zip(numbers, *sums_of_columns, strict=True)), key=_place)
 
 
 def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
-    """The copies of each direction together."""
-    found: dict[str, list[CopyUse]] = {}
+    """Return the copies of each direction together."""
+    groups: dict[str, list[CopyUse]] = {}
     for use in uses:
-        found.setdefault(use.direction, []).append(use)
-    return [remaining_row(of_it, SUMS, direction=direction, remaining=0) for direction, of_it in found.items()]
+        groups.setdefault(use.direction, []).append(use)
+    return [remaining_row(of_it, SUMS, direction=direction, remaining=0) for direction, of_it in groups.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +178,10 @@ class CopiesView(View):
 
 
 def copies(recording: Recording, options: Options) -> CopiesView:
-    """The view, from the spans that are held.
+    """Return the view of the kept spans.
 
-    `rows` bounds the table of calls to those that moved most, `least_ns` to those whose copies took so long, on the
-    device where it was timed, else on the host; the rest is one row more.
+    `rows` bounds the table of calls to the largest sizes. `least_ns` bounds it by the time of the copies, on the device
+    if it was timed, else on the host. One more row has the rest.
     """
     uses = copy_uses(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
@@ -198,20 +198,20 @@ def copies(recording: Recording, options: Options) -> CopiesView:
 def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
     facts = dict(site.attributes)
     direction, sync, pinned = facts.get("direction"), facts.get("sync"), facts.get("pinned")
-    known = isinstance(direction, str) and direction in DIRECTIONS
+    is_known = isinstance(direction, str) and direction in DIRECTIONS
     return (
-        str(direction) if known else "",
-        # The spans of probes are named for their direction; what names others better than their code is their name.
-        (known and site.function) or site.name,
+        str(direction) if is_known else "",
+        # A probe's span has the name of its direction, so its function says more. Other spans have a name of their own.
+        (is_known and site.function) or site.name,
         sync if isinstance(sync, bool) else None,
         pinned if isinstance(pinned, bool) else None,
     )
 
 
 def sizes(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the bytes that calls have moved. A scope may carry anything there: what is no size counts for nothing.
+    """Return the bytes that calls have moved, 0 for an attribute that is no size.
 
-    Nor does what is larger than any: the sum of a few such numbers would be none in 64 bits.
+    A number beyond the largest size counts as 0, too: the sum of a few would not fit 64 bits.
     """
     return np.array(list(map(_size, trace.attributes.values("bytes", rows))), dtype=np.int64)
 
@@ -222,7 +222,7 @@ def _size(moved: object) -> int:
 
 
 def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True if a copy that was to be asynchronous is not, since the host's memory may move."""
+    """Return True if a copy with asynchronous request waits, since the host's memory is not page-locked."""
     return direction in ACROSS and sync is False and pinned is False
 
 

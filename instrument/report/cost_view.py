@@ -1,7 +1,7 @@
-"""The `cost` view: what the instrumentation cost, by probe and by thread of its own, what it kept, and what it missed.
+"""The `cost` view: the cost of the instrumentation by probe and own thread, the spans that it kept, and what it missed.
 
-The cost of a probe is what one costs on this machine, measured over a bare call, times its calls. A saved trace knows
-the mean of all probes alone, and neither how full the rings were nor which sites were muted.
+The cost of a probe is its cost per call on this machine, measured over a bare call, times its calls. A saved trace has
+only the mean of all probes. It does not have the use of the rings or the muted sites.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CostPart:
-    """Time that the instrumentation took, and its share of the window."""
+    """A part of the instrumentation's time, and its share of the window."""
 
     name: str
     time_ns: int
@@ -42,11 +42,10 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True)
 class SiteCost:
-    """The probes of one place: their calls, what each costs, what they cost in all, and two shares of it.
+    """The probes of one place: their calls, the cost of each, the sum, and two shares of it.
 
-    `ratio` is of the cost of all sites, `burden` of the host time of the very calls, which is less than the cost where
-    a call is shorter than its probe takes. One with `remaining` replaces that many sites that were left out, at their
-    mean.
+    `ratio` is the share of the cost of all sites. `burden` is the share of the calls' host time, over 1 if a call is
+    shorter than its probe. A row with `remaining` replaces that many sites, at their mean cost.
     """
 
     name: str
@@ -72,7 +71,7 @@ def _named(name: str, place: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MutedSite:
-    """A place of which `calls` were counted and not recorded, to stay within the budget; `now`: it still is muted."""
+    """A place with `calls` that were only counted, to stay within the budget. `now` is True if it is still muted."""
 
     name: str
     kind: str
@@ -86,23 +85,23 @@ class MutedSite:
 
 @dataclass(frozen=True, slots=True)
 class RingUse:
-    """The part of the memory for the newest spans that is taken."""
+    """The use of the memory for the newest spans."""
 
     held_rows: int
     rows: int
     memory_bytes: int
 
     ratio = Ratio("held_rows", of="rows")
-    """The share of the rows that there is room for; threads to come make more, while there is memory."""
+    """The share of the rows in use. New threads add rows as long as there is memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstrumentationCost(View):
-    """The parts add up to `cost.total_ns`. `muted` and `rings` are those of a process that runs, else unknown (None).
+    """The view. The parts add up to `cost.total_ns`. `muted` and `rings` are None without a running process.
 
-    `notes` say what was not observed, but what `muted` does; of a saved trace they say that, too.
+    `notes` are on everything that was not observed, except muted sites of a running process.
 
-    `device_asked` counts the held spans that asked for device time, and `device_missing` those without, by reason.
+    `device_asked` counts the kept spans that asked for device time, and `device_missing` those without any, by reason.
     """
 
     recorder: str
@@ -130,7 +129,7 @@ class InstrumentationCost(View):
 
     @property
     def most_ratio(self) -> float | None:
-        """The same where none of the probes' memory was in the processor's caches."""
+        """The same share if no memory of the probes is in the processor's caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def head(self) -> list[str]:
@@ -138,7 +137,7 @@ class InstrumentationCost(View):
         return [*wrapped(by), f"Time unit: {self._options.unit}"]
 
     def sections(self) -> list[Section]:
-        each = "" if self.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
+        note_on_each = "" if self.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
         whole = [] if self.cost is None else [CostPart("in all", self.cost.total_ns, self.ratio)]
         missed = [part for note in self.notes for part in wrapped(f"- {safe(note)}")]
         return [
@@ -150,8 +149,8 @@ class InstrumentationCost(View):
             Section(
                 "Probes", self.sites,
                 "label=Site|kind=Kind|calls=Calls|each_ns=Each, ns|cost_ns=Cost|ratio=Of cost|burden=Of calls",
-                wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{each}."),
-                {"each_ns": lambda one, unit: number(one.each_ns)},
+                wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{note_on_each}."),
+                {"each_ns": lambda row, unit: number(row.each_ns)},
             ),
             Section("Held", (), "", empty=[*self.coverage.lines(), *_held_lines(self)]),
             Section("Not kept", list(self.losses.items()), "0=Reason|1=Count", empty=["Nothing was lost."]),
@@ -167,18 +166,18 @@ class InstrumentationCost(View):
         if self.cost is None:
             return []
         calls = f"{self.cost.calls} calls x {number(self.cost.per_call_ns)} ns"
-        told = f"{calls} in the mean; the window is {number(self.window_ns / 1e9)} s of wall time"
-        return wrapped(told + uncached(self.cost, self.window_ns))
+        text = f"{calls} in the mean; the window is {number(self.window_ns / 1e9)} s of wall time"
+        return wrapped(text + uncached(self.cost, self.window_ns))
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
-    """The view, from the tally and what is known of the spans that are held.
+    """Return the view of the tally and of the facts of the kept spans.
 
-    `rows` bounds the table of sites to those that cost most, `least_ns` to those that cost so much.
+    `rows` bounds the table of sites to the most expensive ones, `least_ns` to sites with at least that cost.
     """
     spent, upkeep = recording.cost, recording.upkeep
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
-    coverage, asked, missing = _held(recording)
+    coverage, device_asked, missing = _held(recording)
     return InstrumentationCost(
         recorder=recording.recorder,
         clock="" if upkeep is None else upkeep.clock,
@@ -192,18 +191,18 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         muted=None if upkeep is None else _muted(upkeep),
         rings=None if upkeep is None else RingUse(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
         coverage=coverage,
-        device_asked=asked,
-        device_missing=dict(sorted(missing.items(), key=lambda one: (-one[1], one[0] != NO_EVENTS, one[0]))),
+        device_asked=device_asked,
+        device_missing=dict(sorted(missing.items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0]))),
         _options=options,
     )
 
 
 def _parts(spent: Cost, upkeep: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
-    """Return the parts of the whole; the probes' part is the whole without the others."""
+    """Return the parts of the whole. The probes' part is the whole less the other parts."""
     pairs_ns = 0 if upkeep is None else round(upkeep.pairs_ns)
     parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
     threads = {"threads of its own": spent.thread_ns} if upkeep is None else upkeep.threads_ns
-    # The threads went on between the one reading and the other: the first, which is of the whole, holds.
+    # The threads ran on between the two readings. The first one, which is of the whole, counts.
     left_ns = spent.thread_ns
     for name, thread_ns in threads.items():
         parts.append((name if upkeep is None else f"thread {name}", min(thread_ns, left_ns)))
@@ -224,23 +223,23 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
     costs = {key: round(called * each_ns[key]) for key, called in enumerate(calls) if called}
     whole_ns = sum(costs.values())
     shown = _heaviest(costs, labels.__getitem__, options)
-    found = []
+    rows = []
     for key in shown:
         site, cost_ns = tree.sites[key], costs[key]
-        known = calls[key], each_ns[key], cost_ns, host_ns[key], share(cost_ns, whole_ns)
-        found.append(SiteCost(site.name, site.kind, _where(site), *known))
-    left = len(costs) - len(shown)
-    if left:
-        left_calls = sum(calls) - sum(one.calls for one in found)
-        left_ns = whole_ns - sum(one.cost_ns for one in found)
-        left_host_ns = sum(host_ns) - sum(one.host_ns for one in found)
-        known = left_calls, left_ns / left_calls, left_ns, left_host_ns, share(left_ns, whole_ns)
-        found.append(SiteCost("", "", "", *known, remaining=left))
-    return tuple(found)
+        numbers = calls[key], each_ns[key], cost_ns, host_ns[key], share(cost_ns, whole_ns)
+        rows.append(SiteCost(site.name, site.kind, _where(site), *numbers))
+    omitted = len(costs) - len(shown)
+    if omitted:
+        left_calls = sum(calls) - sum(row.calls for row in rows)
+        left_ns = whole_ns - sum(row.cost_ns for row in rows)
+        left_host_ns = sum(host_ns) - sum(row.host_ns for row in rows)
+        numbers = left_calls, left_ns / left_calls, left_ns, left_host_ns, share(left_ns, whole_ns)
+        rows.append(SiteCost("", "", "", *numbers, remaining=omitted))
+    return tuple(rows)
 
 
 def _heaviest(costs_ns: Mapping[int, int], label: Callable[[int], tuple[str, str]], options: Options) -> list[int]:
-    """The keys that the options leave, those first that cost most, and then by their label."""
+    """Return the keys that the options allow, the most expensive first, then by label."""
     shown = [key for key, cost_ns in costs_ns.items() if cost_ns >= options.least_ns]
     if options.bound is not None and options.bound < len(shown):
         least_ns = heapq.nlargest(options.bound, map(costs_ns.__getitem__, shown))[-1]
@@ -270,15 +269,15 @@ def _muted(upkeep: InstrumentationStats) -> tuple[MutedSite, ...]:
 
 
 def _held(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
-    """Return the coverage, the number of held spans that asked for device time, and by reason of those without."""
-    held = recording.held
-    if held is not None:
-        return Coverage(held.count, held.complete, held.since_ns, held.until_ns), held.asked, held.unanswered
-    asked, without = unanswered(recording.columns)
+    """Return the coverage, the number of kept spans that asked for device time, and by reason those without any."""
+    facts = recording.held
+    if facts is not None:
+        return Coverage(facts.count, facts.complete, facts.since_ns, facts.until_ns), facts.asked, facts.unanswered
+    device_asked, untimed = unanswered(recording.columns)
     missing = Counter[str]()
-    for one in without:
-        missing[one.reason] += one.spans
-    return Coverage.of_recording(recording), asked, missing
+    for row in untimed:
+        missing[row.reason] += row.spans
+    return Coverage.of_recording(recording), device_asked, missing
 
 
 # The text.

@@ -1,15 +1,15 @@
-"""The `distribution` view: communication beside computation, on the host and on each device.
+"""The `distribution` view: communication and computation at the same time, on the host and on each device.
 
-It is the Distribution Summary of `paddle.profiler`. All times are unions, clipped to the steps, or to the window where
-no step was recorded, and ratios are of them. Communication of the host is the time in spans of kind `comm`, and from
-the call of an asynchronous one to the end of the wait for it; that of a device is what such spans and those below them
-put there, and kernels of NCCL and XCCL in traces of other profilers. Computation of a device is all else but copies;
-that of the host is the time in operators, layers and phases, less what the same thread spent in communication, copies
-and loading.
+It is the Distribution Summary of `paddle.profiler`. All times are unions, clipped to the steps, or to the window
+without any step. Ratios are of that base. Communication of the host is the time in spans of kind `comm`, and from the
+call of an asynchronous one to the end of its wait. Communication of a device is the work of such spans and of spans
+below them, and kernels of NCCL and XCCL in traces of other profilers. Computation of a device is all other work except
+copies. Computation of the host is the time in operators, layers and phases, less the same thread's communication,
+copies and loading.
 
-`together` is communication on the host or on a device, beside computation of the devices (of the host where no device
-computed). What a device computes while another one communicates is no overlap, and what a communication puts on a
-device is no computation; that profiler counts both.
+`together` is communication on the host or on a device, with computation of the devices (of the host if no device
+computed). Computation of one device during communication of another is no overlap. The work of a communication on a
+device is no computation. That profiler counts both.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from instrument.trace.groups import Groups, distinct
 from instrument.trace.intervals import NOTHING, Union, clipped, common, lie_in, shared_ns, together, union, without
 
 COMPUTES = frozenset({"op", "layer", "phase"})
-"""Kinds of span in which the host computes."""
+"""Kinds of span with computation on the host."""
 
 PAUSES = frozenset({"comm", "copy", "loader"})
-"""Kinds of span in which the thread that computes around them does not."""
+"""Kinds of span in which the computing thread around them pauses."""
 
 KERNELS = ("nccl", "xccl")
-"""Parts of the names of kernels that communicate, in traces of other profilers."""
+"""Parts of the names of communication kernels in traces of other profilers."""
 
 HOST, TOGETHER = "host", "together"
 
@@ -48,7 +48,7 @@ NO_COMMUNICATION = (
 
 @dataclass(frozen=True, slots=True)
 class DistributionView(View):
-    """The view. `of` is `step` or `window`, of whose time, `base_ns`, ratios are."""
+    """The view. `of` is `step` or `window`, and `base_ns` its time, the base of ratios."""
 
     coverage: Coverage
     of: str
@@ -96,23 +96,23 @@ class DistributionUse:
 
     @property
     def exposed_ns(self) -> int:
-        """Communication beside which nothing computed."""
+        """The time of communication without computation."""
         return self.communication_ns - self.overlap_ns
 
     communication_ratio = Ratio("communication_ns", of="base_ns")
-    """None where the base is no time at all, and so below."""
+    """The share of the base, None if the base is zero, as in the ratios below."""
     computation_ratio = Ratio("computation_ns", of="base_ns")
     overlap_ratio = Ratio("overlap_ns", of="base_ns")
-    """Communication beside which something computed."""
+    """The share of communication with computation at the same time."""
     exposed_ratio = Ratio("exposed_ns", of="base_ns")
-    """Communication beside which nothing computed."""
+    """The share of communication without computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationUse:
     """Calls of one operation in one group: sums over calls, and over the waits for asynchronous ones.
 
-    `device_ns` is None where none has device time.
+    `device_ns` is None if no call has device time.
     """
 
     name: str
@@ -127,18 +127,18 @@ class OperationUse:
 
 
 def distribution(recording: Recording, options: Options) -> DistributionView:
-    """The view of the spans that are held. `state`, `rows`, `least_ns` and `unit` mean something to it.
+    """Return the view of the kept spans. It uses `state`, `rows`, `least_ns` and `unit`.
 
-    `rows` and `least_ns` are of the operations, by the time of their calls and waits.
+    `rows` and `least_ns` bound the operations, by the time of their calls and waits.
     """
     trace = recording.columns
-    found = _Found(trace, recording.trace.held)
-    base_ns = found.base.length_ns()
-    told = Coverage.of_recording(recording)
-    if not found.communicates:
-        return DistributionView(told, found.of, base_ns, (), (), options)
-    communicates = {place: common(own, found.base) for place, own in found.communicates.items()}
-    computes = {place: common(own, found.base) for place, own in found.computes.items()}
+    work = _Found(trace, recording.trace.held)
+    base_ns = work.base.length_ns()
+    coverage = Coverage.of_recording(recording)
+    if not work.communicates:
+        return DistributionView(coverage, work.of, base_ns, (), (), options)
+    communicates = {place: common(union_of_place, work.base) for place, union_of_place in work.communicates.items()}
+    computes = {place: common(union_of_place, work.base) for place, union_of_place in work.computes.items()}
     on_host, by_host = communicates.pop(HOST, NOTHING), computes.pop(HOST, NOTHING)
     devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
     places: list[DistributionUse] = []
@@ -150,18 +150,18 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
             for device in devices
         ]
     if devices and options.state == "All":
-        beside = [
+        overlaps = [
             common(together([on_host, communicates.get(device, NOTHING)]), computes.get(device, NOTHING))
             for device in devices
         ]
         everywhere = together([on_host, *communicates.values()])
         computing = together([computes.get(device, NOTHING) for device in devices])
         if not len(computing.starts):
-            computing, beside = by_host, [common(everywhere, by_host)]
-        overlap_ns = together(beside).length_ns()
+            computing, overlaps = by_host, [common(everywhere, by_host)]
+        overlap_ns = together(overlaps).length_ns()
         places.append(DistributionUse(TOGETHER, base_ns, everywhere.length_ns(), computing.length_ns(), overlap_ns))
-    operations = tuple(_operations(trace, found.calls, options))
-    return DistributionView(told, found.of, base_ns, tuple(places), operations, options)
+    operations = tuple(_operations(trace, work.calls, options))
+    return DistributionView(coverage, work.of, base_ns, tuple(places), operations, options)
 
 
 def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> DistributionUse:
@@ -170,8 +170,8 @@ def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> Dis
 
 
 class _Found:
-    """The time in which each place communicates and computes, as unions, the spans of communication, and the base: the
-    time in steps, or the part of the window that is held."""
+    """The communication and computation of each place as unions, the spans of communication, and the base (the time in
+    steps, or the part of the window with every span)."""
 
     def __init__(self, trace: Columns, window: Interval) -> None:
         self.communicates: dict[str, Union] = {}
@@ -184,48 +184,48 @@ class _Found:
         of_window = union(np.array(window[:1]), np.array(window[1:]))
         self.of, self.base = ("step", steps) if len(steps.starts) else ("window", of_window)
         present = set(distinct(trace.site).tolist())
-        named = [
+        is_named = [
             place in present and (site.kind == "comm" or _is_named(site)) for place, site in enumerate(trace.sites)
         ]  # fmt: skip
-        if not any(named):
-            return  # nothing to set beside anything
+        if not any(is_named):
+            return  # there is nothing to compare
         if len(self.calls):
             self.communicates[HOST] = union(*_in_flight(trace, self.calls))
-        self._add_devices(trace, window, trace.of_sites(named))
+        self._add_devices(trace, window, trace.of_sites(is_named))
         if self.communicates:
             self.computes[HOST] = _computing(trace, inside, starts, ends)
 
-    def _add_devices(self, trace: Columns, window: Interval, named: Bools) -> None:
+    def _add_devices(self, trace: Columns, window: Interval, is_named: Bools) -> None:
         """Add the work of communication on each device, and all other work."""
-        its = trace.device.only(trace.device.timed).within(window)
-        is_comm = (trace.owners(trace.of_kind("comm"))[its.row] != NONE) | named[its.row]
-        computes = ~is_comm & ~trace.of_kind("copy")[its.row]
-        for device in distinct(its.device).tolist():
+        intervals = trace.device.only(trace.device.timed).within(window)
+        is_comm = (trace.owners(trace.of_kind("comm"))[intervals.row] != NONE) | is_named[intervals.row]
+        computes = ~is_comm & ~trace.of_kind("copy")[intervals.row]
+        for device in distinct(intervals.device).tolist():
             for places, of_place in ((self.communicates, is_comm), (self.computes, computes)):
-                chosen = its.only(of_place & (its.device == device))
+                chosen = intervals.only(of_place & (intervals.device == device))
                 if len(chosen):
                     places[f"device {device}"] = chosen.union()
 
 
 def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> Union:
-    """Return the time in which some thread computes and does not communicate, copy or load."""
+    """Return the time in which any thread computes and does not communicate, copy or load."""
     computing, pausing = inside & trace.of_kind(*COMPUTES), inside & trace.of_kind(*PAUSES)
     rows = np.flatnonzero(computing | pausing)
     rows = rows[np.argsort(trace.thread_id[rows], kind="stable")]
-    found = [NOTHING]
+    unions = [NOTHING]
     for of_thread in np.split(rows, np.flatnonzero(np.diff(trace.thread_id[rows])) + 1):
         works, pauses = of_thread[computing[of_thread]], of_thread[pausing[of_thread]]
-        found.append(without(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
-    return together(found)
+        unions.append(without(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
+    return together(unions)
 
 
 def _is_named(site: Site) -> bool:
-    """Return True if the name is that of a kernel of communication."""
+    """Return True if the name is that of a communication kernel."""
     return any(kernel in site.name.lower() for kernel in KERNELS)
 
 
 def _in_flight(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """The time from each call of a communication to the end of the span, as far as the span says it."""
+    """Return the time from each call of a communication to the end of its span, if the span reports it."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
         if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
@@ -234,26 +234,26 @@ def _in_flight(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _operations(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
-    """The operations by the time of their calls and waits, the rest as one row more."""
-    found: dict[str, list[int]] = {}
+    """Return the operations by the time of their calls and waits, and one more row of the rest."""
+    sums_by_name: dict[str, list[int]] = {}
     of_sites = distinct(trace.site[calls])
     device_ns, timed = trace.device_times(calls)
     moved = sizes(trace, calls)
     groups = Groups(np.searchsorted(of_sites, trace.site[calls]), len(of_sites))
-    each = (np.ones_like(calls), moved, trace.total_ns[calls], device_ns, timed)
-    columns = [groups.sums(one).tolist() for one in each]
-    for place, count, moved_bytes, total_ns, on_device_ns, is_timed in zip(of_sites.tolist(), *columns, strict=True):
+    columns = (np.ones_like(calls), moved, trace.total_ns[calls], device_ns, timed)
+    totals = [groups.sums(column).tolist() for column in columns]
+    for place, count, moved_bytes, total_ns, on_device_ns, is_timed in zip(of_sites.tolist(), *totals, strict=True):
         name, waits = _operation(trace.sites[place])
-        sums = found.setdefault(name, [0] * 6)
-        its = (0 if waits else count, moved_bytes, 0 if waits else total_ns, total_ns if waits else 0, on_device_ns)
-        sums[:] = map(int.__add__, sums, (*its, is_timed))
-    ordered = sorted(found.items(), key=lambda item: (-item[1][2] - item[1][3], item[0]))
+        sums = sums_by_name.setdefault(name, [0] * 6)
+        counts = (0 if waits else count, moved_bytes, 0 if waits else total_ns, total_ns if waits else 0, on_device_ns)
+        sums[:] = map(int.__add__, sums, (*counts, is_timed))
+    ordered = sorted(sums_by_name.items(), key=lambda item: (-item[1][2] - item[1][3], item[0]))
     shown = bounded(ordered, options, lambda item: item[1][2] + item[1][3], _other_operations)
     return [_operation_use(name, sums) for name, sums in shown]
 
 
-def _other_operations(rest: Sequence[tuple[str, list[int]]]) -> tuple[str, list[int]]:
-    return f"(remaining {len(rest)})", [sum(column) for column in zip(*(sums for _, sums in rest), strict=True)]
+def _other_operations(rows: Sequence[tuple[str, list[int]]]) -> tuple[str, list[int]]:
+    return f"(remaining {len(rows)})", [sum(column) for column in zip(*(sums for _, sums in rows), strict=True)]
 
 
 def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:
@@ -262,7 +262,7 @@ def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:
 
 
 def _operation(site: Site) -> tuple[str, bool]:
-    """Return the name of an operation with its group, and True if the span is of the wait for one."""
+    """Return the name of an operation with its group, and True for the span of a wait."""
     operation = dict(site.attributes).get("op")
     if not isinstance(operation, str):
         return site.name, False

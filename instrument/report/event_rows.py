@@ -1,11 +1,11 @@
 """The rows of the view `events`: blocks of a tree of names, and copies, from sums of the tally's lines.
 
 The Total time splits into computation and framework, in services also into waiting. A service waits for most of its
-time: in queues, for I/O, and for its turn on the event loop. That is no overhead: the self time of coroutines that are
-suspended by what they await is waiting.
+time: in queues, for I/O, and for its turn on the event loop. That is no overhead: the self time of suspended coroutines
+is waiting.
 
-The parts of a service add up to the Total time. The time of a call is given to the calls below it, on whatever thread
-or task: to each its own, or in proportion where they took more than the call. The rest is the call's own.
+The parts of a service add up to the Total time. The time of a call is split among the calls below it, on any thread or
+task. Each gets its own time, or a proportion if they took more than the call. The rest is the call's own.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from instrument.report.view import Options
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})
-"""Phases in which work is in line; a span of any kind that is called so is one."""
+"""Phases in which work is in line. A span of any kind with such a name is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
     """The Total time of all threads, split into computation and the rest, in a service into waiting, too.
 
-    Computation is that of layers and of phases named `compute` or declared so (`phase: compute`, and forward, backward
-    and optimizer), the topmost of them. Where torch.profiler told of torch's operators it is theirs, in place of what
-    layers and a training step's phases took around them. Where nothing is, neither it nor the rest is known.
-    Where it went on beside or beyond the calls around it, it is more than the Total time and the rest is not known; in
-    a service, where `waiting_ns` is not None, it counts no more than these took, and the three add up.
+    Computation is the time of topmost layers and of phases that are named or declared `compute` or declared as forward,
+    backward or optimizer. If torch.profiler recorded torch's operators, it is their time instead. Without any of them
+    neither it nor the rest is known. Parallel computation may exceed the Total time. Then the rest is unknown, except
+    in a service, where `waiting_ns` is not None. There it is limited to the calls around it, and the three parts add
+    up.
     """
 
     total_ns: int
@@ -57,9 +57,9 @@ class Overhead:
 
 
 def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
-    """The split of this Total time of a state: in three for a service, which has requests or coroutines."""
+    """Return the split of a state's Total time: in three for a service, which has requests or coroutines."""
     _, kinds, _, declared = tally.tree.facts()
-    # Most processes have no such site, and then none need be asked.
+    # Most processes have no such site. Then no site is checked.
     may_compute = bool(declared) or "layer" in kinds or "phase" in kinds
     has_operators = "op" in kinds and any(tally.tree.by_site(is_operator))
     computes = _operates if has_operators else _computes
@@ -68,7 +68,7 @@ def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     if state == "GPU" or not is_service:
         return Overhead(total_ns, getattr(total_of_topmost(tally, computes), TIMES[state]) if is_known else None)
     whole_ns, computation_ns, waiting_ns = _parts(tally, state, computes)
-    if whole_ns != total_ns:  # where a row of several paths has calls in some of them alone
+    if whole_ns != total_ns:  # a row of several paths has calls in some of them alone
         computation_ns, waiting_ns = (
             part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in (computation_ns, waiting_ns)
         )
@@ -76,18 +76,18 @@ def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
 
 
 def _parts(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
-    """The time of the topmost calls, and what of it was computation and waiting."""
+    """Return the time of the topmost calls, its computation, and its waiting."""
     count = len(tally.parents)
     sums = tally.by(np.arange(count), count)
     calls, times, waited = (sums[name].tolist() for name in ("calls", TIMES[state], "waiting_ns"))
     sites, site_of, parents = tally.tree.sites, tally.site_of.tolist(), tally.parents.tolist()
-    # Of what is right below each node: its time, computation and waiting; last for what is topmost.
+    # The time, computation and waiting of each node's children; the last place has those of the topmost nodes.
     below = [[0, 0, 0] for _ in range(count + 1)]
     for node in reversed(range(count)):  # a parent comes before its children
         site, time_ns = sites[site_of[node]], times[node]
         of_children_ns, computation_ns, waiting_ns = below[node]
         if is_interruption(site):
-            continue  # a part of what it interrupted
+            continue  # its time is a part of the interrupted span
         if calls[node]:
             if computes(site):
                 computation_ns, waiting_ns = time_ns, 0
@@ -130,14 +130,13 @@ def _waits(site: Site) -> bool:
 class EventRow:
     """One row of the view. Times are in ns and sums over the row's calls.
 
-    `name` is unescaped and in full, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None where all
-    threads are merged. `total_ns` is what the state asks for: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its
-    share of the block's Total time. The least, the greatest and the percentiles are of elapsed time, None where the
-    total is of another; the percentiles also where it `remaining`. `instance` is, with `AllOpDetail`,
-    a layer's path, else where the code is. `self_ns` is host time outside the row's children; a hidden phase
-    leaves its own to the row around it, and the row of a type has that of its instances; of it the calls waited for
-    `waiting_ns`, suspended by what they awaited. A row with `remaining` replaces that many rows of its level that were
-    left out.
+    `name` is unescaped and complete, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None for all
+    threads merged. `total_ns` is the state's time: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its share of the
+    block's Total time. The extremes and percentiles are of elapsed time, None if the total is another time. A
+    `remaining` row has no percentiles. `instance` is, with `AllOpDetail`, a layer's path, else the place of the code.
+    `self_ns` is host time outside the row's children. A hidden phase leaves its self time to the row around it, and the
+    row of a type has that of its instances. `waiting_ns` is the part of it in suspended calls. A row with `remaining`
+    replaces that many rows of its level.
     """
 
     name: str
@@ -167,9 +166,9 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class EventsBlock:
-    """The rows of one thread, or of all threads merged where `thread` is None.
+    """The rows of one thread, or of all threads merged if `thread` is None.
 
-    `total_ns` is the Total time that their ratios are of. `number` counts threads by their first call, from 0.
+    `total_ns` is the Total time, the base of their ratios. `number` counts threads by their first call, from 0.
     """
 
     thread: int | None
@@ -181,9 +180,9 @@ class EventsBlock:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """Every copy between devices and host, at any depth, or those that are known to be asynchronous or synchronous.
+    """The copies between devices and host at any depth: all, the asynchronous ones, or the synchronous ones.
 
-    `ratio` is of the Total time of all threads.
+    `ratio` is the share of the Total time of all threads.
     """
 
     label: str
@@ -193,13 +192,13 @@ class CopySum:
 
 
 def blocks_of(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
-    """The merged block, if asked for, then a block per thread, the newest thread first."""
-    apart: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
+    """Return the merged block, if the options ask for it, then a block per thread, the newest thread first."""
+    by_thread: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
     shown: list[int | None] = []
-    if options.threads == "merged" or (options.threads == "both" and len(apart) > 1):
-        shown = [None] if apart else []
+    if options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1):
+        shown = [None] if by_thread else []
     if options.threads != "merged":
-        shown += apart
+        shown += by_thread
     if not shown:
         return ()
     tree = NameTree(tally, options.tracer_option)
@@ -221,32 +220,32 @@ def blocks_of(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
 def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
     selection, sums = ShownEntries(tree, thread, options), tree.sums(thread)
     rows: list[EventRow] = []
-    # Entries with their depth, and those that are left out of a level.
+    # Pairs of a depth and an entry, or the omitted entries of a level.
     pending: list[tuple[int, int | list[int]]] = [(-1, ROOT)]
     while pending:
         depth, item = pending.pop()
         if item != ROOT:
             rows.append(_event_row(tree, item, depth, thread, sums, base_ns, options.state))
         if isinstance(item, int):
-            kept, left_out = selection.below(item)
+            children, left_out = selection.below(item)
             if left_out:
                 pending.append((depth + 1, left_out))
-            pending += [(depth + 1, child) for child in reversed(kept)]
+            pending += [(depth + 1, child) for child in reversed(children)]
     return tuple(rows)
 
 
 def _event_row(
     tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Records, base_ns: int, state: str
 ) -> EventRow:
-    """The row of an entry, or one for those of a level that the limit leaves out, so that the level still adds up."""
+    """Return the row of an entry, or one row of a level's omitted entries, so that the level still adds up."""
     totals = Totals._make(sums[item].tolist()) if isinstance(item, int) else total_of(sums[item])
     called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
-    # No call's time of a state exceeds what has elapsed, so with equal sums each is the same.
-    known = called and total_ns == totals.elapsed_ns
-    known = known and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
+    # No call's time of a state exceeds its elapsed time, so with equal sums each is the same.
+    exact = called and total_ns == totals.elapsed_ns
+    exact = exact and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
     p50_ns = p99_ns = None
-    # Of many functions thrown together they would say nothing, and take a third of the time of a summary of thousands.
-    if known and isinstance(item, int):
+    # Percentiles over many functions have no meaning, and cost a third of the time of a summary of thousands.
+    if exact and isinstance(item, int):
         histogram = tree.histogram([item], thread)
         p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
     return EventRow(
@@ -263,8 +262,8 @@ def _event_row(
         elapsed_ns=totals.elapsed_ns,
         self_ns=totals.self_ns,
         waiting_ns=totals.waiting_ns,
-        min_ns=totals.min_ns if known else None,
-        max_ns=totals.max_ns if known else None,
+        min_ns=totals.min_ns if exact else None,
+        max_ns=totals.max_ns if exact else None,
         p50_ns=p50_ns,
         p99_ns=p99_ns,
         ratio=share(total_ns, base_ns) if called else None,
@@ -273,24 +272,24 @@ def _event_row(
 
 
 def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
-    """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
+    """Return all copies except those from host to host, then the asynchronous and the synchronous ones."""
     copies: list[tuple[object, Totals]] = []
     if "copy" in tally.tree.facts().kinds:
         ways, by_site = tally.tree.by_site(_way), tally.by_site()
         of_ways = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
-        copies = [(way[0], its) for way, its in of_ways if way is not None]
+        copies = [(way[0], totals) for way, totals in of_ways if way is not None]
     sums = []
     for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
-        chosen = [its for way, its in copies if sync is None or way is sync]
-        calls = sum(its.calls for its in chosen)
+        chosen = [totals for way, totals in copies if sync is None or way is sync]
+        calls = sum(totals.calls for totals in chosen)
         if calls or sync is None:
-            copied_ns = sum(getattr(its, TIMES[state]) for its in chosen)
+            copied_ns = sum(getattr(totals, TIMES[state]) for totals in chosen)
             sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
     return tuple(sums)
 
 
 def _way(site: Site) -> tuple[object] | None:
-    """Return if a copy is synchronous, as its site says; None for what is no copy between devices and host."""
+    """Return a copy's synchronicity from its site, None for a span that is no copy between devices and host."""
     if site.kind != "copy":
         return None
     attributes = dict(site.attributes)

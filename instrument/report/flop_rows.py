@@ -123,8 +123,8 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
 class _Tree:
     """The spans with operations and the spans around them on their lines, each once. The cost is linear at any depth.
 
-    By name and kind `calls` are the outermost calls of a line, and `flops` the operations of these and all below. For
-    another kind than the given ones `flops` has only the own operations of spans with that name.
+    By name and kind `calls` are the outermost calls of a line, and `flops` the operations of the outermost calls and
+    all below. For another kind than the given ones `flops` has only the own operations of spans with that name.
     """
 
     def __init__(self, trace: Columns, flops_of_rows: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:

@@ -1,7 +1,7 @@
-"""The functions that lines of a tally are of, and what is in each: what the views of self times are made of.
+"""The functions of a tally's lines, and the sums of each: the base of the views of self times.
 
-A function is the topmost request of a path, or what is topmost where there is none. A call of a request that is in
-another function counts as the latter's, too, but where that is the same.
+A function is the topmost request of a path, or the topmost node of a path without one. A request's call in another
+function counts as that function's, too, unless the two are the same.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from instrument.trace.forest import NONE, nearest, nearest_above, tops
 from instrument.trace.groups import by_first_sight, numbered
 
 ORDERS = ("total", "calls", "ave")
-"""Orders of the rows of functions, descending: self time, calls, or self time of a call."""
+"""The orders of the rows of functions, descending: self time, calls, or self time per call."""
 
 
 def topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
-    """Return True for the nodes for whose site a function does, without those below another of these."""
+    """Return a mark for the topmost nodes among those whose site a function accepts."""
     marked = np.array([*tally.tree.by_site(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
 
@@ -34,22 +34,22 @@ def topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Tota
     of_site = [numbers.setdefault(site.name, len(numbers)) for site in tally.tree.sites]
     groups = np.where(topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
     sums = map(Totals._make, tally.by(groups, len(numbers)).tolist())
-    return {name: its for name, its in zip(numbers, sums, strict=True) if its.calls}
+    return {name: totals for name, totals in zip(numbers, sums, strict=True) if totals.calls}
 
 
 def total_of_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
     """Return the sum of the topmost lines."""
     groups = np.where(topmost(tally, say), 0, NONE)
-    found = Totals._make(tally.by(groups, 1)[0].tolist())
+    totals = Totals._make(tally.by(groups, 1)[0].tolist())
     below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)
-    return found._replace(device_ns=found.device_ns + below_ns)
+    return totals._replace(device_ns=totals.device_ns + below_ns)
 
 
 class Group(NamedTuple):
-    """Lines of a function that are one row: the number of the first of them, how many, and their sums.
+    """Lines of a function in one row: the number of the first line, the number of lines, and their sums.
 
-    What lines waited is a row of its own: `waiting` is as many as `lines` there, else 0. `number` is by what
-    `FunctionTable.lines` knows them.
+    The waits of lines are a row of their own: `waiting` is equal to `lines` there, else 0. `number` is the key of
+    `FunctionTable.lines`.
     """
 
     first: int
@@ -62,10 +62,10 @@ class Group(NamedTuple):
 
 
 class FunctionSums(NamedTuple):
-    """A function: its topmost node or request (`NONE` for all functions together), and what is in it.
+    """A function: its topmost node or request (`NONE` for all functions together), and the sums of its lines.
 
-    `calls` took `outer_ns`, of which `own_ns` in no span inside. `work_ns` is the self time of other lines that are
-    work, `time_ns` the self times of all lines. Its `rows` begin with the `first`.
+    `calls` took `outer_ns`; `own_ns` of it is in no span inside. `work_ns` is the self time of other lines that are
+    work, `time_ns` the self time of all lines. Its `rows` begin with the `first`.
     """
 
     node: int
@@ -80,7 +80,7 @@ class FunctionSums(NamedTuple):
 
 
 class FunctionTable:
-    """The functions by their numbers, all of them together as 0 and each in the order of first calls."""
+    """The functions by their numbers: 0 is all of them together, then each in the order of first calls."""
 
     def __init__(self, functions: Int64s, groups: Int64s, of_group: Int64s, at: Int64s) -> None:
         self._functions, self._groups = functions, groups
@@ -94,30 +94,30 @@ class FunctionTable:
         return FunctionSums._make(self._functions[number].tolist())
 
     def column(self, field: str) -> list[int]:
-        """A number of each."""
-        found: list[int] = self._functions[:, FunctionSums._fields.index(field)].tolist()
-        return found
+        """Return a field of each function."""
+        values: list[int] = self._functions[:, FunctionSums._fields.index(field)].tolist()
+        return values
 
     def groups(self, function: FunctionSums) -> Iterator[Group]:
-        """The rows of a function in their order."""
+        """Yield the rows of a function in their order."""
         for group in self._groups[function.first : function.first + function.rows]:
             yield Group._make(group.tolist())
 
     def lines(self, group: Group) -> Int64s:
-        """The numbers of the lines of a group."""
+        """Return the numbers of the lines of a group."""
         begin = self._ends[group.number - 1] if group.number else 0
         return self._at[begin : self._ends[group.number]]
 
     def calls_and_lines(self, function: FunctionSums) -> tuple[int, int]:
-        """Return the calls and lines of a function's rows: what ran and waited is two rows, and counts in both."""
+        """Return the calls and lines of a function's rows. A line that ran and waited has two rows and counts twice."""
         groups = self._groups[function.first : function.first + function.rows]
         sums = Group._make(groups.sum(axis=0).tolist())
         return sums.calls, sums.lines
 
 
 class SiteFacts(NamedTuple):
-    """Facts of sites, by their number: whether they are requests and whether they are work, the number of their
-    key, and the number of the row that their lines are in, `NONE` for one of its own for each line."""
+    """Facts of sites by their number: a mark for requests and one for work, the number of the key, and the number of
+    the row of its lines, `NONE` for a row per line."""
 
     is_request: Bools
     is_work: Bools
@@ -128,7 +128,7 @@ class SiteFacts(NamedTuple):
 def functions(
     nodes: Int64s, lines: Records, parents: Int32s, site_of: Int32s, sites: SiteFacts, order: str
 ) -> FunctionTable:
-    """The functions that merged lines of the nodes are of."""
+    """Return the functions of merged lines, which `nodes` names by line."""
     function_of, root_of = _functions_of(parents, sites.is_request[site_of])
     its_site, its_function, its_root = site_of[nodes], function_of[nodes], root_of[nodes]
     key_of_node = sites.keys[site_of]
@@ -139,15 +139,15 @@ def functions(
     is_called[nodes] = True
     is_around = (its_root != nodes) & is_called[its_root]
     in_same = is_around & (key_of_node[function_of[its_root]] == keys)
-    # Each line counts in its function, and once more in all of them together, which are number 0.
+    # Each line counts in its function, and once more in number 0, all functions together.
     numbers, firsts = by_first_sight(keys)
     number = np.concatenate([numbers + 1, np.zeros(len(nodes), dtype=np.int64)])
-    own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
-    work = np.concatenate([sites.is_work[its_site]] * 2) & ~own
+    is_own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
+    is_work = np.concatenate([sites.is_work[its_site]] * 2) & ~is_own
     lines, at = np.concatenate([lines, lines]), np.concatenate([np.arange(len(nodes))] * 2)
     counted = np.stack([lines[name] for name in ("calls", "total_ns", "self_ns", "self_ns", "self_ns")], axis=1)
-    counted[~own, :3] = 0
-    counted[~work, 3] = 0
+    counted[~is_own, :3] = 0
+    counted[~is_work, 3] = 0
     ones = np.ones((len(lines), 1), dtype=np.int64)
     count = len(firsts) + 1
     sums = _summed(np.concatenate([ones, counted], axis=1), number, count)
@@ -160,7 +160,7 @@ def functions(
 
 
 def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return the rows of functions, apart for running and waiting, and the number of the function of each row.
+    """Return the rows of functions, separate for running and waiting, and the number of the function of each row.
 
     Return also the place of the row for each line, and the number of the line.
     """
@@ -168,14 +168,14 @@ def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[I
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)
     own_ns = np.concatenate([self_ns[runs] - waited[runs], waited[waits]])
     is_waiting = np.arange(len(own_ns)) >= len(runs)
-    which = np.concatenate([runs, waits])
-    of_group, some = numbered(number[which], rows[which], is_waiting.astype(np.int64))
-    on_device = (lines["device_ns"][which] > 0) & ~is_waiting
-    ones = np.ones(len(which), dtype=np.int64)
-    parts = np.stack([ones, own_ns, lines["calls"][which], on_device, is_waiting], axis=1)
-    first, numbers = at[which][some][:, None], np.arange(len(some))[:, None]
-    rows_of_groups = np.concatenate([first, _summed(parts, of_group, len(some)), numbers], axis=1)
-    return rows_of_groups, number[which][some], of_group, at[which]
+    line_numbers = np.concatenate([runs, waits])
+    of_group, firsts = numbered(number[line_numbers], rows[line_numbers], is_waiting.astype(np.int64))
+    on_device = (lines["device_ns"][line_numbers] > 0) & ~is_waiting
+    ones = np.ones(len(line_numbers), dtype=np.int64)
+    parts = np.stack([ones, own_ns, lines["calls"][line_numbers], on_device, is_waiting], axis=1)
+    first, numbers = at[line_numbers][firsts][:, None], np.arange(len(firsts))[:, None]
+    rows_of_groups = np.concatenate([first, _summed(parts, of_group, len(firsts)), numbers], axis=1)
+    return rows_of_groups, number[line_numbers][firsts], of_group, at[line_numbers]
 
 
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
@@ -187,17 +187,17 @@ def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
 
 
 def _summed(columns: Int64s, groups: Int64s, count: int) -> Int64s:
-    """Add up columns by group."""
-    found = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
+    """Return the sums of columns by group."""
+    sums = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
     if len(groups):
         order = np.argsort(groups, kind="stable")
         firsts = np.flatnonzero(np.diff(groups[order], prepend=NONE))
-        found[groups[order][firsts]] = np.add.reduceat(columns[order], firsts)
-    return found
+        sums[groups[order][firsts]] = np.add.reduceat(columns[order], firsts)
+    return sums
 
 
 def _order(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """The groups of one function after the other, the heaviest first; of equal ones that which began last."""
+    """Return the order of groups: function by function, the heaviest first, of equal ones the last begun."""
     first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
     return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

@@ -1,4 +1,4 @@
-"""The loops of the `benchmark` view and their text, whether steps were counted as they went by or from spans."""
+"""The loops of the `benchmark` view and their text, for steps from spans and for steps counted as they went by."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = ("mean", "p50", "p99", "least", "most")
 
 @dataclass(frozen=True, slots=True)
 class Loops(View):
-    """The loops by the name of their steps. `coverage` is None where the steps were counted as they went by."""
+    """The loops by the name of their steps. `coverage` is None for steps that were counted as they went by."""
 
     coverage: Coverage | None
     loops: tuple[LoopTimes, ...]
@@ -29,15 +29,15 @@ class Loops(View):
     TITLE = "Benchmark"
 
     def head(self) -> list[str]:
-        held = [] if self.coverage is None else self.coverage.lines()
-        return [*held, f"Time unit: {self._options.unit}; ips: in a second"]
+        coverage = [] if self.coverage is None else self.coverage.lines()
+        return [*coverage, f"Time unit: {self._options.unit}; ips: in a second"]
 
     def nothing(self) -> list[str]:
         complete = self.coverage is None or self.coverage.complete
         return [] if self.loops else none_held("step", NO_STEP, complete=complete)
 
     def sections(self) -> list[Section]:
-        """Return a table for each loop: a row has no room for the spread of both costs and of the rate."""
+        """Return a table for each loop. A row has no room for the spread of both costs and of the rate."""
         columns = "name=|spread.mean=Ave.|spread.p50=p50|spread.p99=p99|spread.least=Min.|spread.most=Max."
         texts = {field: partial(_cell, field) for field in (f"spread.{name}" for name in FIELDS)}
         return [
@@ -50,13 +50,13 @@ class Loops(View):
 
 
 def counted(steps: Benchmark, options: Options) -> Loops:
-    """The view of steps that were counted as they went by."""
+    """Return the view of steps that were counted as they went by."""
     loop = steps.loop()
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
 
 def line_of(steps: Benchmark, unit: str | None = None) -> str:
-    """Averages as one line, in seconds; `unit` names the samples."""
+    """Return averages in one line, in seconds. `unit` names the samples."""
     loop = steps.loop()
     of = "steps" if loop.samples is None else unit or "samples"
     reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
@@ -69,7 +69,7 @@ def line_of(steps: Benchmark, unit: str | None = None) -> str:
 
 
 class SpreadRow(NamedTuple):
-    """A row of a loop: the spread of a cost or, where `is_rate`, of what was done in a second."""
+    """A row of a loop: the spread of a cost or, if `is_rate`, of the rate per second."""
 
     name: str
     spread: Spread | None

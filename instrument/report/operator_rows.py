@@ -1,8 +1,8 @@
 """Rows of calls by name, with host and device times: the tables of the views `operators` and `user`.
 
 A place of the call tree has the host and device time of its calls. A line is the calls of one thread, or of one task on
-it. A call on another line than its parent's begins one of its own: it is not part of the parent's time. Device time of
-a call is the union of its own device intervals and of those of the calls below it on its line.
+it. A call on another line than its parent's begins a new line and is not part of the parent's time. Device time of a
+call is the union of its own device intervals and those below it on its line.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class CallTimes:
 
 
 class PlaceCalls:
-    """One site below its callers on one line: sums over its calls. `inside` says whether a call of the `kinds` asked
-    for is around it on its line, `again` whether one of the same name and kind is."""
+    """One site below its callers on one line: sums over its calls. `inside` is True below a call of the given `kinds`
+    on its line, `again` below a call of the same name and kind."""
 
     __slots__ = (
         "again", "calls", "children", "device_calls", "device_max_ns", "device_min_ns", "device_ns", "elsewhere",
@@ -39,7 +39,7 @@ class PlaceCalls:
     )  # fmt: skip
 
     def __init__(self, site: Site, thread_id: int, parent: PlaceCalls | None, kinds: Collection[str]) -> None:
-        """`parent` is the place around it on its line, None for the first of the line."""
+        """Create a place. `parent` is the place around it on its line, None for the first of the line."""
         self.site = site
         self.thread_id = thread_id
         self.parent = parent
@@ -55,39 +55,39 @@ class PlaceCalls:
 
 
 def host_times(places: Iterable[PlaceCalls]) -> CallTimes:
-    """Host times of all calls of the places, at least one."""
-    found = list(places)
-    total_ns = sum(place.host_ns for place in found)
+    """Return the host times of all calls of at least one place."""
+    rows = list(places)
+    total_ns = sum(place.host_ns for place in rows)
     return CallTimes(
         total_ns,
-        share(total_ns, sum(place.calls for place in found)),
-        max(place.host_max_ns for place in found),
-        min(place.host_min_ns for place in found),
+        share(total_ns, sum(place.calls for place in rows)),
+        max(place.host_max_ns for place in rows),
+        min(place.host_min_ns for place in rows),
     )
 
 
 def device_times(places: Iterable[PlaceCalls]) -> CallTimes | None:
-    """Device times of all calls of the places, 0 for a call without any; None where no call has any."""
-    found = list(places)
-    if not any(place.device_calls for place in found):
+    """Return the device times of all calls of the places, 0 for a call without any, None if no call has any."""
+    rows = list(places)
+    if not any(place.device_calls for place in rows):
         return None
-    calls = sum(place.calls for place in found)
-    total_ns = sum(place.device_ns for place in found)
-    every = calls == sum(place.device_calls for place in found)
+    calls = sum(place.calls for place in rows)
+    total_ns = sum(place.device_ns for place in rows)
+    every = calls == sum(place.device_calls for place in rows)
     return CallTimes(
         total_ns,
         share(total_ns, calls),
-        max(place.device_max_ns for place in found),
-        min(place.device_min_ns for place in found) if every else 0,
+        max(place.device_max_ns for place in rows),
+        min(place.device_min_ns for place in rows) if every else 0,
     )
 
 
 def place_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> PlaceCalls:  # fmt: skip
-    """The root above the places of all spans, or of those `among` them as if there were no others.
+    """Return the root above the places of all spans, or of the spans in the mask `among` alone.
 
-    Device time is counted for calls of `kinds` and for those right below. With a `window`, only what is in it counts.
+    Device time counts for calls of `kinds` and for those right below. With a `window`, only the part in it counts.
     """
     tree = call_tree(trace, kinds, window, among)
     root = PlaceCalls(Site("(root)"), 0, None, ())
@@ -95,7 +95,7 @@ def place_tree(
     host, device = tree.host, tree.device
     columns = (tree.parent, tree.site, tree.thread_id, tree.is_elsewhere, tree.first_ns, host.calls, host.total_ns,
                host.most_ns, host.least_ns, device.calls, device.total_ns, device.most_ns, device.least_ns)  # fmt: skip
-    for around, site_place, thread_id, is_elsewhere, *times in zip(*(one.tolist() for one in columns), strict=True):
+    for around, site_place, thread_id, is_elsewhere, *times in zip(*(part.tolist() for part in columns), strict=True):
         above, site = root if around < 0 else places[around], trace.sites[site_place]
         place = PlaceCalls(site, thread_id, None if is_elsewhere else above, kinds)
         if is_elsewhere:
@@ -114,7 +114,7 @@ def place_tree(
 
 
 def _mark_again(first: PlaceCalls) -> None:
-    """Note of the places of a line which have one of their name and kind around them."""
+    """Mark the places of a line that are below a place of the same name and kind."""
     around = Counter[tuple[str, str]]()
     pending = [(first, False)]
     while pending:
@@ -130,7 +130,7 @@ def _mark_again(first: PlaceCalls) -> None:
 
 
 def every_place(root: PlaceCalls) -> Iterator[PlaceCalls]:
-    """All places with calls below the root, a parent before those below it."""
+    """Yield all places with calls below the root, parents first."""
     pending = [*reversed([*root.children.values(), *root.elsewhere.values()])]
     while pending:
         place = pending.pop()
@@ -141,10 +141,9 @@ def every_place(root: PlaceCalls) -> Iterator[PlaceCalls]:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """The calls of one name. Ratios are of what the view says, a `gpu` of None means that no call had device time.
+    """The calls of one name. The view names the base of its ratios. `gpu` is None if no call had device time.
 
-    A row with `remaining` replaces that many rows of its level that were left out. Of its calls those that lie in no
-    other of them are in its ratios.
+    A row with `remaining` replaces that many rows of its level. Its ratios count the outermost of its calls.
     """
 
     name: str
@@ -160,7 +159,7 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class CallBlock:
-    """The rows of one thread, or of all threads merged where `thread` is None, and the bases of their ratios."""
+    """The rows of one thread, or of all threads merged if `thread` is None, and the bases of their ratios."""
 
     thread: int | None
     name: str
@@ -175,7 +174,7 @@ def blocks_of(
     options: Options,
     block: Callable[[int | None, str, Sequence[PlaceCalls], Options], CallBlock],
 ) -> tuple[CallBlock, ...]:
-    """The block of all threads, if it is asked for and says more than the next, and one of each thread."""
+    """Return the block of all threads, if the options ask for it and there are several, and one of each thread."""
     by_thread: dict[int, list[PlaceCalls]] = {}
     for place in places:
         by_thread.setdefault(place.thread_id, []).append(place)
@@ -191,10 +190,10 @@ def blocks_of(
 
 
 def by_name(places: Iterable[PlaceCalls]) -> dict[tuple[str, str], list[PlaceCalls]]:
-    found: dict[tuple[str, str], list[PlaceCalls]] = {}
+    places_by_name: dict[tuple[str, str], list[PlaceCalls]] = {}
     for place in places:
-        found.setdefault((place.site.name, place.site.kind), []).append(place)
-    return found
+        places_by_name.setdefault((place.site.name, place.site.kind), []).append(place)
+    return places_by_name
 
 
 def call_rows(
@@ -204,9 +203,8 @@ def call_rows(
     gpu_base_ns: int,
     options: Options,
 ) -> tuple[CallRow, ...]:
-    """The rows of a level, each of a name and kind, in the order asked, as many as are asked for; the last one is of
-    those left out. In ratios of the topmost level what is in another call of the row counts once.
-    """
+    """Return the sorted rows of a level by name and kind, as many as the options allow, and one of the rest. In ratios
+    of the topmost level a call in another call of the row counts once."""
 
     def row(name: str, kind: str, places: Sequence[PlaceCalls], once: Sequence[PlaceCalls]) -> CallRow:
         gpu = device_times(places)
@@ -221,15 +219,15 @@ def call_rows(
             None if gpu is None else share(sum(place.device_ns for place in once), gpu_base_ns),
         )
 
-    def rest(left: Sequence[CallRow]) -> CallRow:
-        names = {(one.name, one.kind) for one in left}
+    def rest(omitted: Sequence[CallRow]) -> CallRow:
+        names = {(row.name, row.kind) for row in omitted}
         places = [place for name in names for place in groups[name]]
-        found = row(f"(remaining {len(left)})", "", places, [one for one in places if not _lies_in(one, names)])
+        total = row(f"(remaining {len(omitted)})", "", places, [row for row in places if not _lies_in(row, names)])
         if depth:
-            found = replace(
-                found, cpu_ratio=_added(one.cpu_ratio for one in left), gpu_ratio=_added(one.gpu_ratio for one in left)
+            total = replace(
+                total, cpu_ratio=_added(r.cpu_ratio for r in omitted), gpu_ratio=_added(r.gpu_ratio for r in omitted)
             )
-        return replace(found, remaining=len(left))
+        return replace(total, remaining=len(omitted))
 
     key = SortKey.of(options)
     sign = 1 if key.ascending else -1
@@ -254,8 +252,8 @@ def call_rows(
 
 
 def _added(ratios: Iterable[float | None]) -> float | None:
-    found = [ratio for ratio in ratios if ratio is not None]
-    return sum(found) if found else None
+    known_ratios = [ratio for ratio in ratios if ratio is not None]
+    return sum(known_ratios) if known_ratios else None
 
 
 def _lies_in(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
@@ -270,7 +268,7 @@ REMAINING = "Ratio of the remaining ones: of those of their calls that lie in no
 
 
 def note_of_rest(blocks: Iterable[CallBlock]) -> list[str]:
-    """Return the base of the ratio of a topmost row for several, where there is one."""
+    """Return the base of the ratio of a topmost row for several, if there is one."""
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
@@ -278,8 +276,8 @@ def sorting(options: Options) -> str:
     """Return the order of the rows."""
     key = SortKey.of(options)
     column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)
-    what = column if key.column == "calls" else f"{key.part.upper()} {column}"
-    return f"sorted by {what}, {'least' if key.ascending else 'greatest'} first"
+    column_text = column if key.column == "calls" else f"{key.part.upper()} {column}"
+    return f"sorted by {column_text}, {'least' if key.ascending else 'greatest'} first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +296,8 @@ class _Line:
         return self.row.depth
 
 
-def block_section(block: CallBlock, options: Options, what: str) -> Section:
-    """Return the table of a block: a line for host times, and one for device times where there are any."""
+def block_section(block: CallBlock, options: Options, noun: str) -> Section:
+    """Return the table of a block: a line for host times, and one for device times if there are any."""
     bases = [] if options.state == "GPU" else [f"CPU {in_unit(block.cpu_base_ns, options.unit)}"]
     if options.state != "CPU" and any(row.gpu for row in block.rows):
         bases.append(f"GPU {in_unit(block.gpu_base_ns, options.unit)}")
@@ -310,7 +308,7 @@ def block_section(block: CallBlock, options: Options, what: str) -> Section:
     return Section(
         "All threads" if block.thread is None else "Thread",
         [line for row in block.rows for line in _lines(row, options, with_kind=len(kinds[row.name, row.depth]) > 1)],
-        f"name={what}|row.calls=Calls|on=On|times.total_ns=Total|times.ave_ns=Ave|times.max_ns=Max|times.min_ns=Min|"
+        f"name={noun}|row.calls=Calls|on=On|times.total_ns=Total|times.ave_ns=Ave|times.max_ns=Max|times.min_ns=Min|"
         "ratio=Ratio",
         texts={
             "name": lambda line, unit: line.name if line.first else " ",

@@ -1,20 +1,19 @@
-"""The `operators` view: each operator by name at whatever depth, on the host and on the device, and in order.
+"""The `operators` view: each operator by name at any depth, on the host and on the device, and in order.
 
 The columns are those of the Operator Summary of `paddle.profiler`. An operator is a span of kind `op`, `layer` or
-`comm`. Rows are sums over calls. The base of their ratios is the sum over operators that lie in no other one on their
-line (see `calls`), so that time which an inner operator shares with the outer one counts once; that profiler counts it
-for both. A call inside a call of the same name counts in the row's total and not again in its ratio. What of a call
-is outside of the part of the window of which every span is held is not counted.
+`comm`. Rows are sums over calls. The base of ratios is the sum over outermost operators of a line (see `calls`), so the
+time of an inner operator counts once. That profiler counts it for both. A call inside a call of the same name counts in
+the row's total but not again in its ratio. Only the part of the window with every span counts.
 
-`tracer_option: OpDetail` adds what is right below each operator: phases, inner operators, copies and the streams that
-its own device work ran on, with the operator's own times for a base. `AllOpDetail` adds every operator of an iteration
-in the order of execution, as SINGA's verbosity 2 prints them.
+`tracer_option: OpDetail` adds the rows right below each operator: phases, inner operators, copies and the streams of
+its own device work, with the operator's own times as base. `AllOpDetail` adds every operator of an iteration in the
+order of execution, as SINGA's verbosity 2 prints them.
 
-The `user` view: what the service's authors named themselves, on the host and on the device.
+The `user` view: the names that the service's authors gave, on the host and on the device.
 
-It is the UserDefined Summary of `paddle.profiler`: one row for each name of the spans of kind `user`, such as
-``with scope("tokenize")``. Rows are sums over calls; a call inside another of the same name counts in the total and not
-again in the ratio. Ratios are of the window, which work on several threads may exceed.
+It is the UserDefined Summary of `paddle.profiler`: one row for each name of the spans of kind `user`, such as ``with
+scope("tokenize")``. Rows are sums over calls. A call inside another of the same name counts in the total but not again
+in the ratio. Ratios are of the window. Work on several threads may exceed it.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ IN_ORDER = (*OPERATORS, "copy")
 """Kinds of span that have a line of their own in the order of execution."""
 
 ITERATIONS = ("step", "request")
-"""Kinds of span that are an iteration: the first of them that the trace holds."""
+"""Kinds of span that are an iteration: the first kind that the trace has."""
 
 
 NO_OPERATOR = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
@@ -62,8 +61,8 @@ NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step')
 class OrderedOperator:
     """One operator at one place of an iteration; `number` counts them by first call, from 0.
 
-    `total_ns` is the time of its calls in all timed iterations, on the device where they have device time. `mean_ns`
-    is that for each timed iteration.
+    `total_ns` is the time of its calls in all timed iterations, on the device if they have device time. `mean_ns` is
+    the time per timed iteration.
     """
 
     number: int
@@ -81,9 +80,9 @@ class OrderedOperator:
 class InOrder:
     """The operators of the iterations in the order of execution.
 
-    An iteration is a topmost span of the kind `iteration`, "" where there is none. `timed` of them were, `skipped`
-    were left out because they were the first, and `cut` because they reach over an edge of what is held. The
-    `remaining` operators that are not listed took `remaining_ns` for each timed iteration.
+    An iteration is a topmost span of the kind `iteration`, "" without any. `timed` of them count, `skipped` first ones
+    were left out, and `cut` ones reach over an edge of the complete time. The `remaining` unlisted operators took
+    `remaining_ns` per timed iteration.
     """
 
     iteration: str
@@ -97,8 +96,8 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True)
 class Operators(View):
-    """The view: blocks of rows, the order of execution where `AllOpDetail` asks for it, and the floating-point
-    operations where any were told."""
+    """The view: blocks of rows, the order of execution for `AllOpDetail`, and the floating-point operations if any are
+    known."""
 
     coverage: Coverage
     blocks: tuple[CallBlock, ...]
@@ -133,9 +132,9 @@ class Operators(View):
 
 
 def operators(recording: Recording, options: Options) -> Operators:
-    """The view of the spans that are held. Every option but `corrected` means something to it.
+    """Return the view of the kept spans. It uses every option but `corrected`.
 
-    `rows` and `least_ns` are of operators, and of what is below each of them.
+    `rows` and `least_ns` bound the operators, and the rows below each of them.
     """
     facts = recording.trace
     root = place_tree(recording.columns, OPERATORS, facts.held)
@@ -162,20 +161,20 @@ def _below(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iter
     """Yield the rows right below an operator, each with its streams, and the streams of the operator."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     children = by_name(child for place in places for child in place.children.values() if child.calls)
-    for one in call_rows(children, 1, cpu_ns, gpu_ns, options):
-        yield one
-        if not one.remaining and one.gpu and options.state != "CPU":
-            yield from _stream_rows(2, children[one.name, one.kind], one.gpu.total_ns)
+    for child_row in call_rows(children, 1, cpu_ns, gpu_ns, options):
+        yield child_row
+        if not child_row.remaining and child_row.gpu and options.state != "CPU":
+            yield from _stream_rows(2, children[child_row.name, child_row.kind], child_row.gpu.total_ns)
     if row.gpu and options.state != "CPU":
         yield from _stream_rows(1, places, gpu_ns)
 
 
 def _stream_rows(depth: int, places: Iterable[PlaceCalls], base_ns: int) -> Iterator[CallRow]:
-    found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    sums_by_stream: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for place in places:
         for key, sums in place.streams.items():
-            found.setdefault(key, []).append(sums)
-    for (device, stream), all_sums in sorted(found.items()):
+            sums_by_stream.setdefault(key, []).append(sums)
+    for (device, stream), all_sums in sorted(sums_by_stream.items()):
         counts, totals_ns, greatest_ns, least_ns = zip(*all_sums, strict=True)
         count, total_ns = sum(counts), sum(totals_ns)
         gpu = CallTimes(total_ns, share(total_ns, count), max(greatest_ns), min(least_ns))
@@ -199,22 +198,22 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
     is_timed = np.zeros(len(trace) + 1, dtype=np.bool_)
     is_timed[timed] = True
     root = place_tree(trace, IN_ORDER, among=is_timed[owner])
-    found = list(_executed(root, len(timed)))
-    shown = [one for one in found if one.mean_ns >= options.least_ns][: options.bound]
-    kept = {one.number for one in shown}
+    executed = list(_executed(root, len(timed)))
+    shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.bound]
+    shown_numbers = {operator.number for operator in shown}
     return InOrder(
         iteration=kind,
         timed=len(timed),
         skipped=len(whole) - len(timed),
         cut=len(topmost) - len(whole),
         operators=tuple(shown),
-        remaining=len(found) - len(shown),
-        remaining_ns=sum(one.mean_ns for one in found if one.number not in kept),
+        remaining=len(executed) - len(shown),
+        remaining_ns=sum(operator.mean_ns for operator in executed if operator.number not in shown_numbers),
     )
 
 
 def _executed(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
-    """The operators below a root, a parent before those in it, each level by first call. Lines are merged."""
+    """Yield the operators below a root, parents first, each level by first call. Lines are merged."""
     number = 0
     pending = [(0, group) for group in _levels([root])]
     while pending:
@@ -234,11 +233,11 @@ def _executed(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
 
 def _levels(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
     """Return the places below those of one path, by site, the first called last."""
-    found: dict[tuple[object, ...], list[PlaceCalls]] = {}
+    places_by_site: dict[tuple[object, ...], list[PlaceCalls]] = {}
     for place in places:
         for child in (*place.children.values(), *place.elsewhere.values()):
-            found.setdefault(child.site.key, []).append(child)
-    return sorted(found.values(), key=lambda group: -min(place.first_ns for place in group))
+            places_by_site.setdefault(child.site.key, []).append(child)
+    return sorted(places_by_site.values(), key=lambda group: -min(place.first_ns for place in group))
 
 
 # The text.
@@ -257,9 +256,9 @@ def _order_lines(order: InOrder, coverage: Coverage) -> list[str]:
         "operator's hold those of the ones in it.",
         "",
     ]
-    for one in order.operators:
-        before, after = f"OP_ID{one.number}. ", f" : {six_digits(one.mean_ns)} sec"
-        name = f"{one.name} [{one.instance}]" if one.instance else one.name
+    for operator in order.operators:
+        before, after = f"OP_ID{operator.number}. ", f" : {six_digits(operator.mean_ns)} sec"
+        name = f"{operator.name} [{operator.instance}]" if operator.instance else operator.name
         lines.append(before + shorten(safe(name), LINE - columns(before + after)) + after)
     if order.remaining:
         lines.append(f"(remaining {order.remaining}) : {six_digits(order.remaining_ns)} sec")
@@ -271,9 +270,9 @@ NO_SPAN = "No span of kind user was recorded: open one with scope(name), or give
 
 @dataclass(frozen=True, slots=True)
 class User(View):
-    """The view: a block of rows for all threads, or for each. The bases of all ratios are `window_ns`.
+    """The view: a block of rows for all threads, or for each. The base of all ratios is `window_ns`.
 
-    That is the part of the window of which every span is held, and what of a call is outside of it is not counted.
+    The window is the part with every span. Only the part of a call in it counts.
     """
 
     coverage: Coverage
@@ -299,7 +298,7 @@ class User(View):
 
 
 def user(recording: Recording, options: Options) -> User:
-    """The view of the spans that are held. `tracer_option`, `corrected` and `skip_first` mean nothing to it."""
+    """Return the view of the kept spans. It does not use `tracer_option`, `corrected` and `skip_first`."""
     window = recording.trace.held
     window_ns = window[1] - window[0]
 

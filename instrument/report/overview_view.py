@@ -1,12 +1,11 @@
-"""The `overview` view: how much of the window each kind of work filled, on the host and on each device.
+"""The `overview` view: the part of the window with each kind of work, on the host and on each device.
 
-It is the Overview Summary of `paddle.profiler`. Every time is a union, over threads and over streams, so that what ran
-side by side counts once, and a row may lie inside another one: rows do not add up. The first row is what the ratios
-are of. Where steps were recorded there is a second ratio, of the part of the row that is in steps to the time in
-steps; that profiler sets time between steps against it too.
+It is the Overview Summary of `paddle.profiler`. Every time is a union over threads and over streams, so that parallel
+work counts once. Rows may overlap and do not add up. The first row is the base of the ratios. If there are steps, a
+second ratio is that of the row's time in steps to all time in steps. That profiler also counts time between steps.
 
-A pair of events times a stretch of a stream and does not tell what ran there: compute is all that no copy asked for,
-memsets too. Communication is part of it: the stretches of spans of kind `comm` and of those below them.
+A pair of events times a stretch of a stream, not its contents. Compute is all work outside of copies, memsets too. It
+includes communication: the stretches of spans of kind `comm` and of spans below them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from instrument.trace.groups import distinct
 from instrument.trace.intervals import Union, clipped, lie_in, shared_ns, together, union
 
 ALL_DEVICES = -1
-"""The device of rows that are of all devices."""
+"""The device of rows on all devices together."""
 
 NO_SPAN = "No span was recorded in it: name functions or layers in the profile, or open a scope."
 
@@ -35,14 +34,14 @@ WORK = {
     "communication": ("communication",),
     "copies": ("copies",),
 }
-"""Rows of a device, and the work whose stretches each is the union of."""
+"""The rows of a device, each with the kinds of work in its union."""
 
 
 @dataclass(frozen=True, slots=True)
 class KindUse:
-    """Spans of one kind in the window: how many, the union of their time, and how much of that is in steps.
+    """Spans of one kind in the window: their number, the union of their time, and the part of it in steps.
 
-    `ratio` is of the window, `step_ratio` is `in_steps_ns` of the time in steps, None where no step was recorded.
+    `ratio` is of the window. `step_ratio` is `in_steps_ns` as a share of the time in steps, None without any step.
     """
 
     kind: str
@@ -55,7 +54,7 @@ class KindUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """Timed stretches of one device, or of all where `device` is `ALL_DEVICES`: how many, and the union of them."""
+    """Timed stretches of one device, or of all for `ALL_DEVICES`: their number and their union."""
 
     device: int
     work: str
@@ -68,8 +67,8 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class Overview(View):
-    """The view. `window_ns` is the length of the part of the window of which every span is held, `steps_ns` of the
-    time in which a step was under way, None where none was recorded."""
+    """The view. `window_ns` is the length of the part of the window with every span. `steps_ns` is the time in steps,
+    None without any step."""
 
     coverage: Coverage
     window_ns: int
@@ -125,9 +124,9 @@ class Overview(View):
 
 
 def overview(recording: Recording, options: Options) -> Overview:
-    """The view of the spans that are held. `state` leaves out host or device rows.
+    """Return the view of the kept spans. `state` leaves out host or device rows.
 
-    Kinds come by their time, whatever `sorted_by` says but `calls`; there are too few for the other options.
+    Kinds are in the order of their time, or of their calls if `sorted_by` is `calls`. The view uses no other option.
     """
     window = recording.trace.held
     window_ns = window[1] - window[0]
@@ -159,7 +158,7 @@ def overview(recording: Recording, options: Options) -> Overview:
 
 
 def _place(kind: str) -> int:
-    """The place of a kind among the others; a file may name one that there is not."""
+    """Return the place of a kind among the others. A file's unknown kind has the last one."""
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
@@ -186,26 +185,26 @@ def _kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
 
 def _work(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]:
     """Return the stretches of each device by its work."""
-    its = trace.device.only(trace.device.timed).within(window)
-    is_copy = trace.of_kind("copy")[its.row]
-    communicates = trace.owners(trace.of_kind("comm"))[its.row] != NONE
-    found = {}
-    for number in distinct(its.device).tolist():
+    intervals = trace.device.only(trace.device.timed).within(window)
+    is_copy = trace.of_kind("copy")[intervals.row]
+    communicates = trace.owners(trace.of_kind("comm"))[intervals.row] != NONE
+    stretches = {}
+    for number in distinct(intervals.device).tolist():
         works = {"compute": ~is_copy, "copies": is_copy, "communication": communicates & ~is_copy}
         for work, of_work in works.items():
-            chosen = its.only(of_work & (its.device == number))
+            chosen = intervals.only(of_work & (intervals.device == number))
             if len(chosen):
-                found[number, work] = _Stretches(len(chosen), chosen.union())
-    return found
+                stretches[number, work] = _Stretches(len(chosen), chosen.union())
+    return stretches
 
 
-def _by_work(found: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
-    """Devices in their order after all of them together, if there are several, and of each what it did."""
-    numbers = sorted({device for device, _ in found})
+def _by_work(stretches: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
+    """Yield all devices together, if there are several, then each device in order, with the stretches of each work."""
+    numbers = sorted({device for device, _ in stretches})
     for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
-        its = numbers if device == ALL_DEVICES else [device]
+        chosen = numbers if device == ALL_DEVICES else [device]
         for work, parts in WORK.items():
-            these = [found[one, part] for one in its for part in parts if (one, part) in found]
-            if these:
-                where = together([one.union for one in these])
-                yield device, work, _Stretches(sum(one.count for one in these), where)
+            pieces = [stretches[key, part] for key in chosen for part in parts if (key, part) in stretches]
+            if pieces:
+                merged = together([piece.union for piece in pieces])
+                yield device, work, _Stretches(sum(piece.count for piece in pieces), merged)

@@ -190,7 +190,7 @@ def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
     stream = numbered(device.device[indexes], device.stream[indexes])[0]
     parts = stream, device.start_ns[indexes], device.end_ns[indexes]
     in_call = call != NONE
-    call, parts_of_calls = call[in_call], tuple(one[in_call] for one in parts)
+    call, parts_of_calls = call[in_call], tuple(column[in_call] for column in parts)
     of_units, (of_calls, call_numbers) = _summed(unit, *parts)[0], _summed(call, *parts_of_calls)
     of_phases, phases = _summed(calls.phase[call], *parts_of_calls)
     return StreamUses(

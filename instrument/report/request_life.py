@@ -44,7 +44,7 @@ SMALL = 200
 
 OUTSTANDING = 4
 """The multiple of the usual batch length from which on a turn has its own line in a long list. The usual length is the
-median of the batches of its name; for a stall, the largest of these medians."""
+median of the batches of its name; for a stall, the largest such median."""
 
 MOST_DIGITS = 19
 """The number of decimal digits from which on a number may not fit 64 bits."""

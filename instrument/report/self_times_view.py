@@ -1,18 +1,18 @@
-"""The `classes`, `ops` and `instances` views: where the time went itself, in parts that add up to all of it.
+"""The `classes`, `ops` and `instances` views: self times, in parts that add up to the whole time.
 
-They are the Class, Ops and Apply sections of Theano's profile. The nodes that Theano times lie in no other one; spans
-do, so that a row's time here is self time: host time outside of the children on its thread and task. So the rows of a
-function add up to 100 %, the function's own row with what no child did. What coroutines waited of theirs, suspended by
-what they awaited, is a row beside what they ran.
+They are the Class, Ops and Apply sections of Theano's profile. Theano's timed nodes are not nested. Spans are, so a
+row's time here is self time: host time outside of the children on its thread and task. The rows of a function so add up
+to 100 %, the function's own row included. The waits of coroutines, suspended by what they awaited, are a row of their
+own.
 
 - `instances`: a site at one place of the call tree. `number` counts them by first call, from 0, as Theano counts nodes.
 - `ops`: a site, at all of its places: a function, a layer by its path in the model, a kind of copy.
-- `classes`: the type of a layer, the class that a method is of (of the kinds `op` and `comm`), the name of a copy or a
-  loader, and for all else the kind in brackets.
+- `classes`: the type of a layer, the class of a method (of the kinds `op` and `comm`) or the name of a copy or loader.
+  Any other site has its kind in brackets.
 
-Each function has a report: the topmost request of a call path or, outside of requests, its topmost span. Before them
-comes the sum over functions, if there are several, in which a function inside of another one is not counted again.
-Numbers are of the tally, so of all calls; threads are merged.
+Each function has a report: the topmost request of a call path or, outside of requests, its topmost span. If there are
+several, the sum over functions comes first. In it a function inside of another one does not count again. Numbers are of
+the tally, so of all calls; threads are merged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
 
 WITH_CLASS = ("op", "layer", "comm")
-"""Kinds of span whose code says their class; a scope's code is that of whoever opened it."""
+"""Kinds of span whose code names a class. The code of a scope is that of its caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class SelfRow:
     """One class, op or instance of a function. `time_ns` is self time, `running` adds up the ratios down to this row.
 
     `names` are those of the spans around an instance, inside of its function, and its own last; else the row's own.
-    `p50_ns`, `p99_ns` and `max_ns` are of its whole calls, None where none has ended. `where` is the place of the time:
-    `host`, `device` where every place of the row has device time, or `both`. It is `waiting` for the waits of
-    coroutines and the spans open in them; the running time of the same function has its own row. Only an instance has
-    a `number`.
+    `p50_ns`, `p99_ns` and `max_ns` are of its whole calls, None if none has ended. `where` is the place of the time:
+    `host`, `device` if every place of the row has device time, or `both`. It is `waiting` for the waits of coroutines
+    and of the spans open in them. The running time of the same function has its own row. Only an instance has a
+    `number`.
     """
 
     names: tuple[str, ...]
@@ -89,7 +89,7 @@ class SelfRow:
         return self._call_times()[2]
 
     def path(self) -> str:
-        """The names as one."""
+        """Return the names as one text."""
         return path_text(self.names)
 
     per_call_ns = Ratio("time_ns", of="calls")
@@ -108,12 +108,12 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTimes:
-    """A function, or the sum over all where `name` is empty: its calls, what is in them, and its rows.
+    """A function, or the sum over all if `name` is empty: its calls, the times in them, and its rows.
 
-    `calls` took `outer_ns`. `inner_ns` of that was in spans inside, on its own thread and task: None where it calls
-    itself on other tasks, side by side, whose self times are more than that. `work_ns` is the self time of operators,
-    layers, copies and communication below it, on whatever thread. Ratios of rows are of `time_ns`, the self times of
-    all of them.
+    `calls` took `outer_ns`. `inner_ns` is the part in spans inside, on its own thread and task. It is None if the
+    function calls itself on other tasks in parallel, since their self times exceed it. `work_ns` is the self time of
+    operators, layers, copies and communication below it, on any thread. Ratios of rows are of `time_ns`, the sum of
+    their self times.
     """
 
     name: str
@@ -128,14 +128,14 @@ class FunctionTimes:
 
     inner_ratio = Ratio("inner_ns", of="outer_ns")
     work_ratio = Ratio("work_ns", of="outer_ns")
-    """The share of the calls; more than 1 where work went on side by side."""
+    """The share of the calls. Parallel work may exceed 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTimes(View):
     """The view: the sum over functions, if there are several, and each function that calls something, longest first.
 
-    The `remaining` functions that have no report of their own have `remaining_ns` of self time.
+    The `remaining` functions without a report of their own have `remaining_ns` of self time.
     """
 
     of: str
@@ -192,7 +192,7 @@ class SelfTimes(View):
         ]  # fmt: skip
 
     def _calls(self, function: FunctionTimes) -> list[str]:
-        """Return what the calls of a function took, and what of that was in spans inside."""
+        """Return the times of a function's calls, and the part in spans inside."""
         unit = self._options.unit
         name = safe(function.name) or ("(no name)" if function.kind else "")
         called = f" to {shorten(name, LINE // 2)} ({function.kind})" if function.kind else ""
@@ -216,16 +216,16 @@ class SelfTimes(View):
             lines.append("(work on several threads is summed, so it may exceed the calls)")
         return lines
 
-    def _remaining(self, rest: Remaining | None) -> list[str]:
-        if rest is None:
+    def _remaining(self, omitted: Remaining | None) -> list[str]:
+        if omitted is None:
             return []
-        ratio = MISSING if rest.ratio is None else f"{100 * rest.ratio:.2f}%"
-        time = f"({in_unit(rest.time_ns, self._options.unit)}) of the time, {rest.calls} calls)"
-        return [f"... (remaining {rest.rows} {self.of} account for {ratio} {time}"]
+        ratio = MISSING if omitted.ratio is None else f"{100 * omitted.ratio:.2f}%"
+        time = f"({in_unit(omitted.time_ns, self._options.unit)}) of the time, {omitted.calls} calls)"
+        return [f"... (remaining {omitted.rows} {self.of} account for {ratio} {time}"]
 
 
 def path_text(names: Sequence[str]) -> str:
-    """The names of a path, of a name that follows itself how often it does."""
+    """Return the names of a path, each repeated name once with its count."""
     if all(map(ne, names, names[1:])):
         return " > ".join(names)
     runs = ((name, sum(1 for _ in run)) for name, run in groupby(names))
@@ -236,28 +236,28 @@ _SINGULAR = {"classes": "class", "ops": "op", "instances": "instance"}
 
 
 def classes(recording: Recording, options: Options) -> SelfTimes:
-    """Self times by type of layer, class of a method, or kind.
+    """Return self times by type of layer, class of a method, or kind.
 
-    `rows` bounds the functions and the rows of each. `sorted_by` takes calls and averages, else time. `tracer_option`,
-    `state`, `threads` and `skip_first` mean nothing to it.
+    `rows` bounds the functions and the rows of each. `sorted_by` takes calls and averages, else time. The view does not
+    use `tracer_option`, `state`, `threads` and `skip_first`.
     """
     return _self_times("classes", recording, options)
 
 
 def ops(recording: Recording, options: Options) -> SelfTimes:
-    """Self times by site. Options as for `classes`."""
+    """Return self times by site. Options as for `classes`."""
     return _self_times("ops", recording, options)
 
 
 def instances(recording: Recording, options: Options) -> SelfTimes:
-    """Self times by place in the call tree. Options as for `classes`."""
+    """Return self times by place in the call tree. Options as for `classes`."""
     return _self_times("instances", recording, options)
 
 
 def class_of(site: Site) -> str:
-    """The type of a layer, the class of a method, the name of a copy or loader, else the kind in brackets.
+    """Return the type of a layer, the class of a method, the name of a copy or loader, else the kind in brackets.
 
-    That of an operator of torch is its namespace, such as `aten`.
+    The class of a torch operator is its namespace, such as `aten`.
     """
     if is_operator(site) and "::" in site.name:
         return site.name.partition("::")[0]
@@ -278,37 +278,37 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     column = SortKey.of(options).column
     order = column if column in ORDERS else ORDERS[0]
     sites = SiteFacts(kinds == "request", np.isin(kinds, WORKING), keys, rows)
-    found = functions(lines["node"], lines, tally.parents, tally.site_of, sites, order)
-    times, counts = found.column("time_ns"), found.column("lines")
-    # A function that calls nothing has no more to tell than its calls, unless it is the only one.
-    shown = [number for number in range(1, len(found)) if counts[number] > 1 or len(found) == 2]
+    table = functions(lines["node"], lines, tally.parents, tally.site_of, sites, order)
+    times, counts = table.column("time_ns"), table.column("lines")
+    # A function without calls of others has no report, unless it is the only one.
+    shown = [number for number in range(1, len(table)) if counts[number] > 1 or len(table) == 2]
     most = len(shown) if options.bound is None else options.bound
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
-    table = _Table(of, tally, lines, sites, found, options)
-    left = len(found) - 1 - len(shown)
+    rows_table = _Table(of, tally, lines, sites, table, options)
+    omitted = len(table) - 1 - len(shown)
     left_ns = times[0] - sum(times[number] for number in shown)
-    together = [0] if len(found) > 2 else []
-    reports = tuple(table.function(number) for number in together + shown)
-    return SelfTimes(of, reports, left, left_ns, options.corrected, options)
+    together = [0] if len(table) > 2 else []
+    reports = tuple(rows_table.function(number) for number in together + shown)
+    return SelfTimes(of, reports, omitted, left_ns, options.corrected, options)
 
 
 def _own(tally: Tally) -> Records:
-    """Return the lines whose time is their own: that of an interruption is a part of what it interrupted."""
+    """Return the lines without interruptions, whose time is a part of the interrupted lines."""
     of_others = tally.tree.by_site(is_interruption)
-    others = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
-    return np.asarray(tally.lines[~others]) if others.any() else tally.lines
+    is_interrupting = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
+    return np.asarray(tally.lines[~is_interrupting]) if is_interrupting.any() else tally.lines
 
 
 WAITING = "waiting"
 
 
 def _called(site: Site) -> str:
-    """A site's name and instance."""
+    """Return a site's name and instance."""
     return f"{site.name} [{site.instance}]" if site.instance else site.name
 
 
 class _Table:
-    """Makes what is shown of functions, of one line for each path, in the order of first calls."""
+    """The shown rows of functions, from one line per path in the order of first calls."""
 
     def __init__(
         self,
@@ -316,15 +316,15 @@ class _Table:
         tally: Tally,
         lines: Records,
         sites: SiteFacts,
-        found: FunctionTable,
+        table: FunctionTable,
         options: Options,
     ) -> None:
-        self._of, self._found, self._options = of, found, options
+        self._of, self._found, self._options = of, table, options
         self._lines, self._histogram = lines, tally.histogram
         self._every: list[Site] = tally.tree.sites
         self._nodes, self._parents = lines["node"].tolist(), tally.parents.tolist()
         self._site_of: list[int] = tally.site_of.tolist()
-        # Of each key among these lines, and above them, what it is called, and how many are called the same.
+        # The number of keys per label, for the keys of the lines and of their parents.
         keys = np.unique(sites.keys[tally.site_of[and_above(tally.parents, lines["node"])]]).tolist()
         called = tally.tree.by_site(_called)
         self._same = Counter(map(called.__getitem__, keys))
@@ -334,18 +334,18 @@ class _Table:
     def _name(self, node: int) -> str:
         """Return the label of a node's site: name and instance, and its place if another one has the same label."""
         number = self._site_of[node]
-        known = self._names.get(number)
-        if known is None:
+        label = self._names.get(number)
+        if label is None:
             site = self._every[number]
             name = _called(site)
-            known = self._names[number] = name if self._same[name] == 1 else f"{name} ({where_of(site) or site.kind})"
-        return known
+            label = self._names[number] = name if self._same[name] == 1 else f"{name} ({where_of(site) or site.kind})"
+        return label
 
     def _site(self, node: int) -> Site:
         return self._every[self._site_of[node]]
 
     def _path(self, node: int, *, whole: bool) -> list[int]:
-        """The nodes down to this one: from the topmost, or from below the topmost request or else the topmost."""
+        """Return the nodes down to a node: all of a `whole` path, else those below its function."""
         parents, site_of, is_request = self._parents, self._site_of, self._is_request
         path, inside = [node], 0
         while True:
@@ -360,17 +360,17 @@ class _Table:
         return path[::-1]
 
     def function(self, number: int) -> FunctionTimes:
-        its = self._found[number]
-        rows, remaining = self._rows(its)
-        is_one = its.node != NONE
+        sums = self._found[number]
+        rows, remaining = self._rows(sums)
+        is_one = sums.node != NONE
         return FunctionTimes(
-            name=self._name(its.node) if is_one else "",
-            kind=self._site(its.node).kind if is_one else "",
-            calls=its.calls,
-            outer_ns=its.outer_ns,
-            inner_ns=its.outer_ns - its.own_ns if its.own_ns <= its.outer_ns else None,
-            work_ns=its.work_ns,
-            time_ns=its.time_ns,
+            name=self._name(sums.node) if is_one else "",
+            kind=self._site(sums.node).kind if is_one else "",
+            calls=sums.calls,
+            outer_ns=sums.outer_ns,
+            inner_ns=sums.outer_ns - sums.own_ns if sums.own_ns <= sums.outer_ns else None,
+            work_ns=sums.work_ns,
+            time_ns=sums.time_ns,
             rows=rows,
             remaining=remaining,
         )
@@ -382,20 +382,20 @@ class _Table:
         return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
 
     def _call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
-        """The median, the 99th percentile and the longest of the calls of a row. Not made before they are asked for."""
+        """Return the median, the 99th percentile and the maximum of a row's calls. They are computed on demand."""
         at = self._found.lines(group)
-        sums = total_of(self._lines[at])
-        if not sums.calls:
+        total = total_of(self._lines[at])
+        if not total.calls:
             return None, None, None
         histogram = self._histogram([self._nodes[line] for line in at.tolist()], None)
-        p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), sums.calls, sums.min_ns, sums.max_ns)
-        return p50_ns, p99_ns, sums.max_ns
+        p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), total.calls, total.min_ns, total.max_ns)
+        return p50_ns, p99_ns, total.max_ns
 
-    def _rows(self, its: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
-        """The rows in order, as many as are asked for, and what the others add up to if there are any."""
+    def _rows(self, sums: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
+        """Return the first rows that the options allow, in order, and the sum of the rest if there is any."""
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0
-        for group in self._found.groups(its):
+        for group in self._found.groups(sums):
             if len(shown) == self._options.bound:
                 break
             if group.time_ns < self._options.least_ns:
@@ -404,13 +404,13 @@ class _Table:
             node = self._nodes[group.first]
             names = [node]
             if self._of == "instances":
-                names = self._path(node, whole=its.node == NONE)
+                names = self._path(node, whole=sums.node == NONE)
             shown.append(
                 SelfRow(
                     names=(class_of(self._site(node)),) if self._of == "classes" else tuple(map(self._name, names)),
                     time_ns=group.time_ns,
-                    ratio=share(group.time_ns, its.time_ns),
-                    running=share(sum_ns, its.time_ns),
+                    ratio=share(group.time_ns, sums.time_ns),
+                    running=share(sum_ns, sums.time_ns),
                     where=self._where(group),
                     calls=group.calls,
                     instances=group.lines,
@@ -418,10 +418,10 @@ class _Table:
                     _call_times=cache(partial(self._call_times, group)),
                 )
             )
-        left = its.rows - len(shown)
-        if not left:
+        omitted = sums.rows - len(shown)
+        if not omitted:
             return tuple(shown), None
-        left_ns = its.time_ns - sum_ns
-        ratio = share(left_ns, its.time_ns)
-        all_calls, all_instances = self._found.calls_and_lines(its)
-        return tuple(shown), Remaining(left, left_ns, ratio, all_calls - calls, all_instances - instances)
+        left_ns = sums.time_ns - sum_ns
+        ratio = share(left_ns, sums.time_ns)
+        all_calls, all_instances = self._found.calls_and_lines(sums)
+        return tuple(shown), Remaining(omitted, left_ns, ratio, all_calls - calls, all_instances - instances)

@@ -1,6 +1,6 @@
-"""The steps of a loop, counted as they go by in constant memory: what they cost, and how long they waited for input.
+"""The steps of a loop, counted as they go by in constant memory: their costs, and their waits for input.
 
-`report.loops` prints what was counted, and `report.benchmark_view` counts the steps of a saved trace in the same way.
+`report.loops` prints the counts, and `report.benchmark_view` counts the steps of a saved trace in the same way.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from instrument.recording.distributions import Distribution
 from instrument.recording.histogram import percentiles
 
 FIRST_KEPT = 1000
-"""The most first steps that may be left out of a running loop's benchmark afterwards; they take 0.1 MB."""
+"""The largest number of first steps that can be left out of a running loop's benchmark later. They take 0.1 MB."""
 
 SKIPPED_STEPS = 10
-"""First steps that the benchmark of a `Profiler` leaves out, as `paddle.profiler` does."""
+"""The number of first steps that a `Profiler`'s benchmark leaves out, as `paddle.profiler` does."""
 
 SECOND_NS = 10**9
 MOST_SAMPLES = 10**18
-"""No step has more: a number that is none, such as infinity, does not spoil the sum."""
+"""The largest number of samples of a step. A larger one, such as infinity, does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean, least, most and percentiles of what was counted; a percentile is within 0.8 % (None: not counted)."""
+    """The mean, least, most and percentiles of counted values. A percentile is within 0.8 % (None: not counted)."""
 
     mean: float
     least: float
@@ -36,11 +36,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LoopTimes:
-    """The costs of the steps of one loop, in ns. `reader` is None where no step waited for a loader.
+    """The costs of the steps of one loop, in ns. `reader` is None if no step waited for a loader.
 
-    `rate` is of samples a second, or of steps where any step had no `samples` (None); its mean is the sum of the work
-    over the sum of the time. `cut` steps reach over an edge of the window and are in nothing else. Without any step
-    that was timed, `batch` and `rate` are None.
+    `rate` is of samples a second, or of steps if any step had no `samples` (None). Its mean is the sum of the work
+    divided by the sum of the time. `cut` steps reach over an edge of the window and count nowhere else. `batch` and
+    `rate` are None without any timed step.
     """
 
     name: str
@@ -63,10 +63,10 @@ class LoopTimes:
 
 @dataclass(slots=True)
 class Benchmark:
-    """Counts the steps of a loop as they go by, in constant memory. `cut` counts what is no whole step.
+    """The counts of a loop's steps as they go by, in constant memory. `cut` counts steps that are not whole.
 
-    One that `keeps` the first `FIRST_KEPT` steps can tell later what it would have counted with another `skip`. `batch`
-    and `reader` hold times in ns, `reader` of each step that was timed, 0 where it waited for nothing.
+    A benchmark that `keeps` the first `FIRST_KEPT` steps can count them again with another `skip`. `batch` and `reader`
+    are times in ns. `reader` has each timed step, 0 for a step without a wait.
     """
 
     skip: int = SKIPPED_STEPS
@@ -83,7 +83,7 @@ class Benchmark:
     _most_rate: float = 0.0
 
     def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
-        """One step has ended; what it read is part of what it took."""
+        """Count a step that has ended. Its reader time is part of its batch time."""
         if self.keeps:
             self._keep(batch_ns, reader_ns, num_samples)
         if self.skipped < self.skip:
@@ -108,15 +108,15 @@ class Benchmark:
         self._later.add(batch_ns, reader_ns, num_samples)
 
     def skipping(self, skip: int) -> Benchmark:
-        """The same of all steps but the first `skip`, at most `FIRST_KEPT` of them; of one that keeps them."""
-        found = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
-        found.skip = min(skip, FIRST_KEPT)
+        """Return the same counts without the first `skip` steps, at most `FIRST_KEPT`. The benchmark must keep them."""
+        benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
+        benchmark.skip = min(skip, FIRST_KEPT)
         for first in self._firsts:
-            found.add(*first)
-        return found
+            benchmark.add(*first)
+        return benchmark
 
     def loop(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
-        """Return the costs up to now; the steps took `lasted_ns` on the clock, by default one after the other."""
+        """Return the costs up to now. The steps took `lasted_ns` on the clock, by default one after the other."""
         batch, steps = self.batch, self.batch.count
         lasted_ns = lasted_ns or batch.sum_ns
         samples, rate = None, None

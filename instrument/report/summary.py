@@ -1,4 +1,4 @@
-"""The summary: the views that are asked for, one after the other, and once what holds for all of them."""
+"""The summary: the given views one after the other, and one section on all of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from instrument.report.table import safe, wrapped
 from instrument.report.view import Options, Recording, document
 
 MODULES = {**dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators"}
-"""The modules of views that have none of their own."""
+"""The modules of views without a module of their own name."""
 
 
 def _imported(name: str) -> ModuleType:
-    """Import the module that makes a view, with numpy: a service does so when it is to make one, and else not."""
+    """Import the module of a view, with numpy. A service does so only when it makes the view."""
     return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
@@ -35,45 +35,45 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _made(name)
 """The function of each view of `VIEWS`."""
 
 OF_TABLES = ("tracer_option", "threads")
-"""Options that mean nothing to the view `brief`."""
+"""Options without an effect on the view `brief`."""
 
 
 def prepare(views: Sequence[str]) -> None:
-    """Import what makes these views, before the memory of the process is limited."""
+    """Import the modules of some views, before the memory of the process is limited."""
     for name in views:
         if name in VIEW_OF:
-            with suppress(ImportError):  # where numpy is not to be had, the views say so
+            with suppress(ImportError):  # the views report a missing numpy
                 _imported(name)
 
 
-def views_for(asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the views to show where none is named: one screen, or the tables that an option means something to."""
-    return ("events",) if any(asked.get(option) is not None for option in OF_TABLES) else ("brief",)
+def views_for(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the views for options without a named view: one screen, or the tables if a table option is set."""
+    return ("events",) if any(options.get(option) is not None for option in OF_TABLES) else ("brief",)
 
 
 def refuse_unknown(views: Sequence[str]) -> None:
-    """Raises `ValueError` for a view that there is not, and `TypeError` for a text in place of a list."""
+    """Raise `ValueError` for an unknown view, and `TypeError` for a text in place of a list."""
     if isinstance(views, str):
         raise TypeError(f"views is {views!r}; allowed: a list of their names, such as [{views!r}]")
     for view in views:
         if view not in VIEW_OF:
-            meant = nearest(view, VIEWS)
-            hint = f"; nearest is {meant}" if meant else ""
+            near = nearest(view, VIEWS)
+            hint = f"; nearest is {near}" if near else ""
             raise ValueError(f"view is {view!r}; allowed: {', '.join(VIEWS)}{hint}")
 
 
 def made(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
-    """The views in the order asked, each once. Raises `ValueError` for a view that there is not."""
+    """Return the views in the given order, each once. Raises `ValueError` for an unknown view."""
     refuse_unknown(views)
     return {view: VIEW_OF[view](recording, options) for view in views}
 
 
 def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
-    """The views as one text, in the order asked, each once, and what the instrumentation cost and could not see.
+    """Return the views as one text, in the given order, each once, and the cost and the losses of the instrumentation.
 
-    Of this the view `brief` has the most important part and `cost` has more; each stands for it.
+    The view `brief` has the most important part of the last section and `cost` has more of it, so each replaces it.
 
-    Raises `ValueError` for a view that there is not.
+    Raises `ValueError` for an unknown view.
     """
     parts = [view.lines() for view in made(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
@@ -84,7 +84,7 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
 
 
 def summary_document(views: Sequence[str], recording: Recording, options: Options) -> dict[str, Any]:
-    """The same numbers as JSON takes them: `views` by name, times in ns, and beside them what holds for all."""
+    """Return the same numbers as JSON values: `views` by name, times in ns, and the facts of all views."""
     return {
         "window_ns": recording.window_ns,
         "recorder": recording.recorder,

@@ -140,7 +140,7 @@ def _from_the_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
 def _shared(first: str, second: str) -> int:
     """Return the number of characters in the common beginning of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
+    return next((index for index, (char, twin) in pairs if char != twin), min(len(first), len(second)))
 
 
 def _from_where_they_part(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""The tree of names of the `events` view: which call paths are one row, what is in it, and which rows are kept.
+"""The tree of names of the `events` view: the rows of call paths, their sums, and the selection of rows.
 
-An entry is a number, and its place in the tree a column; only what is shown becomes more than that.
+An entry is a number, and its parent is a column. Only a shown entry becomes an object.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from instrument.trace.groups import Members, numbered
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
-"""Kinds of which `AllOpDetail` shows each instance."""
+"""Kinds of span with a row per instance in `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
-"""The time that Total is in a state."""
+"""The time under Total in each state."""
 
 WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "calls": ("calls", False, False),
@@ -44,21 +44,21 @@ WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "gpu_min": ("min_ns", False, True),
     "gpu_ave": ("device_ns", True, False),
 }
-"""A sort key's field, True where it is divided by the calls, and True where the least is first. Other keys are the
-Total, by the calls for `ave`."""
+"""A sort key's field, True if it is divided by the calls, and True for the least first. Other keys are the Total,
+divided by the calls for `ave`."""
 
 ROOT = 0
 
 ROW, PHASE, COPY, INSTANCE = (role << 28 for role in range(4))
-"""The role of an entry. Its level is that, and the number of the first site that is called the same."""
+"""The role of an entry. Its level is the role and the number of the first site of the same name."""
 ROLES = INSTANCE
 
 
 class Names(NamedTuple):
-    """A tree of names: entries, parents before children, the root first, in the order in which lines first need them.
+    """A tree of names: entries, parents before children, the root first, in the order of the lines with the first need.
 
-    Of each entry its parent, its level, and the node that it was first needed for. Of each node its entry, `NONE` for
-    one that no line needs; a node that is not `visible` is hidden in that.
+    Each entry has its parent, its level, and the node of its first need. Each node has its entry, `NONE` if no line
+    needs it. A node that is not `visible` is hidden in its entry.
     """
 
     parents: Int64s
@@ -69,66 +69,66 @@ class Names(NamedTuple):
 
 
 def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
-    """The tree of names that lines of the nodes need.
+    """Return the tree of names for lines of the nodes.
 
-    `levels` has of each node the one or two levels that it adds to the tree, and the one that it adds where it is
-    topmost, `NONE` for none; each topmost node adds one.
+    `levels` has three columns per node: the one or two levels that it adds to the tree, and the one that it adds as a
+    topmost node, `NONE` for none. Each topmost node adds one.
     """
     first_line = _first_needed(parents, nodes)
     is_alone = (parents == NONE) & (levels[:, 2] != NONE)
     first_level = np.where(is_alone, levels[:, 2], levels[:, 0])
     second_level = np.where(is_alone | (first_level == NONE), NONE, levels[:, 1])
     visible = (first_line < len(nodes)) & (first_level != NONE)
-    # Each level that a node adds is an element: below the last one of the nearest visible node above.
-    its = np.flatnonzero(visible)
-    its = its[np.argsort(first_line[its], kind="stable")]
-    has_two = second_level[its] != NONE
+    # Each level that a node adds is an element, below the last element of the nearest visible node above.
+    order = np.flatnonzero(visible)
+    order = order[np.argsort(first_line[order], kind="stable")]
+    has_two = second_level[order] != NONE
     firsts = np.cumsum(1 + has_two) - 1 - has_two
     last_of = np.full(len(parents) + 1, NONE, dtype=np.int64)
-    last_of[its] = firsts + has_two
-    seen, above = nearest(parents, visible), nearest_above(parents, visible)
-    size = len(its) + int(has_two.sum())
-    up, level, node = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), np.repeat(its, 1 + has_two)
-    up[firsts], level[firsts] = last_of[above[its]], first_level[its]
-    up[firsts[has_two] + 1], level[firsts[has_two] + 1] = firsts[has_two], second_level[its[has_two]]
-    numbers, some = _paths(up, level)
-    order = np.argsort(some)
-    entry_of_number = np.empty(len(order) + 1, dtype=np.int64)
-    entry_of_number[order] = np.arange(1, len(order) + 1)
+    last_of[order] = firsts + has_two
+    visible_node, above = nearest(parents, visible), nearest_above(parents, visible)
+    size = len(order) + int(has_two.sum())
+    up, level, node = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), np.repeat(order, 1 + has_two)
+    up[firsts], level[firsts] = last_of[above[order]], first_level[order]
+    up[firsts[has_two] + 1], level[firsts[has_two] + 1] = firsts[has_two], second_level[order[has_two]]
+    numbers, elements = _paths(up, level)
+    by_first = np.argsort(elements)
+    entry_of_number = np.empty(len(by_first) + 1, dtype=np.int64)
+    entry_of_number[by_first] = np.arange(1, len(by_first) + 1)
     entry_of_number[-1] = ROOT
     entry_of_element = entry_of_number[np.concatenate([numbers, [NONE]])]
-    some = some[order]
-    entry_of = entry_of_element[last_of[seen]] if len(seen) else np.zeros(0, dtype=np.int64)
+    elements = elements[by_first]
+    entry_of = entry_of_element[last_of[visible_node]] if len(visible_node) else np.zeros(0, dtype=np.int64)
     return Names(
-        parents=np.concatenate([[NONE], entry_of_element[up[some]]]),
-        levels=np.concatenate([[NONE], level[some]]),
-        first_nodes=np.concatenate([[NONE], node[some]]),
+        parents=np.concatenate([[NONE], entry_of_element[up[elements]]]),
+        levels=np.concatenate([[NONE], level[elements]]),
+        first_nodes=np.concatenate([[NONE], node[elements]]),
         entry_of=np.where(first_line < len(nodes), entry_of, NONE),
         visible=visible,
     )
 
 
 def _first_needed(parents: Int32s, nodes: Int64s) -> Int64s:
-    """Return the first line of each node or of one below it; the number of lines for none."""
-    found = np.full(len(parents), len(nodes), dtype=np.int64)
-    found[nodes[::-1]] = np.arange(len(nodes))[::-1]
-    return np.array(least_below(parents.tolist(), found.tolist()), dtype=np.int64)
+    """Return the first line at or below each node, the number of lines for none."""
+    first_line = np.full(len(parents), len(nodes), dtype=np.int64)
+    first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
+    return np.array(least_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
 
 
 def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
     """Return the number of the path of levels down to each element, and the first element of each number.
 
-    Pointers are doubled: what is alike in its last levels, and above these, is alike in twice as many.
+    Pointers are doubled: elements with equal last levels and equal paths above these are equal in twice as many levels.
     """
-    numbers, some = numbered(level)
+    numbers, firsts = numbered(level)
     while (up != NONE).any():
-        numbers, some = numbered(np.where(up == NONE, 0, numbers[up] + 1), numbers)
+        numbers, firsts = numbered(np.where(up == NONE, 0, numbers[up] + 1), numbers)
         up = np.where(up == NONE, NONE, up[up])
-    return numbers, some
+    return numbers, firsts
 
 
 class NameTree:
-    """The tree of names of all lines, as a tracer option asks for it."""
+    """The tree of names of all lines for a tracer option."""
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
@@ -146,11 +146,11 @@ class NameTree:
         return len(self.parents)
 
     def children(self, entry: int) -> Int64s:
-        """Return the entries right under one, in the order of the lines."""
+        """Return the children of an entry, in the order of the lines."""
         return self._children[entry]
 
     def sums(self, thread: int | None) -> Records:
-        """The sums of a thread's lines, or of all (None), by entry; device time with that of what ran below."""
+        """Return the sums of a thread's lines, or of all (None), by entry. Device time includes the calls below."""
         if thread not in self._sums:
             sums = self._with_hidden(self._added(thread), thread)
             below: set[int] = set()
@@ -164,7 +164,7 @@ class NameTree:
         return self._sums[thread]
 
     def _added(self, thread: int | None) -> Records:
-        """By entry; an instance counts in the row of its type, too."""
+        """Return the sums by entry. An instance counts in the row of its type, too."""
         sums = self._tally.by(np.where(self._names.visible, self._names.entry_of, NONE), len(self), thread)
         if not len(self._instances):
             return sums
@@ -172,7 +172,7 @@ class NameTree:
         return summed(np.concatenate([sums, sums[self._instances]]), entries, len(self))
 
     def _with_hidden(self, sums: Records, thread: int | None) -> Records:
-        """With what hidden phases leave to the row around them: their self time, and their place if it has no calls."""
+        """Return the sums with those of hidden phases: their self time, and their place if the row has no calls."""
         lines = self._tally.of(thread)
         lines = lines[~self._names.visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._names.entry_of[lines["node"]]
@@ -184,35 +184,35 @@ class NameTree:
         return sums
 
     def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
-        """Return True if nothing that ran below some entries adds to their device time."""
+        """Return True if no call below some entries adds to their device time."""
         return self._below[thread].isdisjoint(entries)
 
     def forget(self, thread: int | None) -> None:
-        """Give up the sums of a thread."""
+        """Drop the sums of a thread."""
         self._sums.pop(thread, None)
         self._below.pop(thread, None)
 
     def values(
         self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
-        """Return a number of each entry, or that of a call, and the entries with one: with a call at or under it.
+        """Return a number of each entry, or one per call, and a mark for entries with a call at or below them.
 
-        Of one without calls it is the most or the `least` of those below it.
+        An entry without calls has the maximum or the `least` of the entries below it.
         """
         calls = sums["calls"]
         has_own = (calls != 0) | (sums["first_ns"] != 0)
         values = -sums[field] if negative else sums[field].copy()
         if per_call:
             values = np.where(calls != 0, values, 0) / np.maximum(calls, 1)
-        known, choose = has_own.copy(), min if least else max
-        for entry in np.flatnonzero(calls == 0)[::-1].tolist():  # what is below an entry comes after it
+        has_value, choose = has_own.copy(), min if least else max
+        for entry in np.flatnonzero(calls == 0)[::-1].tolist():  # children come after their parent
             below = self.children(entry)
-            below = below[known[below]]
+            below = below[has_value[below]]
             if len(below):
                 best = values[below].min() if least else values[below].max()
                 values[entry] = choose(values[entry], best) if has_own[entry] else best
-                known[entry] = True
-        return values, known
+                has_value[entry] = True
+        return values, has_value
 
     def site(self, entry: int) -> Site:
         """Return the site of the first path of an entry."""
@@ -225,7 +225,7 @@ class NameTree:
         return f"{name}{self._number(entry)}" if role == INSTANCE else name
 
     def label(self, entry: int) -> str:
-        """The name as shown: a phase carries the name of what it is a phase of."""
+        """Return the shown name. A phase has the name of its parent, too."""
         name = self.name(entry)
         return f"{self.name(int(self.parents[entry]))}/{name}" if self._role(entry) == PHASE else name
 
@@ -244,7 +244,7 @@ class NameTree:
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, thread: int | None, state: str) -> int | None:
-        """The sum of the topmost rows; None where one has no call, so that what is hidden below may stand for it."""
+        """Return the sum of the topmost rows, None if a row without calls hides entries with some."""
         sums, topmost = self.sums(thread), self._adding(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         if any(len(self.children(entry)) or self._hides(entry) for entry in uncalled):
@@ -253,7 +253,7 @@ class NameTree:
         return total_ns
 
     def total_below_ns(self, thread: int | None, state: str) -> int:
-        """The sum of the topmost rows that have calls; in the tree with phases it is the same in every option."""
+        """Return the sum of the topmost rows with calls. In the tree with phases it is equal in every option."""
         sums, total_ns = self.sums(thread), 0
         pending = [ROOT]
         while pending:
@@ -263,7 +263,7 @@ class NameTree:
         return total_ns
 
     def _adding(self, entries: Int64s) -> Int64s:
-        """The entries without interruptions, whose time is a part of what they interrupted."""
+        """Return the entries without interruptions, whose time is a part of the interrupted ones."""
         return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
     @cached_property
@@ -282,7 +282,7 @@ class NameTree:
         return [child for child in self.children(entry).tolist() if self._role(child) == INSTANCE]
 
     def _number(self, entry: int) -> int:
-        """The number of an instance: from 0 by first call on any thread, then in the order of the lines."""
+        """Return the number of an instance: from 0 by first call on any thread, then in the order of the lines."""
         above = int(self.parents[entry])
         if above not in self._numbers:
             first_ns = self._first_calls
@@ -292,10 +292,7 @@ class NameTree:
 
 
 class ShownEntries:
-    """The entries of a tree that a block shows, in their order.
-
-    `levels` has of each entry with something right under it those of that which are kept, and those left out.
-    """
+    """The entries of a tree that a block shows, in their order."""
 
     def __init__(self, tree: NameTree, thread: int | None, options: Options) -> None:
         self._tree, self._options = tree, options
@@ -307,7 +304,7 @@ class ShownEntries:
         self._kept = self._find_kept()
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
-        """Return the entries under one that have calls at or under them: the kept ones in order, and the others."""
+        """Return the children of an entry with calls at or below them: the kept ones in order, and the omitted ones."""
         children = self._tree.children(entry)
         children = children[self._known[children]]
         left_out: list[int] = []
@@ -320,31 +317,31 @@ class ShownEntries:
         return children[order].tolist() if order else [], left_out
 
     def _find_kept(self) -> Bools | None:
-        """Find the heaviest entries that the options leave, each with its parent; None for all."""
+        """Find the heaviest entries that the options allow, each with its parent; None for all."""
         enough, rows = self._enough(), self._options.bound
         if rows is None:
             return enough
         order = itertools.count()
-        kept = np.zeros(len(self._tree), dtype=np.bool_)
+        is_kept = np.zeros(len(self._tree), dtype=np.bool_)
         heap: list[tuple[float, int, int]] = [(0, next(order), ROOT)]
         for _ in range(rows + 1):
             if not heap:
                 break
             entry = heapq.heappop(heap)[-1]
-            kept[entry] = True
+            is_kept[entry] = True
             children = self._tree.children(entry)
             children = children[self._known[children] if enough is None else self._known[children] & enough[children]]
             lightness = -self._weight[children]
             heaviest = np.argsort(lightness, kind="stable")[:rows]
             for light, child in zip(lightness[heaviest].tolist(), children[heaviest].tolist(), strict=True):
                 heapq.heappush(heap, (light, next(order), child))
-        return kept
+        return is_kept
 
     def _enough(self) -> Bools | None:
-        """Find the entries that have as much time as is asked for; None where all have."""
+        """Find the entries with at least the time of the options, None without a limit."""
         if not self._options.least_ns:
             return None
-        # A background task may be longer than what began it: then both stay.
+        # A background task may be longer than its parent: then both remain.
         enough: Bools = self._sums[TIMES[self._options.state]] >= self._options.least_ns
         for entry in range(len(enough) - 1, ROOT, -1):
             if enough[entry]:
@@ -353,19 +350,19 @@ class ShownEntries:
 
 
 PER_SITE = 3
-"""Numbers per site: the one or two levels that it adds to the tree, and the one that it adds where it is topmost."""
+"""Numbers per site: the one or two levels that it adds to the tree, and the one that it adds as a topmost node."""
 
 
 def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
     special = {"phase", "copy", *(INSTANTIATED if tracer_option == "AllOpDetail" else ())}
 
-    def levels_from(tree: CallTree, known: int) -> array[int]:
-        """Return the levels that sites add: none where a phase is hidden, two where instances are shown.
+    def levels_from(tree: CallTree, known_numbers: int) -> array[int]:
+        """Return the levels that sites add: none for a hidden phase, two for a shown instance.
 
-        A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
+        A phase without parents is a row like any other, so that no option changes the Total time.
         """
         names, kinds, *_ = tree.facts()
-        start = known // PER_SITE
+        start = known_numbers // PER_SITE
         kinds = kinds[start:]
         instances = tree.keys() if special.intersection(INSTANTIATED) else names
         copies = tree.numbered(_copy_name) if "copy" in kinds else names
@@ -376,8 +373,8 @@ def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
                 continue
             at, name = PER_SITE * (number - start), names[number]
             if kind == "phase":
-                own = NONE if tracer_option == "Default" else PHASE | name
-                levels[at : at + PER_SITE] = array("i", (own, NONE, ROW | name))
+                level = NONE if tracer_option == "Default" else PHASE | name
+                levels[at : at + PER_SITE] = array("i", (level, NONE, ROW | name))
             elif kind == "copy":
                 levels[at] = COPY | copies[number]
             else:
@@ -394,7 +391,7 @@ LEVELS: Mapping[str, Callable[[CallTree, int], array[int]]] = {
 
 
 def _copy_name(site: Site) -> str:
-    """Fluid's name for a copy of this direction and synchronicity; the site's own where it does not say them."""
+    """Return fluid's name for a copy of this direction and synchronicity, the site's own if these are unknown."""
     attributes = dict(site.attributes)
     direction, sync = attributes.get("direction"), attributes.get("sync")
     if not isinstance(direction, str) or direction not in ENDPOINTS or not isinstance(sync, bool):

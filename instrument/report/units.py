@@ -39,9 +39,9 @@ def phase_of(site: Site) -> str | None:
     return site.name if site.kind == "phase" else None
 
 
-def step_number(told: AttributeValue | None) -> int | None:
+def step_number(value: AttributeValue | None) -> int | None:
     """Return the number of a step from its attribute `step`, None without an integer."""
-    return told if isinstance(told, int) and not isinstance(told, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def waits_of(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:

@@ -1,9 +1,9 @@
 """The work of each device in a window: busy, starved or idle, to the nanosecond, and the same within each request.
 
 All figures come from the device intervals of instrumented spans, so idle means: no instrumented device work. An
-interval is the stretch of a stream between two events. It may hold gaps between kernels, and where it encloses the
-interval of a call below it, the outer one counts whole. Times that devices or streams share are unions, work by name
-is a sum, and everything is clipped at the window.
+interval is the stretch of a stream between two events. It may include gaps between kernels. An outer interval counts
+completely, with those of calls below. Times that devices or streams share are unions, work by name is a sum. Everything
+is clipped to the window.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StreamUse:
 
 @dataclass(frozen=True, slots=True)
 class LabelUse:
-    """One label: how many intervals carry it, and the sum of their lengths, None where they time nothing."""
+    """One label: the number of its intervals, and the sum of their lengths, None for a label without times."""
 
     label: str
     intervals: int
@@ -66,10 +66,10 @@ class LabelUse:
 class NameUse:
     """Device time of the spans of one name and kind on one device.
 
-    `calls` are those with device time. `summed_ns` is the sum over calls of the union of a call's intervals, `busy_ns`
-    the union over all calls, and `busy_ratio` its share of the time in which the device was busy, where an outer call
-    holds those below it; p50 and p99 are `histogram.percentiles`. One with `remaining` replaces that many names
-    that were left out; it has sums alone.
+    `calls` counts calls with device time. `summed_ns` is the sum over calls of the union of a call's intervals,
+    `busy_ns` the union over all calls. `busy_ratio` is the share of the device's busy time. An outer call includes the
+    calls below. p50 and p99 are `histogram.percentiles`. A row with `remaining` replaces that many names and has only
+    sums.
     """
 
     name: str
@@ -87,11 +87,9 @@ class NameUse:
 
 @dataclass(frozen=True, slots=True)
 class EndpointUse:
-    """Sums over the requests of one name that had device time on a device: while one ran the device was busy with its
-    own spans, with others alone, or idle, and the three add up to `wall_ns`. Own work beside that of others is own.
-
-    One with `remaining` replaces that many names that were left out.
-    """
+    """Sums over the requests of one name with device time on a device. A row with `remaining` replaces that many names.
+    Within a request the device was busy with its own spans (also while others ran), with others alone, or idle: these
+    times add up to `wall_ns`."""
 
     name: str
     requests: int
@@ -114,15 +112,14 @@ class EndpointUse:
 class DeviceUse:
     """One device: `compute_ns`, `copy_ns`, `starved_ns` and `unasked_ns` add up to the window.
 
-    `compute_ns` is the union of the intervals of all spans that are no copies, `copy_ns` that of copies outside of it,
-    `starved_ns` is idle while at least one request was in flight, `unasked_ns` idle while none was. Their ratios are of
-    the window; `starved_in_flight_ratio` is of the time in which a request was in flight.
-    `hidden_copy_ns` is the time of copies beside compute, and its ratio is of all time with copies. `overlap_ns` is the
-    time in which at least two streams were busy, its ratio is of the busy time, `most_streams` how many were at once.
-    `launch_bound_ns` is the busy time of which launch-bound intervals alone tell: in it the device may have waited for
-    the host to launch; its ratio is of the busy time.
-    `uncertainty_ns` is the least and the greatest of the intervals' places on the host clock. `outside` counts timed
-    intervals that lie outside of the window.
+    `compute_ns` is the union of the intervals of spans other than copies. `copy_ns` is that of copies outside of it.
+    `starved_ns` is idle time with a request in flight, `unasked_ns` idle time without any. Their ratios are of the
+    window. `starved_in_flight_ratio` is of the time with a request in flight. `hidden_copy_ns` is the time of copies
+    during compute, and its ratio is of all time with copies. `overlap_ns` is the time with at least two busy streams,
+    its ratio is of the busy time. `most_streams` is the largest number at once. `launch_bound_ns` is the busy time of
+    launch-bound intervals alone, its ratio is of the busy time. In it the device may have waited for the host to
+    launch. `uncertainty_ns` is the least and the greatest uncertainty of the intervals on the host clock. `outside`
+    counts timed intervals outside of the window.
     """
 
     device: int
@@ -145,7 +142,7 @@ class DeviceUse:
 
     @property
     def busy_ns(self) -> int:
-        """Time in which any stream was busy."""
+        """The time with any busy stream."""
         return self.compute_ns + self.copy_ns
 
     busy_ratio = Ratio("busy_ns", of="window_ns")
@@ -158,20 +155,20 @@ class DeviceUse:
 
     @property
     def hidden_copy_ratio(self) -> float | None:
-        """The share of all time in which copies ran."""
+        """The share of all time with copies."""
         return share(self.hidden_copy_ns, self.copy_ns + self.hidden_copy_ns)
 
     @property
     def mean_streams(self) -> float | None:
-        """The mean number of busy streams in the busy time; None without any."""
+        """The mean number of busy streams in the busy time, None without any."""
         return sum(stream.busy_ns for stream in self.streams) / self.busy_ns if self.busy_ns else None
 
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """Spans of one name that asked for device time and got none: how many, and why (a label, or `NO_EVENTS`).
+    """The spans of one name that asked for device time and got none, and the reason (a label, or `NO_EVENTS`).
 
-    One with `remaining` replaces that many names that were left out.
+    A row with `remaining` replaces that many names.
     """
 
     reason: str
@@ -188,9 +185,9 @@ class Unanswered:
 class Utilisation:
     """Every device of a trace in one window.
 
-    `asked` counts spans that asked for device time, `unanswered` those of them that got none. `in_flight_ns` is the
-    time in which at least one request was. `requests_cut` are those that reach over an edge of the window, and
-    `requests_without` those within it that had no device time on any device.
+    `asked` counts spans that asked for device time, `unanswered` has those without any. `in_flight_ns` is the time with
+    at least one request in flight. `requests_cut` counts requests over an edge of the window, `requests_without` those
+    in the window without time on any device.
     """
 
     window: Interval
@@ -203,7 +200,7 @@ class Utilisation:
 
 
 class _Within(NamedTuple):
-    """Requests by their rows, how long a device worked for each within it, and how long it was busy then."""
+    """Requests by their rows, with a device's own work for each, and the device's busy time, both in ns."""
 
     rows: Int64s
     own_ns: Int64s
@@ -211,35 +208,35 @@ class _Within(NamedTuple):
 
 
 def utilisation(recording: Recording) -> Utilisation:
-    """Return the work of each device in the part of the window of which every span is held."""
+    """Return the work of each device in the part of the window with every span."""
     trace, (first, last) = recording.columns, recording.trace.held
     window = first, max(first, last)
     owner = recording.once(request_of_spans)
     whole, cut = requests_within(trace, owner, window)
     is_request = trace.of_kind("request")
     in_flight = union(*clipped(trace.start_ns[is_request], trace.end_ns[is_request], window))
-    its = trace.device
-    is_timed = its.timed
-    is_inside = lie_in(its.start_ns, its.end_ns, window)
+    intervals = trace.device
+    is_timed = intervals.timed
+    is_inside = lie_in(intervals.start_ns, intervals.end_ns, window)
     devices = list[DeviceUse]()
     with_device = np.zeros(len(trace), dtype=np.bool_)
-    for device in distinct(its.device).tolist():
-        of_device = its.device == device
-        outside, inside = int((of_device & is_timed & ~is_inside).sum()), its.only(of_device).within(window)
+    for device in distinct(intervals.device).tolist():
+        of_device = intervals.device == device
+        outside, inside = int((of_device & is_timed & ~is_inside).sum()), intervals.only(of_device).within(window)
         work = inside.only(inside.timed)
         if not outside and not len(work):
             continue
         busy = work.union()
-        found = _within(trace, work, owner, whole, busy)
-        with_device[found.rows] = True
+        device_within = _within(trace, work, owner, whole, busy)
+        with_device[device_within.rows] = True
         labels = _label_uses(inside)
-        devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, found))
-    asked, without = unanswered(trace)
+        devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, device_within))
+    asked_count, untimed = unanswered(trace)
     return Utilisation(
         window=window,
         devices=tuple(devices),
-        asked=asked,
-        unanswered=without,
+        asked=asked_count,
+        unanswered=untimed,
         in_flight_ns=in_flight.length_ns(),
         requests_cut=cut,
         requests_without=len(whole) - int(with_device.sum()),
@@ -252,7 +249,7 @@ def request_of_spans(recording: Recording) -> Int32s:
 
 
 def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
-    """The rows of topmost requests that lie within the window, and how many reach over an edge of it."""
+    """Return the rows of topmost requests within the window, and the number of requests over an edge of it."""
     first, last = window
     topmost = np.flatnonzero(owner == np.arange(len(trace)))
     starts, ends = trace.start_ns[topmost], trace.end_ns[topmost]
@@ -262,7 +259,7 @@ def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[In
 
 def _within(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
     """Return the work of a device within the whole requests that had work on it."""
-    places = places_of(whole, len(trace))[owner[work.row]]  # of one without an owner the last, which is none
+    places = places_of(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
     has = places != NONE
     places = places[has]
     starts = np.maximum(work.start_ns[has], trace.start_ns[whole[places]])
@@ -274,21 +271,21 @@ def _within(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s,
 
 
 def unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
-    """Count the spans that asked for device time, and those that got none, by reason and name."""
-    its = trace.device
+    """Return the number of spans that asked for device time, and those that got none, by reason and name."""
+    intervals = trace.device
     first_of = np.full(len(trace), NONE, dtype=np.int64)
-    first_of[its.row[::-1]] = np.arange(len(its))[::-1]
-    asked = trace.of_sites([site.device for site in trace.sites]) | (first_of != NONE)
-    without = asked.copy()
-    without[its.row[its.timed]] = False
-    rows = np.flatnonzero(without)
-    label = np.concatenate([its.label, np.array([NONE], dtype=np.int32)])[first_of[rows]]
-    found: Counter[tuple[str, str, str]] = Counter()
+    first_of[intervals.row[::-1]] = np.arange(len(intervals))[::-1]
+    has_asked = trace.of_sites([site.device for site in trace.sites]) | (first_of != NONE)
+    is_untimed = has_asked.copy()
+    is_untimed[intervals.row[intervals.timed]] = False
+    rows = np.flatnonzero(is_untimed)
+    label = np.concatenate([intervals.label, np.array([NONE], dtype=np.int32)])[first_of[rows]]
+    counts: Counter[tuple[str, str, str]] = Counter()
     for (place, number), spans in Counter(zip(trace.site[rows].tolist(), label.tolist(), strict=True)).items():
         site = trace.sites[place]
-        found[NO_EVENTS if number == NONE else its.labels[number], site.name, site.kind] += spans
-    by_count = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-    return int(asked.sum()), tuple(Unanswered(*key, spans) for key, spans in by_count)
+        counts[NO_EVENTS if number == NONE else intervals.labels[number], site.name, site.kind] += spans
+    by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return int(has_asked.sum()), tuple(Unanswered(*key, spans) for key, spans in by_count)
 
 
 def _device_use(
@@ -300,15 +297,15 @@ def _device_use(
     in_flight: Union,
     outside: int,
     labels: tuple[LabelUse, ...],
-    within: _Within,
+    device_within: _Within,
 ) -> DeviceUse:
     is_copy = trace.of_kind("copy")[work.row]
-    compute, copies = (union(work.start_ns[its], work.end_ns[its]) for its in (~is_copy, is_copy))
+    compute, copies = (union(work.start_ns[mask], work.end_ns[mask]) for mask in (~is_copy, is_copy))
     hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], busy.length_ns()
     in_flight_ns = in_flight.length_ns()
     starved_ns = in_flight_ns - shared_ns(busy, in_flight)
     streams = {stream: work.only(work.stream == stream) for stream in distinct(work.stream).tolist()}
-    unions = {stream: its.union() for stream, its in streams.items()}
+    unions = {stream: intervals.union() for stream, intervals in streams.items()}
     overlap_ns, most_streams = at_once(list(unions.values()))
     is_launching = np.array([label == "launch-bound" for label in work.labels], dtype=np.bool_)[work.label]
     surely_busy = work.only(~is_launching).union()
@@ -327,37 +324,37 @@ def _device_use(
         launch_bound_ns=busy_ns - surely_busy.length_ns(),
         uncertainty_ns=(int(uncertain_ns.min()), int(uncertain_ns.max())) if len(uncertain_ns) else None,
         outside=outside,
-        streams=tuple(_stream_use(stream, its, unions[stream], window_ns) for stream, its in streams.items()),
+        streams=tuple(_stream_use(stream, rows, unions[stream], window_ns) for stream, rows in streams.items()),
         labels=labels,
         names=_name_uses(trace, work, busy_ns),
-        endpoints=_endpoints(trace, within),
+        endpoints=_endpoints(trace, device_within),
     )
 
 
-def _stream_use(stream: int, its: DeviceIntervals, busy: Union, window_ns: int) -> StreamUse:
-    busy_ns, summed_ns = busy.length_ns(), sum(its.total_ns.tolist())
-    return StreamUse(stream, len(its), summed_ns, busy_ns, share(busy_ns, window_ns))
+def _stream_use(stream: int, intervals: DeviceIntervals, busy: Union, window_ns: int) -> StreamUse:
+    busy_ns, summed_ns = busy.length_ns(), sum(intervals.total_ns.tolist())
+    return StreamUse(stream, len(intervals), summed_ns, busy_ns, share(busy_ns, window_ns))
 
 
-def _label_uses(its: DeviceIntervals) -> tuple[LabelUse, ...]:
-    groups = Groups(its.label, len(its.labels))
-    found = zip(its.labels, groups.sizes().tolist(), groups.sums(its.total_ns).tolist(), strict=True)
-    uses = [LabelUse(label, count, None if label in UNTIMED else took_ns) for label, count, took_ns in found if count]
+def _label_uses(intervals: DeviceIntervals) -> tuple[LabelUse, ...]:
+    groups = Groups(intervals.label, len(intervals.labels))
+    columns = zip(intervals.labels, groups.sizes().tolist(), groups.sums(intervals.total_ns).tolist(), strict=True)
+    uses = [LabelUse(label, count, None if label in UNTIMED else took_ns) for label, count, took_ns in columns if count]
     return tuple(sorted(uses, key=lambda use: (-use.intervals, use.label)))
 
 
 def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
-    """The work by the names of spans: of each call the union of its intervals."""
-    named, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
-    begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # those of a call follow one another
+    """Return the work by the names of spans: per call the union of its intervals."""
+    keys, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
+    begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # the intervals of a call are adjacent
     call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))
     took_ns = lengths_by_group(call, work.start_ns, work.end_ns, len(begins))
     name_of_call = of_site[trace.site[work.row[begins]]]
-    sums_ns = Groups(name_of_call, len(named)).sums(took_ns).tolist()
+    sums_ns = Groups(name_of_call, len(keys)).sums(took_ns).tolist()
     names, starts, ends = union_by_group(of_site[trace.site[work.row]], work.start_ns, work.end_ns)
-    all_busy_ns = Groups(names, len(named)).sums(ends - starts).tolist()
+    all_busy_ns = Groups(names, len(keys)).sums(ends - starts).tolist()
     uses = []
-    for number, (name, kind) in enumerate(named):
+    for number, (name, kind) in enumerate(keys):
         lengths = array("q", np.sort(took_ns[name_of_call == number]).tobytes())
         if lengths:
             p50_ns, p99_ns = percentiles_of(lengths, (0.5, 0.99))
@@ -367,17 +364,17 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
     return tuple(sorted(uses, key=lambda use: (-use.summed_ns, use.name, use.kind)))
 
 
-def _endpoints(trace: Columns, within: _Within) -> tuple[EndpointUse, ...]:
-    """The requests by name, those that took longest in all first."""
+def _endpoints(trace: Columns, work: _Within) -> tuple[EndpointUse, ...]:
+    """Return the requests by name, the largest sum first."""
     names, of_site = trace.numbered_sites(attrgetter("name"))
-    groups = Groups(of_site[trace.site[within.rows]], len(names))
-    columns = groups.sizes(), *(groups.sums(one) for one in (trace.total_ns[within.rows], *within[1:]))
-    seen = groups.least(np.arange(len(within.rows)), len(within.rows)).tolist()
+    groups = Groups(of_site[trace.site[work.rows]], len(names))
+    columns = groups.sizes(), *(groups.sums(column) for column in (trace.total_ns[work.rows], *work[1:]))
+    first_places = groups.least(np.arange(len(work.rows)), len(work.rows)).tolist()
     endpoints = [
         (place, EndpointUse(name, requests, wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns))
         for place, name, requests, wall_ns, own_ns, busy_ns in zip(
-            seen, names, *(column.tolist() for column in columns), strict=True
+            first_places, names, *(column.tolist() for column in columns), strict=True
         )
         if requests
     ]
-    return tuple(use for _, use in sorted(endpoints, key=lambda one: (-one[1].wall_ns, one[0])))
+    return tuple(use for _, use in sorted(endpoints, key=lambda item: (-item[1].wall_ns, item[0])))
