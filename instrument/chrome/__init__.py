@@ -1,14 +1,14 @@
-"""Chrome trace JSON, the file that Perfetto shows: written from a trace, and read back into one.
+"""Chrome trace JSON, the format that Perfetto shows: written from a trace, and read back into one.
 
-To write one: `lanes` finds the place of every slice, and the arrows between them, `writing` makes the events and
-the file. To read one, of any writer: `events` takes the events from the text, `slices` makes trees of
-them, `others` knows the names and arguments of other profilers, `reading` puts it together, and joins a trace of ours
-with one of torch.profiler. `track_events` writes the same slices in Perfetto's own format.
+For writing, `lanes` assigns slices to lanes and draws arrows, and `writing` makes the events and the file. For reading
+files of any writer, `events` decodes the events, `slices` makes trees of them, and `others` interprets those of other
+profilers. `reading` combines them, and joins a trace of ours with one of torch.profiler. `track_events` writes the same
+slices in Perfetto's own format.
 
-Viewers need only the events. All else that a trace knows is in the top-level key `instrument`, which they ignore, so
-that `load` returns what `dump` was given, to the nanosecond. What changes on the way: a lone surrogate becomes the
-replacement character and, in attributes, a sequence becomes a tuple, a number that JSON or int64 does not have becomes
-text, and a value of any other type becomes the type's name in angle brackets.
+Viewers need only the events. All other facts are in the top-level key `instrument`, which viewers ignore, so `load`
+returns the trace of `dump` to the nanosecond. A few values change: a lone surrogate becomes the replacement character.
+In attributes, a sequence becomes a tuple, and a number that JSON or int64 cannot represent becomes text. A value of
+another type becomes its type's name in angle brackets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    # What reads and writes wants numpy, which a service that only records has no use for.
+    # These modules import numpy, which a service that only records does not need.
     if name in _MODULE_OF:
         return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Events of a Chrome trace: taken from its text block by block, their fields, and the sound parts of damaged ones."""
+"""Events of a Chrome trace: decoded from its text in blocks, with their fields, and repaired if damaged."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds
 # Text
 
 BLOCK_BYTES = 1 << 17
-"""Bytes that are read at a time: as much as a heap gives back and takes again without the kernel."""
+"""The number of bytes that are read at a time. The heap reuses blocks of this size without system calls."""
 
 DEEPEST = 900
-"""The most brackets around a value of a trace."""
+"""The deepest nesting of brackets in a trace."""
 
 MOST_TRIES = 4
-"""The last brackets of a block that may end a value, of which one mostly does."""
+"""The number of brackets, from the end of a block, that are tried as the end of a value."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""Bytes in which a value is looked for at first, and bytes of a token that may be cut off at the end of a text."""
+"""The bytes that are first decoded for a value, and the bytes at the end of a text that may be a cut token."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
 
@@ -43,25 +43,25 @@ Value = TypeVar("Value")
 
 
 class LeftOut:
-    """The parts of a file that were left out or changed: a count for each reason, and the place of the first."""
+    """The parts of a file that were left out or changed: a count and the first place for each reason."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
 
-    def add(self, what: str, place: str, count: int = 1) -> None:
-        """Count something that is left out."""
-        self._found.setdefault(what, [0, place])[0] += count
+    def add(self, reason: str, place: str, count: int = 1) -> None:
+        """Count parts that are left out."""
+        self._found.setdefault(reason, [0, place])[0] += count
 
     def losses(self) -> dict[str, int]:
-        """Return the numbers by reason and place of the first."""
-        return {f"{what}, the first at {place}": count for what, (count, place) in self._found.items()}
+        """Return the counts by the text of reason and first place."""
+        return {f"{reason}, the first at {place}": count for reason, (count, place) in self._found.items()}
 
 
 class JsonText:
-    """JSON text of which `read` returns the next bytes; more than `limit_bytes` in all are refused, and more than
-    `unpacked_bytes` of a packed file.
+    """A reader of JSON text. `read` returns the next bytes. A text beyond `limit_bytes` is refused, and an unpacked one
+    beyond `unpacked_bytes`, too.
 
-    Bytes that are no UTF-8 are replaced, and counted in `left_out`.
+    Invalid UTF-8 is replaced, and counted in `left_out`.
     """
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int, unpacked_bytes: int) -> None:
@@ -73,7 +73,7 @@ class JsonText:
         self._at = self._passed = 0
 
     def refuse_beyond_limit(self, size_bytes: int) -> None:
-        """Raise if a text of this size is more than may be read."""
+        """Raise `ValueError` if a size is beyond the limits."""
         if size_bytes > self._limit_bytes:
             raise ValueError(f"it holds more than {self._limit_bytes} bytes of text; record less, or raise limit_bytes")
 
@@ -82,11 +82,11 @@ class JsonText:
 
     @property
     def passed(self) -> int:
-        """The number of bytes that have been taken."""
+        """The number of bytes before the reading position."""
         return self._passed + self._at
 
     def peek(self) -> str:
-        """Return the next character that is not blank, or "" at the end."""
+        """Return the next non-blank character, "" at the end, without moving past it."""
         while True:
             blanks = _BLANKS.match(self._text, self._at)
             self._at = blanks.end() if blanks else self._at
@@ -96,21 +96,21 @@ class JsonText:
                 return ""
 
     def begins_with_mark(self) -> bool:
-        """Return True where a byte order mark comes next."""
+        """Return True if a byte order mark comes next."""
         self.peek()
         return self._text.startswith(codecs.BOM_UTF8, self._at)
 
     def take(self, expected: str) -> str:
-        """Pass over the next character that is not blank, which must be one of those expected."""
-        found = self.peek()
-        if not found or found not in expected:
-            what = f"{found!r} comes" if found else "it ends"
-            raise self._wrong(f"{what} where one of {expected} belongs", self.passed)
+        """Take the next non-blank character and return it. Raises `ValueError` unless it is an expected one."""
+        mark = self.peek()
+        if not mark or mark not in expected:
+            problem = f"{mark!r} comes" if mark else "it ends"
+            raise self._wrong(f"{problem} where one of {expected} belongs", self.passed)
         self._at += 1
-        return found
+        return mark
 
     def value(self) -> Any:
-        """Return the next value."""
+        """Take the next JSON value and return it. Raises `ValueError` for damaged text."""
         self.peek()
         size = FIRST_BYTES
         error: json.JSONDecodeError | None
@@ -134,9 +134,9 @@ class JsonText:
         return value
 
     def values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
-        """Take the values at hand of a list, one at least, that end with a bracket. Return them decoded, and as text.
+        """Take the available values of a list that end with a bracket, at least one. Return them decoded, and as text.
 
-        Return None for them where one is damaged. The text is all that is left where the last one has no end.
+        The decoded result is None if a value is damaged. If the last value has no end, the text is all the rest.
         """
         if len(self._text) - self._at < BLOCK_BYTES:
             self._more()
@@ -160,7 +160,7 @@ class JsonText:
                 return None, text
 
     def _more(self) -> bool:
-        """Read on, the further the longer the value at hand is already; return False at the end of the text."""
+        """Read the next block, larger for a longer incomplete value. Return False at the end of the text."""
         size = len(self._text) - self._at
         if size > LIMIT_VALUE:
             raise ValueError("one value in it is longer than in any trace; give a Chrome trace in JSON")
@@ -177,22 +177,22 @@ class JsonText:
         if block.isascii() and not cut:
             return block
         text = self._utf8.decode(block, final=not block)
-        found = text.encode()
-        replaced = found.count(_REPLACED) - block.count(_REPLACED)
+        encoded = text.encode()
+        replaced = encoded.count(_REPLACED) - block.count(_REPLACED)
         if replaced > 0:
             try:
                 (cut + block).decode()
             except UnicodeDecodeError as error:
                 place = f"byte {self._seen_bytes - len(cut) - len(block) + error.start}"
                 self.left_out.add("characters that are no UTF-8", place, replaced)
-        return found
+        return encoded
 
     def _wrong(self, why: str, at: int) -> ValueError:
         return ValueError(f"it is no JSON, or cut off ({why}, at character {at}); write or copy it again")
 
 
 def ends_of_values(text: bytes | memoryview) -> Iterator[int]:
-    """Yield where each value in brackets ends, up to the end of the list around them."""
+    """Yield the end of each value in brackets, up to the end of the enclosing list."""
     depth = 0
     for token in _TOKEN.finditer(text):
         mark = token[0]
@@ -213,7 +213,7 @@ def ends_of_values(text: bytes | memoryview) -> Iterator[int]:
 Int64 = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64 - 1)]
 
 EXACT_US = 1 << 42
-"""Microseconds; a float above this limit cannot separate two neighbouring nanoseconds."""
+"""The microseconds from which a float cannot separate two neighbouring nanoseconds."""
 
 NO_ARGUMENTS = msgspec.Raw(b"{}")
 
@@ -221,7 +221,7 @@ Scalar = int | str | float | bool | None
 
 
 class TraceEvent(msgspec.Struct, gc=False):
-    """One event; what it says of itself in `args` stays text, for what there is depends on what it is."""
+    """An event. Its `args` stay text, because their fields depend on the kind of event."""
 
     ph: str = ""
     ts: Any = None
@@ -236,7 +236,7 @@ class TraceEvent(msgspec.Struct, gc=False):
 
 
 class ExactEvent(TraceEvent, gc=False):
-    """An event of which a float does not hold the times to the nanosecond."""
+    """An event whose times are beyond the nanosecond precision of floats."""
 
     ts: Decimal | None = None
     dur: Decimal | None = None
@@ -252,13 +252,13 @@ class Remote(msgspec.Struct, omit_defaults=True):
     in_server_span: bool = False
 
     @classmethod
-    def of(cls, its: RemoteParent) -> Remote:
-        """Return the parent as it is written."""
-        ids = f"{its.trace_id:032x}", f"{its.span_id:016x}"
-        return cls(*ids, its.flags, its.is_local, its.is_local and its.in_server_span)
+    def of(cls, parent: RemoteParent) -> Remote:
+        """Return a remote parent in its form for the file."""
+        ids = f"{parent.trace_id:032x}", f"{parent.span_id:016x}"
+        return cls(*ids, parent.flags, parent.is_local, parent.is_local and parent.in_server_span)
 
     def parent(self) -> RemoteParent:
-        """Return the parent as it was before it was written."""
+        """Return the remote parent of its form in the file."""
         ids = int(self.trace_id, 16), int(self.span_id, 16)
         return RemoteParent(*ids, self.flags, self.is_local, self.in_server_span)
 
@@ -267,9 +267,9 @@ Number = Int64 | UnsetType
 
 
 class Arguments(msgspec.Struct, gc=False):
-    """The arguments of a slice of ours: of a span, or with `owner` of a device interval of that span.
+    """The arguments of a slice of ours: a span, or with `owner` a device interval of that span.
 
-    A number that follows from other slices is left out. The order of fields is that of the file.
+    A number that follows from other slices is left out. Fields are in the order of the file.
     """
 
     thread: Number = UNSET
@@ -303,14 +303,14 @@ _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
 def decoded_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Arguments]:
-    """Return the arguments of slices of ours. Raises for texts that are none."""
+    """Return the arguments of slices of ours. Raises `msgspec.MsgspecError` for invalid texts."""
     return _decode_arguments(b"[%b]" % b",".join(texts))
 
 
 def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
-    """Return microseconds as nanoseconds, exact for three decimals, as `nanoseconds` has them.
+    """Convert microseconds to nanoseconds, exactly for three decimals, as `nanoseconds` does.
 
-    Raises for those of `limit_ns` and beyond.
+    Raises `ValueError` from `limit_ns` on.
     """
     kinds = set(map(type, times_us))
     if not kinds <= {float, int, Decimal}:
@@ -320,19 +320,19 @@ def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
         times = np.array(times_us, dtype=np.float64)
         if not len(times) or np.abs(times).max() < EXACT_US:
             return np.asarray(np.rint(times * 1000).astype(np.int64))
-    found = list(map(nanoseconds, times_us))
-    if not -limit_ns < min(found) <= max(found) < limit_ns:
+    numbers = list(map(nanoseconds, times_us))
+    if not -limit_ns < min(numbers) <= max(numbers) < limit_ns:
         raise ValueError("it has a time that no clock reads; write times relative to the start")
-    return np.array(found, dtype=np.int64)
+    return np.array(numbers, dtype=np.int64)
 
 
 # Damaged events
 
 FARTHEST_US = 1 << 52
-"""Microseconds that no clock reads."""
+"""The bound of times in microseconds: no clock reads more."""
 
 LONGEST_TIME = 64
-"""Characters of a number that may be a time."""
+"""The largest number of characters of a time."""
 
 _ESCAPE = re.compile(
     rb"(\\(?:[\"\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))"
@@ -340,24 +340,24 @@ _ESCAPE = re.compile(
 )
 _decode_one = msgspec.json.Decoder(TraceEvent).decode
 _decode_any = json.JSONDecoder(strict=False).decode
-"""JSON in which texts may have line ends and other control characters."""
+"""Decode JSON whose texts may have line ends and other control characters."""
 
 
 def next_events(text: JsonText, first: int) -> list[TraceEvent]:
-    """Return the events of a list that come next: as many as are at hand. `first` is the number of the first."""
-    events, found = text.values(_decode, b"}")
+    """Return the available next events of a list. `first` is the number of the first one in the file."""
+    events, raw = text.values(_decode, b"}")
     if events is None:
-        return _mended_events(found, first, text.left_out)
-    if any(type(time) is float and abs(time) >= EXACT_US for one in events for time in (one.ts, one.dur)):
-        with suppress(msgspec.MsgspecError):  # a time in it is none
-            return [*_decode_exact(b"[%b]" % found)]
+        return _mended_events(raw, first, text.left_out)
+    if any(type(time) is float and abs(time) >= EXACT_US for event in events for time in (event.ts, event.dur)):
+        with suppress(msgspec.MsgspecError):  # a time in it is invalid
+            return [*_decode_exact(b"[%b]" % raw)]
     return events
 
 
-def _mended_events(found: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
-    """Return the events of a text in which not all are sound. One that is none is void."""
+def _mended_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
+    """Return the events of a text with damaged ones. An irreparable event becomes an empty one."""
     events: list[TraceEvent] = []
-    for chunk, is_whole in _chunks(found):
+    for chunk, is_whole in _chunks(text):
         number = first + len(events)
         try:
             events.append(_decode_one(chunk))
@@ -370,48 +370,48 @@ def _mended_events(found: bytes, first: int, left_out: LeftOut) -> list[TraceEve
     return events
 
 
-def _chunks(found: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the text of each event, and True where the event has an end. Text between two events counts as an event."""
+def _chunks(text: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yield the text of each event, and True if the event is complete. Text between two events counts as an event."""
     begin = 0
-    for end in ends_of_values(found):
-        opening = min(at for mark in b"{[" if (at := found.find(mark, begin)) >= 0)
-        yield from ((one, True) for one in found[begin:opening].split(b",") if one.strip())
-        yield found[opening:end], True
+    for end in ends_of_values(text):
+        opening = min(at for mark in b"{[" if (at := text.find(mark, begin)) >= 0)
+        yield from ((part, True) for part in text[begin:opening].split(b",") if part.strip())
+        yield text[opening:end], True
         begin = end
-    if rest := found[begin:].strip(b", \t\r\n"):
-        yield rest, False
+    if tail := text[begin:].strip(b", \t\r\n"):
+        yield tail, False
 
 
 def _mended(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent | None:
     place = f"event {number}"
     try:
-        found = _decode_any(_with_sound_escapes(chunk).decode("utf-8", "replace"))
+        value = _decode_any(_with_sound_escapes(chunk).decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         left_out.add("events that are no JSON", place)
         return None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         left_out.add("events that are no object", place)
         return None
-    if not isinstance(found.get("ph", ""), str):
+    if not isinstance(value.get("ph", ""), str):
         left_out.add("events without a phase", place)
         return None
-    its = {key: found[key] for key in ("ph", "ts", "dur", "id", "id2") if key in found}
-    its |= {key: text_of(found[key]) for key in ("cat", "name") if key in found}
-    its |= {key: lane_of(found[key]) for key in ("pid", "tid") if key in found}
-    args = found.get("args", {})
-    return TraceEvent(**its, args=msgspec.Raw(written(args)) if isinstance(args, dict) else msgspec.Raw(b"0"))
+    fields = {key: value[key] for key in ("ph", "ts", "dur", "id", "id2") if key in value}
+    fields |= {key: text_of(value[key]) for key in ("cat", "name") if key in value}
+    fields |= {key: lane_of(value[key]) for key in ("pid", "tid") if key in value}
+    args = value.get("args", {})
+    return TraceEvent(**fields, args=msgspec.Raw(written(args)) if isinstance(args, dict) else msgspec.Raw(b"0"))
 
 
 def _with_sound_escapes(text: bytes) -> bytes:
-    """Return the text in which a backslash that escapes nothing is one, and half of a character is a mark for that."""
-    return _ESCAPE.sub(lambda known: known[1] or (rb"\\" if known[2] else rb"\ufffd"), text)
+    """Return the text with invalid escapes as backslashes, and lone surrogates as replacement characters."""
+    return _ESCAPE.sub(lambda match: match[1] or (rb"\\" if match[2] else rb"\ufffd"), text)
 
 
 # Slices
 
 
 def fault_of(event: TraceEvent, left_out: LeftOut, number: int) -> str:
-    """Return why a slice is left out, "" for one that has a time. Its other parts that are not sound are left out."""
+    """Return the reason to leave out a slice, "" for a slice with valid times. Invalid arguments are removed."""
     start_us = event.ts = _time(event.ts)
     if start_us is None:
         return "slices without a time"
@@ -430,7 +430,7 @@ def fault_of(event: TraceEvent, left_out: LeftOut, number: int) -> str:
 
 
 def _time(value: Any) -> Any:
-    """Return a time in microseconds, also where it is a text; None for what no clock reads."""
+    """Return a time in microseconds from a number or a text, None for an invalid one."""
     if type(value) is float and -FARTHEST_US < value < FARTHEST_US:
         return value
     if isinstance(value, str):
@@ -445,14 +445,14 @@ def _time(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str | None:
-    """Return a name or a category, which some write as a number."""
+    """Return a name or a category as text, JSON for other types, as some writers use numbers."""
     if value is None or isinstance(value, str):
         return value
     return written({"": value})[4:-1].decode("utf-8", "replace")
 
 
 def lane_of(value: Any) -> int | str | None:
-    """Return the number or the name of a process or a thread."""
+    """Return the number or the name of a process or a thread from a value of a file."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):

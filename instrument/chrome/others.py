@@ -1,4 +1,4 @@
-"""The slices of other profilers: the meaning of their names and arguments, the work of devices, and allocations."""
+"""The slices of other profilers: their names and arguments, the work of devices, and allocations."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from instrument.trace.watched import KernelColumns
 
 # Operations of torch's operators
 
-# Products of matrices, convolutions and attention, forward and backward: those that `torch.utils.flop_counter` counts,
-# and products with vectors. A multiplication and an addition are two; element-wise work is not counted. Attention
-# counts every pair of a query and a key, masked or not. The backward pass of a grouped convolution takes what its
-# groups hold; `flop_counter` (2.13) takes every pair of channels there.
+# Operations are counted for matrix products, convolutions and attention, forward and backward, as in
+# `torch.utils.flop_counter`, and for products with vectors. A multiplication and an addition count as two. Element-wise
+# work does not count. Attention counts every pair of a query and a key, masked or not. The backward pass of a grouped
+# convolution counts the channels within groups; `flop_counter` (2.13) counts every pair of channels there.
 
 
 Shape = Sequence[int]
 _Formula = Callable[[Sequence[Shape], Sequence[str]], int]
 
 MOST_DIMENSIONS = 64
-"""More no tensor of torch has; a damaged file would have products of numbers without end worked out."""
+"""The largest number of dimensions of a tensor in torch. It bounds the work for a damaged file."""
 
 _NUMBERS = re.compile(r"\[([0-9]{1,9}(?:, [0-9]{1,9})*)?\]")
 _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
 
 
 def is_counted(name: str) -> bool:
-    """Return True where the operations of torch's operators of this name are counted."""
+    """Return True if the operations of torch's operators of this name are counted."""
     return name in _FORMULAS
 
 
 def flops_of(name: str, args: Mapping[str, Any]) -> int | None:
-    """Return the operations of a call of one of torch's operators, by the name and the arguments of its event.
+    """Return the number of operations of a call of torch's operator, from the name and the arguments of its event.
 
-    None where it is none that is counted, its shapes are not there, or they are not those of such a call.
+    Return None for an operator that is not counted, and for missing or invalid shapes.
     """
     formula = _FORMULAS.get(name)
     shapes, values = args.get("Input Dims"), args.get("Concrete Inputs")
@@ -61,14 +61,14 @@ def flops_of(name: str, args: Mapping[str, Any]) -> int | None:
         return None
     texts = [value if isinstance(value, str) else "" for value in values] if isinstance(values, list) else []
     try:
-        count = formula([_shape(one) for one in shapes], texts)
+        count = formula([_shape(sizes) for sizes in shapes], texts)
     except (ArithmeticError, ValueError, IndexError):
         return None
     return count if 0 < count < INT64 else None
 
 
 def _shape(sizes: object) -> Shape:
-    """A shape, () for an argument that is no tensor."""
+    """Return a shape, () for an argument that is no tensor."""
     if not isinstance(sizes, list) or len(sizes) > MOST_DIMENSIONS:
         return ()
     if not all(type(size) is int and 0 <= size < INT64 for size in sizes):
@@ -76,17 +76,17 @@ def _shape(sizes: object) -> Shape:
     return sizes
 
 
-def _product(left: Shape, right: Shape) -> int:
-    """Return the operations of matrices with as many others, or with a vector."""
-    *batch, rows, inner = left
-    *others, inner_too, columns = right if len(right) > 1 else (*right, 1)
-    if inner != inner_too or batch != others:
+def _product(first: Shape, second: Shape) -> int:
+    """Return the operations of a batch of matrix products, or of products with a vector."""
+    *batch, rows, inner = first
+    *other_batch, inner_too, columns = second if len(second) > 1 else (*second, 1)
+    if inner != inner_too or batch != other_batch:
         raise ValueError("the shapes do not fit")
     return 2 * prod(batch) * rows * inner * columns
 
 
 def _products(first: int) -> _Formula:
-    """Return the formula for a product of the tensors at a place and after it."""
+    """Return the formula for a product of the tensors at a place and at the next one."""
     return lambda shapes, _: _product(shapes[first], shapes[first + 1])
 
 
@@ -100,35 +100,35 @@ def _convolution(shapes: Sequence[Shape], values: Sequence[str]) -> int:
     stride, padding, dilation = (_each(value, len(size)) for value in values[3:6])
     if values[6] != "True":
         size = [
-            (have + 2 * more - apart * (width - 1) - 1) // step + 1
-            for have, width, step, more, apart in zip(size, weight[2:], stride, padding, dilation, strict=True)
+            (length + 2 * more - gap * (width - 1) - 1) // step + 1
+            for length, width, step, more, gap in zip(size, weight[2:], stride, padding, dilation, strict=True)
         ]
     return _convolved(source, weight, size)
 
 
 def _convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int:
     gradient, source, weight = shapes[:3]
-    wanted = _TRUTHS.fullmatch(values[10])
-    if wanted is None:
+    gradients = _TRUTHS.fullmatch(values[10])
+    if gradients is None:
         raise ValueError("the wanted gradients are unknown")
-    # As many for the gradient of the input as for that of the weight, and as in the way forward.
+    # The gradients of the input and of the weight each take as many operations as the forward pass.
     size = source[2:] if values[7] == "True" else gradient[2:]
-    return wanted[1].split(", ")[:2].count("True") * _convolved(source, weight, size)
+    return gradients[1].split(", ")[:2].count("True") * _convolved(source, weight, size)
 
 
 def _convolved(source: Shape, weight: Shape, size: Shape) -> int:
-    """Return the operations of the weight at each place, for each of the batch: it has a group's inputs per output."""
+    """Return the operations of a convolution with a result of some size. `weight` has a group's inputs per output."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
     return 2 * source[0] * prod(size) * prod(weight)
 
 
 def _each(value: str, dimensions: int) -> list[int]:
-    """A number for each dimension, of which one may stand for all."""
-    found = _NUMBERS.fullmatch(value)
-    if found is None or not found[1]:
+    """Return a number for each dimension. A single number applies to all. Raises `ValueError` for other text."""
+    match = _NUMBERS.fullmatch(value)
+    if match is None or not match[1]:
         raise ValueError("there are no numbers")
-    numbers = list(map(int, found[1].split(", ")))
+    numbers = list(map(int, match[1].split(", ")))
     return numbers * dimensions if len(numbers) == 1 else numbers
 
 
@@ -138,7 +138,7 @@ def _attention(backward: bool) -> _Formula:
         batch, heads, queries, inner = query
         if not len(key) == len(value) == 4 or key[3] != inner or key[2] != value[2] or key[0] != batch:
             raise ValueError("the shapes do not fit")
-        # Forward the scores and what they weigh. Backward the scores again, their gradient, and those of all three.
+        # Forward: scores and weighted values. Backward: scores, their gradient, and the gradients of all three inputs.
         widths = 3 * inner + 2 * value[3] if backward else inner + value[3]
         return 2 * batch * heads * queries * key[2] * widths
 
@@ -157,25 +157,25 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _attention(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _attention(backward=True) for name in _ATTENTION},
 }
-"""The formulas by the name of the event. Where one event is within another, the outer one counts."""
+"""The formulas by the name of the event. The outer of two nested events counts."""
 
 
 OPERATOR = "cpu_op"
-"""Category of torch's operators."""
+"""The category of torch's operators."""
 
 KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, OPERATOR: "op", "kernel": "op", "gpu_memcpy": "copy"}
 
-# What torch.profiler calls the work of a device, the calls that ask for it (also as Paddle does), and the type of the
-# host as a device.
+# torch.profiler's categories of device work, the categories of the calls that launch it, also Paddle's, and the host's
+# device type.
 WORK_OF_CATEGORY = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
 LAUNCHES = re.compile(r"\w+_(?:runtime|driver)|CudaRuntime")
 HOST_MEMORY = 0
 
 STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])?")
-"""The name of a step's slice in torch.profiler and paddle.profiler, with its number; paddle adds its length."""
+"""The name of a step's slice in torch.profiler and paddle.profiler, with the step's number. Paddle adds the length."""
 
 ON_DEVICE = "gpu_user_annotation"
-"""Category of the slices by which torch.profiler draws what the host named above the device's work for it."""
+"""The category of torch.profiler's slices that repeat host annotations above the device's work."""
 
 NAMELESS = "(no name)"
 """The name of a slice without one."""
@@ -184,14 +184,14 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""Microseconds from which on a clock counts from 1970, so that 0 is no time of it; and slices that wait for it."""
+"""The microseconds from which a clock counts from 1970, so 0 is no valid time; and the limit of waiting slices at 0."""
 
 
 class _Facts(NamedTuple):
-    """The facts of all slices of one category and name.
+    """The common facts of slices of one category and name.
 
-    These are the place of their site and its name, the number of a step, and the kind of work of a device. Booleans:
-    they may ask for such work, their operations are counted, their arguments become attributes as they are.
+    These are the place and the name of their site, the number of a step, and the kind of device work. `launches`: they
+    may launch such work. `counts`: their operations are counted. `is_plain`: their arguments become attributes as text.
     """
 
     place: int
@@ -204,7 +204,7 @@ class _Facts(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """Process and thread of events, and the id that the thread has here."""
+    """The process and thread of events, and the thread's id in the trace."""
 
     row: tuple[Any, Any]
     thread_id: int
@@ -212,7 +212,7 @@ class _Lane(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The slices of a file by begin, the longer ones first: `rank` is the row of each by its place in the file."""
+    """The slices of a file by begin, the longer ones first. `rank` is the row of a slice by its place in the file."""
 
     order: Int64s
     rank: Int32s
@@ -228,13 +228,13 @@ class Rows(NamedTuple):
 
 
 class Others:
-    """Reads the arguments of slices and the other events of other profilers, by rows in the order of the file."""
+    """A reader of other profilers' slice arguments and further events. Rows are in the order of the file."""
 
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
         self._epoch_ns = 0
         self._host = ""
-        # Slices at time 0, with their numbers, of which later ones say what they are; and the latest time.
+        # Slices at time 0 with their numbers, valid unless later times are absolute; and the latest time.
         self._at_zero: list[tuple[int, TraceEvent]] | None = []
         self._latest_us = 0.0
         self._site = array("q")
@@ -250,8 +250,8 @@ class Others:
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._unsized = 0
-        # The work of devices: its names and kinds, and six numbers for each: the place in these, device, stream, begin,
-        # end and correlation.
+        # The work of devices: its names and kinds, and six numbers for each work: the place in these, device, stream,
+        # begin, end and correlation.
         self._work: dict[tuple[str, str], int] = {}
         self._work_numbers = array("q")
         self._launches: dict[int, int] = {}
@@ -259,7 +259,7 @@ class Others:
         self._allocations = bytearray()
 
     def add_fact(self, key: str, value: Any) -> None:
-        """Take a member of the file that is not an event, such as the host's name."""
+        """Read a top-level key of the file other than the events, such as the host's name."""
         if key == "host_name" and isinstance(value, str):
             self._host = value
         elif key == "baseTimeNanoseconds":
@@ -271,7 +271,7 @@ class Others:
                 self._left_out.add("times of day that are no number", "the key 'baseTimeNanoseconds'")
 
     def add(self, events: list[TraceEvent], first: int) -> None:
-        """Read events that are no slices; `first` is the number of the first."""
+        """Read events that are no slices. `first` is the number of the first event."""
         for number, event in enumerate(events, first):
             if event.ph == "M" and event.name in ("process_name", "thread_name"):
                 self._add_name(event, number)
@@ -279,15 +279,15 @@ class Others:
                 self._add_allocation(event, number)
 
     def without_zeros(self, slices: list[TraceEvent], numbers: list[int]) -> list[TraceEvent]:
-        """Return the slices without those at time 0, which wait until it is known whether times are absolute."""
+        """Return the slices without those at time 0. These wait until a time shows that times are absolute."""
         if not slices or self._at_zero is None:
             return slices
-        starts_us = [one.ts for one in slices]
+        starts_us = [event.ts for event in slices]
         self._latest_us = max(self._latest_us, float(max(starts_us)))
         zeros: list[TraceEvent] = []
         if 0 in starts_us:
-            self._at_zero += [(number, one) for number, one in zip(numbers, slices, strict=True) if not one.ts]
-            slices = [one for one in slices if one.ts]
+            self._at_zero += [(number, event) for number, event in zip(numbers, slices, strict=True) if not event.ts]
+            slices = [event for event in slices if event.ts]
         if self._latest_us >= ABSOLUTE_US:
             for number, _ in self._at_zero:
                 self._left_out.add("slices at time 0 among absolute times", f"event {number}")
@@ -297,8 +297,8 @@ class Others:
         return zeros + slices
 
     def zeros(self) -> list[TraceEvent]:
-        """Return the slices at time 0 that wait."""
-        return [one for _, one in self._at_zero or ()]
+        """Return the waiting slices at time 0."""
+        return [event for _, event in self._at_zero or ()]
 
     def _add_name(self, event: TraceEvent, number: int) -> None:
         """Add the name of a process or of a thread."""
@@ -311,27 +311,27 @@ class Others:
         self._names[lane_of(event.pid), thread] = paddle_traces.thread_name(name)
 
     def add_rows(self, slices: list[TraceEvent], start_ns: Int64s, end_ns: Int64s) -> list[int]:
-        """Add what slices that complete or begin say. Return the thread of each; their times become exact in place."""
-        lanes = [self._lanes.get((one.pid, one.tid)) or self._lane(one) for one in slices]
-        known = [self._facts.get((one.cat, one.name)) or self._facts_of(one.cat, one.name) for one in slices]
-        texts = [bytes(one.args) for one in slices]
+        """Add the facts of complete slices and begins. Return the thread of each. Times are made exact in place."""
+        lanes = [self._lanes.get((e.pid, e.tid)) or self._lane(e) for e in slices]
+        facts_by_row = [self._facts.get((e.cat, e.name)) or self._facts_of(e.cat, e.name) for e in slices]
+        texts = [bytes(e.args) for e in slices]
         first = len(self._site)
         rows: list[int] = []
-        for at, (event, facts, lane, text) in enumerate(zip(slices, known, lanes, texts, strict=True)):
+        for index, (event, facts, lane, text) in enumerate(zip(slices, facts_by_row, lanes, texts, strict=True)):
             if facts.is_plain and not lane.is_paddles and are_attributes(text):
                 if len(text) > 2:
-                    rows.append(at)
+                    rows.append(index)
                 continue
-            times = int(start_ns[at]), int(end_ns[at])
-            start_ns[at], end_ns[at] = self._add_arguments(first + at, lane, facts, event, *times)
-        self._attributes.add_all([first + at for at in rows], [texts[at] for at in rows])
-        self._site.extend([facts.place for facts in known])
+            times = int(start_ns[index]), int(end_ns[index])
+            start_ns[index], end_ns[index] = self._add_arguments(first + index, lane, facts, event, *times)
+        self._attributes.add_all([first + index for index in rows], [texts[index] for index in rows])
+        self._site.extend([facts.place for facts in facts_by_row])
         return [lane.thread_id for lane in lanes]
 
     def _add_arguments(
         self, at: int, lane: _Lane, facts: _Facts, event: TraceEvent, start_ns: int, end_ns: int
     ) -> tuple[int, int]:
-        """Add the arguments of a slice of which there is more to know; return its times."""
+        """Add the arguments of a slice that is not plain. Return its times in ns."""
         args = _arguments(event)
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
         if lane.is_paddles:
@@ -351,20 +351,20 @@ class Others:
             self._add_work(at, facts, args, lane, start_ns, end_ns)
         return start_ns, end_ns
 
-    def _facts_of(self, of: object, named: object) -> _Facts:
-        """Return the facts of slices of this category and name."""
-        kind, text = text_of(of) or "", NAMELESS if named is None else f"{text_of(named)}"
+    def _facts_of(self, category: object, label: object) -> _Facts:
+        """Return the common facts of slices of a category and name."""
+        kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
-        known = None if step is not None else paddle_traces.meaning(kind, text)
-        ours = "step" if step is not None else KIND_OF_CATEGORY.get(kind, "user")
+        paddles = None if step is not None else paddle_traces.meaning(kind, text)
+        span_kind = "step" if step is not None else KIND_OF_CATEGORY.get(kind, "user")
         if step is not None:
             name = step[1]
-        elif known is not None:
-            name, (ours, attributes, work) = known
+        elif paddles is not None:
+            name, (span_kind, attributes, work) = paddles
         launches, counts = LAUNCHES.fullmatch(kind) is not None, kind == OPERATOR and is_counted(name)
-        facts = self._facts[of, named] = _Facts(
-            place=self._sites.setdefault((name, ours, attributes), len(self._sites)),
+        facts = self._facts[category, label] = _Facts(
+            place=self._sites.setdefault((name, span_kind, attributes), len(self._sites)),
             name=name,
             step=None if step is None else int(step[2]),
             work=work,
@@ -377,9 +377,9 @@ class Others:
     def _add_work(
         self, row: int, facts: _Facts, args: Mapping[str, Any], lane: _Lane, start_ns: int, end_ns: int
     ) -> None:
-        """Add work of a device, or a call of the host that asks for some; both name it by a number."""
-        known = args.get("correlation", args.get("correlation id"))
-        correlation = known if _is_number(known) else None
+        """Add work of a device, or a host call that launches it. A correlation number joins the two."""
+        number = args.get("correlation", args.get("correlation id"))
+        correlation = number if _is_number(number) else None
         if facts.work is not None:
             self._device_rows.add(lane.row)
             device, stream = args.get("device", lane.row[0]), args.get("stream", lane.row[1])
@@ -391,12 +391,12 @@ class Others:
 
     def _add_allocation(self, event: TraceEvent, number: int) -> None:
         try:
-            found = self._allocation_of(event)
+            allocation = self._allocation_of(event)
         except (ValueError, TypeError, ArithmeticError, RecursionError):
             self._left_out.add("allocations that say no time or size", f"event {number}")
             return
-        if found is not None:
-            self._allocations += Allocations.of([found]).rows
+        if allocation is not None:
+            self._allocations += Allocations.of([allocation]).rows
         elif event.cat not in paddle_traces.RESERVING:
             self._unsized += 1
         if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
@@ -421,16 +421,16 @@ class Others:
         lane = self._lanes[event.pid, event.tid] = _Lane(row, thread_id, row[1] is not event.tid)
         return lane
 
-    # What has been read
+    # Results
 
     def trace(self, rows: Rows) -> Trace:
-        """Return the slices as spans, with all else."""
+        """Return the trace of the slices, with all other facts."""
         first_ns, last_ns = self._bounds(rows.start_ns, rows.end_ns)
         parent, total_ns = rows.around, rows.end_ns - rows.start_ns
         self._add_flops(parent, rows.rank)
         inner = np.flatnonzero(parent != NONE)
         children_ns = lengths_by_group(parent[inner], rows.start_ns[inner], rows.end_ns[inner], len(parent))
-        found = Columns(
+        columns = Columns(
             sites=tuple(Site(name, kind, attributes=attributes) for name, kind, attributes in self._sites),
             errors=(),
             span_id=np.arange(1, 1 + len(parent)),
@@ -449,15 +449,15 @@ class Others:
             attributes=self._attributes.packed(rows.rank),
             remote={},
         )
-        return self._beside(first_ns, last_ns, rows, found)
+        return self._with_facts(first_ns, last_ns, rows, columns)
 
     def _bounds(self, start_ns: Int64s, end_ns: Int64s) -> tuple[int, int]:
-        """Return the first and the last time, 0 where there is none."""
+        """Return the first and the last time in ns, 0 without any."""
         at_ns = np.frombuffer(self._allocations, dtype=np.int64)[1::7]
         starts, ends = (np.concatenate((times, at_ns)) for times in (start_ns, end_ns))
         return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
 
-    def _beside(self, first_ns: int, last_ns: int, rows: Rows, columns: Columns) -> Trace:
+    def _with_facts(self, first_ns: int, last_ns: int, rows: Rows, columns: Columns) -> Trace:
         pids = [pid for pid, _ in self._thread_ids]
         host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
         one_process = len(set(pids)) == 1
@@ -475,31 +475,31 @@ class Others:
             host=self._host,
         )
         counted = {"slice ends without a begin": rows.strays, "[memory] events without a size": self._unsized}
-        losses = {**{what: count for what, count in counted.items() if count}, **self._left_out.losses()}
+        losses = {**{reason: count for reason, count in counted.items() if count}, **self._left_out.losses()}
         trace = Trace(origin, first_ns, last_ns, SpanViews(columns), threads, losses)
-        found = Allocations(self._allocations).in_order()
-        if self._work or found:
-            trace.kernels, trace.allocations = self._kernels(rows), found
+        allocations = Allocations(self._allocations).in_order()
+        if self._work or allocations:
+            trace.kernels, trace.allocations = self._kernels(rows), allocations
             trace.watched = first_ns, last_ns
         return trace
 
     def _kernels(self, rows: Rows) -> KernelColumns:
-        """Return the work of devices by start, each with the call that asked for it, wherever in the file that is."""
+        """Return the work of devices by start, each with the call that launched it."""
         numbers = column(self._work_numbers).reshape(-1, 6)
         numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
-        work, device, stream, start_ns, end_ns, asked = numbers.T
-        launch = np.fromiter((self._launches.get(one, NONE) for one in asked.tolist()), np.int64, len(asked))
+        work, device, stream, start_ns, end_ns, ids = numbers.T
+        launch = np.fromiter((self._launches.get(number, NONE) for number in ids.tolist()), np.int64, len(ids))
         row = np.append(rows.rank, NONE)[launch]
-        thread_id, launched_ns = (np.append(one, 0)[row] for one in (rows.thread_id, rows.start_ns))
+        thread_id, launched_ns = (np.append(item, 0)[row] for item in (rows.thread_id, rows.start_ns))
         names, kinds = dict[str, int](), dict[str, int]()
         tables = [(names.setdefault(name, len(names)), kinds.setdefault(kind, len(kinds))) for name, kind in self._work]
         name, kind = np.array(tables, dtype=np.int32).reshape(-1, 2)[work].T
-        numbers_of = (np.ascontiguousarray(one) for one in (device, stream, start_ns, end_ns, thread_id, launched_ns))
+        numbers_of = (np.ascontiguousarray(c) for c in (device, stream, start_ns, end_ns, thread_id, launched_ns))
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _add_flops(self, parent: Int32s, rank: Int32s) -> None:
-        """Add the attributes of slices with operations. Where shapes have some, those of a product or convolution are
-        left to the outermost of the operators that have them."""
+        """Add the attributes of slices with operations. Only the outermost of nested operators keeps its operations, if
+        any were counted by shapes."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and flops_told(json.loads(text)) > 0
@@ -514,12 +514,12 @@ class Others:
 
 _VALUES = frozenset((str, int, float, bool))
 _NOT_PLAIN = (b"[", b"\\", b"null", b'"flops"')
-"""Texts that are in no arguments that may stay as they are."""
+"""Texts that must not occur in arguments that are kept as text."""
 
 
 def are_attributes(args: bytes) -> bool:
-    """Return True where the text of arguments may stay as it is: it is of numbers, texts and truths, none of which is
-    looked for later under a name with escapes."""
+    """Return True if arguments can be kept as text: they are numbers, texts and booleans, without escapes or
+    `flops`."""
     is_flat = args.startswith(b"{") and args.find(b"{", 1) < 0 and len(args) < LONGEST_PLAIN
     return is_flat and not any(mark in args for mark in _NOT_PLAIN)
 
@@ -529,17 +529,17 @@ def _is_number(value: Any) -> bool:
 
 
 def _arguments(event: TraceEvent) -> dict[str, Any]:
-    """Return the arguments of an event, numbers of any length among them."""
-    found = event.args
+    """Return the arguments of an event, also those with numbers beyond 64 bits."""
+    raw = event.args
     try:
-        args = msgspec.json.decode(found)
+        args = msgspec.json.decode(raw)
     except msgspec.MsgspecError:
-        args = json.loads(bytes(found))
+        args = json.loads(bytes(raw))
     return args if isinstance(args, dict) else {}
 
 
 def _allocation(event: TraceEvent, args: Mapping[str, Any], thread_id: int) -> Allocation:
-    """Return the allocation that an event of torch.profiler is."""
+    """Return the allocation of an event of torch.profiler."""
     in_host = args.get("Device Type") == HOST_MEMORY
     return Allocation(
         HOST if in_host else max(checked(args.get("Device Id"), int), 0),

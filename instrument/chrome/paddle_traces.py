@@ -1,7 +1,7 @@
-"""The meaning of events in Chrome traces of `paddle.profiler`: kinds, names, lanes, times and allocations.
+"""The events of `paddle.profiler` in Chrome traces: kinds, names, lanes, times and allocations.
 
-Its category is the type of an event. A name ends with how long the call took, a thread has a lane for Python and one
-for C++, and the time of an event is cut to microseconds, while its arguments have it to the nanosecond.
+The category is the type of an event. A name ends with the call's length. A thread has a lane for Python and one for
+C++. The time of an event is cut to microseconds, and its arguments have it in nanoseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Attributes = tuple[tuple[str, AttributeValue], ...]
 
 
 class Meaning(NamedTuple):
-    """The kind of span that events of a category are, the attributes of their sites, and what work of a device."""
+    """The kind of span for events of a category, the attributes of their sites, and their kind of device work."""
 
     kind: str
     attributes: Attributes = ()
@@ -26,7 +26,7 @@ class Meaning(NamedTuple):
 
 
 _PART = Meaning("phase", (("phase", False),))
-"""A part of an operator, which is no phase of a step."""
+"""The meaning of a part of an operator, which is no phase of a step."""
 
 _MEANINGS: Mapping[str, Meaning] = {
     "Backward": Meaning("phase", (("phase", "backward"),)),
@@ -49,73 +49,73 @@ _MEANINGS: Mapping[str, Meaning] = {
 }
 
 RESERVING = ("ReservedAllocate", "ReservedFree")
-"""Categories of what its allocator takes from the driver: that is in what the allocator has in all."""
+"""The categories of the allocator's own reservations, which its reserved bytes already include."""
 
 _TOOK = re.compile(r"(.*)\[[0-9.]+ (?:ns|us|ms|s)\]", re.DOTALL)
 _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
 _THREAD = re.compile(r"(thread [0-9]+:.*)\((?:Python|C\+\+)\)", re.DOTALL)
 _SINCE_FIRST = re.compile(r"([0-9]{1,15})\.([0-9]{3}) us")
 _COPIES = ("memcpy", "memorycopy", "memset")
-"""Words in the name of a range about memory, in small letters."""
+"""The words in the names of memory ranges, in lower case."""
 _COPY = re.compile(r"GpuMemcpy(Sync|Async)(?:\(same_gpu\))?:(CPU|GPU)->(CPU|GPU)")
 _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""Nanoseconds by which the two times of an event may differ."""
+"""The largest difference of an event's two times, in ns."""
 
 
 def meaning(category: str, name: str) -> tuple[str, Meaning] | None:
-    """Return the name of an event without its time, and its meaning; None for a category that is not Paddle's."""
-    known = _MEANINGS.get(category)
-    took = None if known is None else _TOOK.fullmatch(name)
-    if known is None or (known.work is not None and took is None):
-        return None  # others call their kernels so, too
+    """Return the name of an event without its length, and its meaning; None for a category that is not Paddle's."""
+    base = _MEANINGS.get(category)
+    took = None if base is None else _TOOK.fullmatch(name)
+    if base is None or (base.work is not None and took is None):
+        return None  # other profilers have this category, too
     name = name if took is None else took[1]
-    if known.kind == "user" and category != "CudaRuntime" and any(word in name.lower() for word in _COPIES):
-        said = _COPY.fullmatch(name)
-        way = _WAYS.get((said[2], said[3])) if said is not None else None
-        facts: Attributes = () if said is None or way is None else (("direction", way), ("sync", said[1] == "Sync"))
+    if base.kind == "user" and category != "CudaRuntime" and any(word in name.lower() for word in _COPIES):
+        copy = _COPY.fullmatch(name)
+        way = _WAYS.get((copy[2], copy[3])) if copy is not None else None
+        facts: Attributes = () if copy is None or way is None else (("direction", way), ("sync", copy[1] == "Sync"))
         return name, Meaning("copy", facts)
-    return name, known
+    return name, base
 
 
 def thread_of(lane: object) -> object:
-    """Return the thread whose lane for Python or C++ this is; any other lane as it is."""
-    found = _LANE.fullmatch(lane) if isinstance(lane, str) else None
-    return lane if found is None else int(found[1])
+    """Return the thread of a lane for Python or C++. Another lane is returned unchanged."""
+    match = _LANE.fullmatch(lane) if isinstance(lane, str) else None
+    return lane if match is None else int(match[1])
 
 
 def thread_name(name: str) -> str:
     """Return the name of a thread without the language of its lane."""
-    found = _THREAD.fullmatch(name)
-    return name if found is None else found[1]
+    match = _THREAD.fullmatch(name)
+    return name if match is None else match[1]
 
 
 class EventClock:
-    """Times of events to the nanosecond, which their arguments count from the first of them."""
+    """A clock for events in nanoseconds. Their arguments have times from the first event."""
 
     def __init__(self) -> None:
         self._first_ns: int | None = None
 
     def times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
-        """Take begin and end out of the arguments. Return None where these do not have them."""
+        """Remove begin and end from the arguments and return them in ns, None without valid ones."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))
         if not isinstance(start, str) or not isinstance(end, str):
             return None
         parts = [_SINCE_FIRST.fullmatch(text) for text in (start, end)]
-        since, until = (None if one is None else int(one[1]) * 1_000 + int(one[2]) for one in parts)
+        since, until = (None if match is None else int(match[1]) * 1_000 + int(match[2]) for match in parts)
         if since is None or until is None or until < since:
             return None
         if self._first_ns is None:
             self._first_ns = start_ns - since
         if abs(self._first_ns + since - start_ns) > _ROUNDED_NS:
-            return None  # of another file, or another clock
+            return None  # the arguments are of another file or clock
         return self._first_ns + since, self._first_ns + until
 
 
 def allocation(event: Mapping[str, Any], thread_id: int) -> Allocation | None:
-    """Return the allocation that an event is, None for another event."""
+    """Return the allocation of an event, None for another kind of event."""
     args = event.get("args")
     if event.get("cat") not in ("Allocate", "Free") or not isinstance(args, dict):
         return None

@@ -1,4 +1,4 @@
-"""Reading a trace: a file that `dump` wrote, exactly, or that of another profiler, by its slices."""
+"""The reader of trace files: those of `dump` exactly, those of other profilers by their slices."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from instrument.trace.trace import Trace
 from instrument.trace.watched import KernelColumns
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
-"""The most times its size that a packed file unpacks to, beyond a number of bytes. Traces pack to a tenth, at times a
-thirtieth: their times do not repeat."""
+"""The largest ratio of a packed file's unpacked size, above a number of bytes. Traces pack to a tenth or a thirtieth,
+because their times do not repeat."""
 
 LIMIT_KEYS = 1000
-"""More keys beside the events are in no trace."""
+"""The largest number of top-level keys in a trace, without the events."""
 
 LIMIT_BACKWARD = 1000
-"""More parents that start after their children are in no program's trace; what they ask for has no end."""
+"""The largest number of parents that start after their children. More of them would take unbounded time."""
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
     """Read a trace and its tally from Chrome JSON, plain or packed with gzip.
 
-    What `dump` wrote comes back exactly, spans by start. Other profilers' traces are read by their slices: lanes
-    become threads, containment makes the trees, and self times follow from these. A file without a tally has it
-    counted from its spans. At most `limit_bytes` of unpacked text are read, one event at a time.
+    A file of `dump` is restored exactly, with spans by start. Other profilers' traces are read by their slices: lanes
+    become threads, and trees and self times follow from containment. A missing tally is counted from the spans. At
+    most `limit_bytes` of unpacked text are read.
 
-    Raises `TraceError` for whatever cannot be read.
+    Raises `TraceError` for an unreadable file.
     """
     saved = read(path, limit_bytes=limit_bytes)
     return saved.trace, saved.counted()
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read as `load` does, but count a tally that the file does not have when it is asked for: a fifth of the time."""
+    """Read a file as `load` does, but count a missing tally on demand only, in a fifth of the time."""
     with _refusals(path):
         with _opened(Path(path), limit_bytes) as text:
             saved = _content(text)
-        # Views would take endless time for more than a few.
+        # Views would take unbounded time for many such parents.
         if np.count_nonzero((parent := saved.trace.columns.parent) > np.arange(len(parent))) > LIMIT_BACKWARD:
             raise ValueError("parents in it begin after their children; it is damaged")
         return without_endless(saved)
@@ -66,7 +66,7 @@ def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 @contextmanager
 def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise everything that a file may raise as a `TraceError`."""
+    """Convert every error that a file may cause to a `TraceError`."""
     why: str
     cause: Exception
     try:
@@ -90,7 +90,7 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def facts_of(path: str | os.PathLike[str]) -> Trace | None:
-    """Read the facts of a file that `dump` wrote, without its events. Return None for another profiler's file.
+    """Read the facts of a file of `dump` without its events. Return None for another profiler's file.
 
     Raises `TraceError`.
     """
@@ -113,7 +113,7 @@ def _opened(source: Path, limit_bytes: int) -> Iterator[JsonText]:
     with source.open("rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
     with compression.opened(source) if is_packed else source.open("rb") as file:
-        # A file that unpacks to more is made to fill the memory.
+        # A file that unpacks to more is hostile.
         unpacked_bytes = max(LIMIT_UNPACKED * facts.st_size, LEAST_UNPACKED) if is_packed else limit_bytes
         text = JsonText(file.read, limit_bytes, unpacked_bytes)
         if not is_packed:
@@ -135,13 +135,13 @@ def _content(text: JsonText) -> Saved:
             slices.others.add_fact(key, value)
     trace = slices.trace()
     if (ours or not len(trace.columns)) and (losses := text.left_out.losses()):
-        why = ", ".join(f"{count} {what}" for what, count in losses.items())
+        why = ", ".join(f"{count} {reason}" for reason, count in losses.items())
         raise ValueError(f"it is damaged, or no Chrome trace in JSON: {why:.250}; write or copy it again")
     return Saved(trace, ours.tally() if ours else None)
 
 
 def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
-    """Yield the file's top-level keys and values; events many at once, with None for a key."""
+    """Yield the file's top-level keys and values. Events come in lists, with None as the key."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take("{[") == "[":
@@ -171,7 +171,7 @@ def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
 
 
 def _take_end(text: JsonText, bracket: str) -> None:
-    """Pass over the bracket at the end, which a writer that was killed leaves out."""
+    """Take the closing bracket. A killed writer leaves it out, which is counted."""
     if text.peek():
         text.take(bracket)
     else:
@@ -195,38 +195,38 @@ def _events(text: JsonText) -> Iterator[tuple[None, list[TraceEvent]]]:
     _take_end(text, "]")
 
 
-# Joined with a trace of torch.profiler
+# Join with a trace of torch.profiler
 
 OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"
 
 
-def join(trace: Trace, beside: Trace) -> Trace:
-    """Return a trace of ours with the kernels, allocations and floating-point operations in a trace of torch.profiler,
-    moved to our clock.
+def join(trace: Trace, profiled: Trace) -> Trace:
+    """Return a trace of ours with the kernels, allocations and floating-point operations of a torch.profiler trace.
+    Their times are moved to our clock.
 
-    Raises `TraceError` where the two are not what they should be, or of other processes or times.
+    Raises `TraceError` if a trace is of another recorder, or if the two differ in process or time.
     """
-    if trace.origin.recorder == "other" or beside.origin.recorder != "other":
-        found = [TORCHS if one.origin.recorder == "other" else OURS for one in (trace, beside)]
+    if trace.origin.recorder == "other" or profiled.origin.recorder != "other":
+        kinds = [TORCHS if side.origin.recorder == "other" else OURS for side in (trace, profiled)]
         raise TraceError(
-            f"asked to join a {OURS} with a {TORCHS}, found a {found[0]} and a {found[1]}; give ours first"
+            f"asked to join a {OURS} with a {TORCHS}, found a {kinds[0]} and a {kinds[1]}; give ours first"
         )
-    spans = beside.columns
+    spans = profiled.columns
     rows = spans.attributes.having(FLOPS)
     counts = [flops_told({FLOPS: value}) for value in spans.attributes.values(FLOPS, rows)]
-    its = zip(spans.thread_id[rows].tolist(), spans.start_ns[rows].tolist(), counts, strict=True)
-    flops = sorted((Flops(*one) for one in its if one[2]), key=attrgetter("at_ns"))
-    if beside.watched is None and not flops:
+    calls = zip(spans.thread_id[rows].tolist(), spans.start_ns[rows].tolist(), counts, strict=True)
+    flops = sorted((Flops(*call) for call in calls if call[2]), key=attrgetter("at_ns"))
+    if profiled.watched is None and not flops:
         raise TraceError(
             "asked to join a trace of torch.profiler, found neither kernels nor allocations nor shapes of operators in "
             "it; record it with ProfilerActivity.CUDA, profile_memory=True or record_shapes=True"
         )
-    ours, theirs = trace.origin.pid, beside.origin.pid
+    ours, theirs = trace.origin.pid, profiled.origin.pid
     if ours and theirs and ours != theirs:
         raise TraceError(f"asked to join two traces of one process, found those of {ours} and {theirs}")
-    moved_ns = beside.origin.realtime_of(0) - trace.origin.realtime_of(0)
-    first, last = (at_ns + moved_ns for at_ns in beside.watched or (beside.start_ns, beside.end_ns))
+    moved_ns = profiled.origin.realtime_of(0) - trace.origin.realtime_of(0)
+    first, last = (at_ns + moved_ns for at_ns in profiled.watched or (profiled.start_ns, profiled.end_ns))
     if first >= trace.end_ns or last <= trace.start_ns:
         raise TraceError(
             f"asked to join two traces of one time, found ours from {_told(trace, trace.start_ns, trace.end_ns)} and "
@@ -234,10 +234,10 @@ def join(trace: Trace, beside: Trace) -> Trace:
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
     try:
-        kernels = KernelColumns.of(beside.kernels).moved(moved_ns)
+        kernels = KernelColumns.of(profiled.kernels).moved(moved_ns)
     except (OverflowError, ValueError) as problem:
         raise TraceError(f"cannot join the traces: {problem}") from problem
-    allocations = Allocations.of(beside.allocations).moved(moved_ns)
+    allocations = Allocations.of(profiled.allocations).moved(moved_ns)
     at_ns = attrgetter("at_ns")
     return replace(
         trace,
@@ -245,10 +245,8 @@ def join(trace: Trace, beside: Trace) -> Trace:
         allocations=allocations[
             bisect_left(allocations, first, key=at_ns) : bisect_right(allocations, last, key=at_ns)
         ],
-        watched=None if beside.watched is None else (first, last),
-        flops=[
-            one for one in (Flops(id_, at + moved_ns, count) for id_, at, count in flops) if first <= one.at_ns < last
-        ],
+        watched=None if profiled.watched is None else (first, last),
+        flops=[f for f in (Flops(id_, at + moved_ns, count) for id_, at, count in flops) if first <= f.at_ns < last],
     )
 
 

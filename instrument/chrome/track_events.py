@@ -1,12 +1,11 @@
-"""A trace in Perfetto's own format: track events, which its viewer and its trace processor read as they are.
+"""A trace in Perfetto's own format: track events for its viewer and its trace processor.
 
-Slices, their names, times and lanes are those of the Chrome trace (see `lanes`), but that a slice without length is
-beside one that begins with it, into which readers of Chrome traces put it. Tracks come in this order: requests, then
-the tasks in their trees; each process with its threads, of which the main one is shown first; other tasks; gauges,
-which are counters; devices, with a track for each stream. An arrow leads to any number of slices: events carry them, so
-none is left out for want of room. Kinds are categories; attributes and other facts of a span are debug annotations.
-Times are those of the monotonic clock, with a snapshot of the time of day. Names are written once and referred to by
-number.
+Slices, names, times and lanes are those of the Chrome trace (see `lanes`). An empty slice is a sibling of a slice with
+the same begin. Readers of Chrome traces nest it instead. Tracks are in this order: requests and the tasks in their
+trees; each process with its threads, the main one first; other tasks; gauges as counters; devices, with a track for
+each stream. Events carry any number of arrows, so none is left out. Kinds are categories. Attributes and other facts of
+a span are debug annotations. Times are those of the monotonic clock, with a snapshot of the time of day. Names are
+written once and referred to by number.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[perfetto]"
 
 SEQUENCE = 1
-"""All packets are of one sequence, whose names have one numbering."""
+"""The only sequence of packets, so names have one numbering."""
 
 PROCESS = 1
-"""The track of the first process; others are numbered from there."""
+"""The track of the first process."""
 
 REQUESTS = 2
-"""The track around those of requests. A track in no process, and around others, is shown before all processes."""
+"""The parent track of requests. A parent track without a process is shown before all processes."""
 
 FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
 """The order of the tracks below the threads of a process."""
 
 LIMIT_PID = 1 << 31
-"""No process or thread has a number from here on."""
+"""The first number beyond all processes and threads."""
 
 
 def protos() -> Any:
-    """Perfetto's messages. Raises `InstrumentError` that names the extra where they are missing."""
+    """Import Perfetto's messages. Raises `InstrumentError` with the extra's name if they are not installed."""
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
     except ImportError as problem:
@@ -61,17 +60,17 @@ def protos() -> Any:
 
 
 def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
-    """Write a trace in Perfetto's format, packed where the name ends in `.gz`; whole, or not at all."""
+    """Write a trace in Perfetto's format, packed if the name ends in `.gz`. It appears complete or not at all."""
     return write_parts(path, _Packets(protos(), trace).parts())
 
 
 class _Packets:
-    """The packets of a trace, some thousand at a time."""
+    """The packets of a trace, made in chunks of some thousand."""
 
     def __init__(self, pb: Any, facts: Trace) -> None:
         self._pb, self._facts, trace = pb, facts, facts.columns
-        times = trace.start_ns, trace.device.start_ns, np.array([one.at_ns for one in facts.samples], dtype=np.int64)
-        self._base_ns = min(0, *(int(its.min(initial=0)) for its in times))
+        times = trace.start_ns, trace.device.start_ns, np.array([s.at_ns for s in facts.samples], dtype=np.int64)
+        self._base_ns = min(0, *(int(starts.min(initial=0)) for starts in times))
         self._processes = ShownProcesses(facts)
         self._spans = Spans(trace, self._base_ns, self._processes)
         self._intervals = OrderedIntervals(self._spans, self._base_ns)
@@ -89,7 +88,7 @@ class _Packets:
         self._on_device = [self._begin_of(site, on_device=True) for site in self._spans.sites]
 
     def parts(self) -> Iterator[bytes]:
-        """The bytes of the file, in their order."""
+        """Yield the bytes of the file in chunks."""
         self._head()
         for _ in self._slices_of_spans():
             yield from self._full()
@@ -109,11 +108,11 @@ class _Packets:
     def _packet(self, **facts: Any) -> Any:
         return self._part.packet.add(trusted_packet_sequence_id=SEQUENCE, **facts)
 
-    # ---------------------------------------------------------------- what there is once
+    # ---------------------------------------------------------------- parts that occur once
 
     def _head(self) -> None:
         pb, origin = self._pb, self._facts.origin
-        first = self._part.packet[0] if self._part.packet else self._packet()  # which has what sites are called
+        first = self._part.packet[0] if self._part.packet else self._packet()  # it has the names of sites
         first.sequence_flags = pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
         first.trace_packet_defaults.timestamp_clock_id = pb.BUILTIN_CLOCK_MONOTONIC
         at_ns = max(origin.monotonic_ns - self._base_ns, 0)
@@ -123,16 +122,16 @@ class _Packets:
         if origin.realtime_ns > 0:
             snapshot.clocks.add(clock_id=pb.BUILTIN_CLOCK_REALTIME, timestamp=origin.realtime_ns)
         for uuid, process in zip(self._of_process, self._processes.all, strict=True):
-            its, facts = self._packet().track_descriptor, process.facts
-            its.uuid, its.process.pid, its.child_ordering = uuid, process.pid, pb.TrackDescriptor.EXPLICIT
-            its.process.process_name = clean(process.name)
+            track, facts = self._packet().track_descriptor, process.facts
+            track.uuid, track.process.pid, track.child_ordering = uuid, process.pid, pb.TrackDescriptor.EXPLICIT
+            track.process.process_name = clean(process.name)
             lost = [f"not kept: {number} ({reason})" for reason, number in facts.losses.items() if number]
             notes = [f"not observed: {note}" for note in facts.notes]
             labels = filter(None, (process.label, *lost, *notes, facts.died))
-            its.process.process_labels.extend(map(clean, labels))
+            track.process.process_labels.extend(map(clean, labels))
 
     def _iid(self, table: str, entry: Any, **facts: Any) -> int:
-        """The number of what is written once: in the packet that is being made, which may refer to it."""
+        """Return the number of an interned entry. A new one is written to the current packet, which may refer to it."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
         if number is None:
@@ -153,13 +152,13 @@ class _Packets:
         if on_device:
             return event
         if site.function or site.file:
-            where = {"file_name": clean(site.file), "function_name": clean(site.function)}
+            source = {"file_name": clean(site.file), "function_name": clean(site.function)}
             line = max(site.line, 0) % (1 << 32)
             event.source_location_iid = self._iid(
-                "source_locations", (*where.values(), line), **where, line_number=line
+                "source_locations", (*source.values(), line), **source, line_number=line
             )
-        named = {"type": site.name} if is_layer else {"instance": site.instance} if site.instance else {}
-        self._annotate(event, {**named, **dict(site.attributes)})
+        details = {"type": site.name} if is_layer else {"instance": site.instance} if site.instance else {}
+        self._annotate(event, {**details, **dict(site.attributes)})
         return event
 
     # ---------------------------------------------------------------- tracks
@@ -174,8 +173,8 @@ class _Packets:
             name, pid = self._name_of(thread_id), self._processes.of_thread(thread_id).pid
             tid, parent = self._processes.own_thread(thread_id), self._process_of(thread_id)
             if pid and 0 < tid < LIMIT_PID:
-                its = self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)
-                uuid = self._track(parent_uuid=parent, thread=its)
+                descriptor = self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)
+                uuid = self._track(parent_uuid=parent, thread=descriptor)
             else:
                 uuid = self._track(parent_uuid=parent, name=name)
             self._threads[thread_id] = uuid
@@ -187,8 +186,8 @@ class _Packets:
     def _requests(self) -> int:
         if not self._has_requests:
             self._has_requests = True
-            its = self._packet().track_descriptor
-            its.uuid, its.name, its.child_ordering = REQUESTS, "requests", self._pb.TrackDescriptor.EXPLICIT
+            track = self._packet().track_descriptor
+            track.uuid, track.name, track.child_ordering = REQUESTS, "requests", self._pb.TrackDescriptor.EXPLICIT
         return REQUESTS
 
     def _name_of(self, thread_id: int) -> str:
@@ -198,9 +197,9 @@ class _Packets:
         if device == HOST:
             return PROCESS
         if device not in self._devices:
-            gpu = next((one for one in self._facts.gpus if one.device == device), None)
+            gpu = next((item for item in self._facts.gpus if item.device == device), None)
             about = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu else ""
-            owners = [number for number, one in enumerate(self._facts.processes) if device in one.devices]
+            owners = [number for number, process in enumerate(self._facts.processes) if device in process.devices]
             self._devices[device] = self._track(
                 parent_uuid=self._of_process[owners[0] if owners else 0],
                 name=f"GPU {device}",
@@ -257,14 +256,14 @@ class _Packets:
                 yield
                 continue
             track = tracks(place) if is_first else track
-            its = rows[place]
+            span_row = rows[place]
             event = self._begin(starts[place], track, self._begun[sites[place]])
             facts: dict[str, Any] = {"id": ids[place]}
             facts |= {name: column[place] for name, has, column in numbers if has[place]}
-            if errors[its] != NONE:
-                facts["error"] = self._errors[errors[its]]
-            if has_attributes[its]:
-                facts |= {name: value for name, value in trace.attributes[its].items() if name not in facts}
+            if errors[span_row] != NONE:
+                facts["error"] = self._errors[errors[span_row]]
+            if has_attributes[span_row]:
+                facts |= {name: value for name, value in trace.attributes[span_row].items() if name not in facts}
             self._annotate(event, facts)
             event.flow_ids.extend(self._arrows.out_of(place))
             if is_target[place]:
@@ -278,8 +277,8 @@ class _Packets:
         of_requests = spans.is_request | np.isin(spans.trace.root_id[spans.row], requests)
 
         def track(place: int) -> int:
-            its_number, thread_id = int(number[place]), int(spans.thread_id[place])
-            further, process = f" ({its_number})" if its_number > 1 else "", self._process_of(thread_id)
+            lane_number, thread_id = int(number[place]), int(spans.thread_id[place])
+            further, process = f" ({lane_number})" if lane_number > 1 else "", self._process_of(thread_id)
             if spans.is_async[place]:
                 name = f"{sites[spans.site[place]]}{further}"
                 if of_requests[place]:
@@ -296,9 +295,9 @@ class _Packets:
 
     def _slices_of_intervals(self) -> Iterator[None]:
         spans, intervals = self._spans, self._intervals
-        its, row = spans.trace.device, intervals.row
-        groups, number, around = intervals.lanes(its)
-        labels, track = [clean(label) for label in its.labels], 0
+        device, row = spans.trace.device, intervals.row
+        groups, number, around = intervals.lanes(device)
+        labels, track = [clean(label) for label in device.labels], 0
         for place, is_begin, is_first in _tour(*numbered(groups, number), around):
             if not is_begin:
                 self._end(int(intervals.end_ns[place]), track)
@@ -306,10 +305,10 @@ class _Packets:
                 continue
             at, owner = row[place], int(intervals.owner[place])
             if is_first:
-                name = f"stream {its.stream[at]}" + (f" ({number[place]})" if number[place] > 1 else "")
-                track = self._track(parent_uuid=self._device(int(its.device[at])), name=name)
+                name = f"stream {device.stream[at]}" + (f" ({number[place]})" if number[place] > 1 else "")
+                track = self._track(parent_uuid=self._device(int(device.device[at])), name=name)
             event = self._begin(int(intervals.start_ns[place]), track, self._on_device[spans.site[owner]])
-            facts = {"label": labels[its.label[at]], "uncertainty_ns": int(its.uncertainty_ns[at])}
+            facts = {"label": labels[device.label[at]], "uncertainty_ns": int(device.uncertainty_ns[at])}
             self._annotate(event, {**facts, "owner": int(spans.span_id[owner])})
             if arrow := int(self._arrows.into_intervals[place]):
                 event.terminating_flow_ids.append(arrow)
@@ -336,12 +335,12 @@ class _Packets:
 
 
 def _read_one_by_one(*columns: NDArray[Any]) -> list[Any]:
-    """Columns of which single numbers are taken: as Python's own, in a third of the time that numpy takes for one."""
+    """Return columns as buffers. Access to single numbers takes a third of the time of numpy."""
     return [np.ascontiguousarray(column).data for column in columns]
 
 
 def _say(annotation: Any, value: Any) -> None:
-    """Put a value, as `safe` leaves it, into a debug annotation."""
+    """Set the value of a debug annotation, as `safe` returns it."""
     if isinstance(value, bool):
         annotation.bool_value = value
     elif isinstance(value, int) and -INT64 <= value < INT64:
@@ -359,9 +358,9 @@ def _say(annotation: Any, value: Any) -> None:
 
 
 def _tour(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
-    """The begins and ends of slices, lane by lane: the slice's place, whether it is a begin, and the first of a lane.
+    """Yield the begins and ends of slices, lane by lane: the slice's place, is_begin, and is_first of a lane.
 
-    Of what ends and begins at one time a viewer asks for the order in which slices nest, which times do not tell.
+    Viewers need the nesting order of begins and ends at one time, which does not follow from times.
     """
     is_first = np.zeros(len(lane), dtype=np.bool_)
     is_first[firsts] = True
@@ -377,10 +376,9 @@ def _tour(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, b
 
 
 class _Arrows:
-    """Arrows from a span to its work on another thread or task, and on the device, and from a request to the
-    batches that serve it, numbered from 1.
+    """Arrows from a span to its work on another thread, task or device, and from a request to its batches.
 
-    Of a span those that lead out of it follow one another. One that would point into the past is none.
+    They are numbered from 1. The arrows out of one span are consecutive. An arrow into the past is left out.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:

@@ -1,4 +1,4 @@
-"""Writing a trace: the file, its metadata and counters, and the names of its lanes."""
+"""The writer of Chrome traces: the file, its metadata and counters, and the names of its lanes."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from instrument.trace.metadata import Sites, metadata
 from instrument.trace.text import clean, is_number, safe
 from instrument.trace.trace import Trace
 
-# Events: the fields are in the order that packs best, those that many events share first
+# Events: fields that many events share come first, because this order compresses best
 
 
 SPARE_BINDS = 1 << 63
-"""Set in every bind id, because Perfetto numbers the `s` and `f` arrows from 0 in the same space."""
+"""The bit in every bind id, because Perfetto numbers the `s` and `f` arrows from 0 in the same space."""
 
 
 NOT = repeat(UNSET)
-"""A field that no event of several has."""
+"""The values of a field that no event has."""
 
 
 class DrawnEvent(msgspec.Struct, gc=False):
-    """One event as it is written."""
+    """An event in the form of the file."""
 
     ph: str
     pid: int
@@ -70,28 +70,28 @@ class DrawnEvent(msgspec.Struct, gc=False):
 
 
 def shown_name(site: Site) -> str:
-    """Return the name of a site's slices."""
+    """Return the name of a site's slices: a layer's instance, else the site's name."""
     return clean(site.instance if site.kind == "layer" and site.instance else site.name)
 
 
 def microseconds(times_ns: Int64s) -> list[Any]:
-    """Return nanoseconds as microseconds, exact for three decimals."""
+    """Convert nanoseconds to microseconds, exactly, with three decimals."""
     if not len(times_ns) or int(times_ns.max()) < EXACT_US * 1000:
         return (times_ns / 1000).tolist()  # type: ignore[no-any-return]
     return [Decimal(time_ns).scaleb(-3) for time_ns in times_ns.tolist()]
 
 
-def _where(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
-    """Return the values of the places that have one."""
+def _values_where(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
+    """Return the values, with `UNSET` at places without one."""
     if not has.any():
         return NOT
-    found = values.astype(object)
-    found[~has] = UNSET
-    return found.tolist()  # type: ignore[no-any-return]
+    objects = values.astype(object)
+    objects[~has] = UNSET
+    return objects.tolist()  # type: ignore[no-any-return]
 
 
 def _columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
-    """Return the columns of a table, from which rows are taken by their numbers."""
+    """Return the columns of a table as arrays, for selection of rows by number."""
     table = np.empty((len(rows), len(rows[0])), dtype=object) if rows else np.empty((0, 0), dtype=object)
     for number, row in enumerate(rows):
         table[number] = row
@@ -99,7 +99,7 @@ def _columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
 
 
 class Drawing:
-    """The events of spans, intervals, marks and arrows, up to some thousand at a time.
+    """The events of spans, intervals, marks and arrows, made in chunks of some thousand.
 
     `place_of` returns the place of a site in the metadata.
     """
@@ -120,7 +120,7 @@ class Drawing:
         self._lane[slices] = lanes
         are_requests = spans.is_request[openers]
         first_pid = board.processes.first.pid
-        # The ids of async lanes: one in the process, and for a request one among all that a viewer has open.
+        # The ids of async lanes: a local one in the process, and a global one for a request.
         ids = [
             {"local": f"{lane:#x}", **({"global": f"{first_pid << 32 | lane:#x}"} if is_request else {})}
             for lane, is_request in enumerate(are_requests.tolist(), 1)
@@ -132,7 +132,7 @@ class Drawing:
         self._facts = self._facts_of_spans(around, openers)
         self._has_attributes = np.zeros(len(groups), dtype=np.bool_)
         self._has_attributes[spans.trace.attributes.rows()] = True
-        # An end comes behind the begins before its time; those of one time come innermost first.
+        # An end comes after the begins before its time. Ends at one time come innermost first.
         before = np.maximum(np.searchsorted(spans.start_ns, spans.end_ns[slices]), slices + 1)
         order = np.lexsort((-slices, spans.end_ns[slices], before))
         self._ended, self._ended_before = slices[order], before[order]
@@ -144,12 +144,12 @@ class Drawing:
             yield self._of_spans(first, end)
         for first, end in batches(len(self._intervals.row)):
             yield self._of_intervals(slice(first, end))
-        spans, intervals, its = self._spans, self._intervals, self._arrows
+        spans, intervals, arrows = self._spans, self._intervals, self._arrows
         kinds, streams = self._shared[:2], self._on_stream[:2]
-        to = kinds, self._kind[its.called], spans.start_ns[its.called]
-        yield from self._flows("call", spans.parent[its.called], *to)
-        to = streams, self._stream[its.launched], intervals.start_ns[its.launched]
-        yield from self._flows("ac2g", intervals.owner[its.launched], *to)
+        to = kinds, self._kind[arrows.called], spans.start_ns[arrows.called]
+        yield from self._flows("call", spans.parent[arrows.called], *to)
+        to = streams, self._stream[arrows.launched], intervals.start_ns[arrows.launched]
+        yield from self._flows("ac2g", intervals.owner[arrows.launched], *to)
         yield from self._of_marks()
 
     # ---------------------------------------------------------------- spans
@@ -157,30 +157,30 @@ class Drawing:
     def _kinds(
         self, number: Int64s, of_request: Bools, board: Board, place_of: Callable[[Site], int]
     ) -> tuple[Int64s, list[NDArray[Any]]]:
-        """Return the number of the lane and site of each span, and the fields that their events share."""
+        """Number the combinations of lane and site. Return each span's number, and the fields of each combination."""
         spans = self._spans
         thread = ranked(spans.thread_id)[1]
-        kind, some = by_first_sight(spans.is_async, thread, number, of_request, spans.site)
+        kind, examples = by_first_sight(spans.is_async, thread, number, of_request, spans.site)
         rows = []
-        for place in some.tolist():
-            site, thread_id, its = spans.sites[spans.site[place]], int(spans.thread_id[place]), int(number[place])
+        for place in examples.tolist():
+            site, thread_id, lane = spans.sites[spans.site[place]], int(spans.thread_id[place]), int(number[place])
             is_async, site_kind = spans.is_async[place], clean(site.kind)
-            pid, tid = board.of_thread(thread_id, 1 if is_async else its)
+            pid, tid = board.of_thread(thread_id, 1 if is_async else lane)
             category = ("request" if of_request[place] else "task") if is_async else site_kind
             code = clean(site.function) if site.function else UNSET
             marks = (
                 UNSET if tid == thread_id else thread_id,
-                its if its > 1 else UNSET,
+                lane if lane > 1 else UNSET,
                 site_kind if is_async else UNSET,
             )
             rows.append((pid, tid, category, shown_name(site), *marks, place_of(site), code))
         return kind, _columns(rows)
 
     def _facts_of_spans(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
-        """Return the numbers of `Arguments` behind the id, each with the places that name it.
+        """Return the columns of the numbers in `Arguments` after the id, each with True for the slices that name it.
 
-        A parent is named where the slice is not directly in that of its parent, a tree where it is not that of the
-        parent, a task by the first slice of its lane, and times where they are not the total.
+        A slice names its parent if that is not the slice around it, and its root if the parent has another one. The
+        first slice of a lane names the task. Times are named if they differ from the total.
         """
         spans = self._spans
         trace, row = spans.trace, spans.row
@@ -208,40 +208,40 @@ class Drawing:
         spans, trace = self._spans, self._spans.trace
         row = spans.row[some]
         errors = np.array([*(clean(error) for error in trace.errors), UNSET], dtype=object)
-        numbers = [_where(has[some], column[some]) for has, column in self._facts]
+        numbers = [_values_where(has[some], column[some]) for has, column in self._facts]
         remote: list[Any] = [UNSET] * len(row)
         attributes: list[Any] = [UNSET] * len(row)
         if trace.remote:
-            for at, its in enumerate(row.tolist()):
-                if its in trace.remote:
-                    remote[at] = Remote.of(trace.remote[its])
+            for index, span_row in enumerate(row.tolist()):
+                if span_row in trace.remote:
+                    remote[index] = Remote.of(trace.remote[span_row])
         having = np.flatnonzero(self._has_attributes[row])
         texts = attribute_texts(trace, row[having].tolist())
-        for at, text in zip(having.tolist(), texts, strict=True):
-            attributes[at] = msgspec.Raw(text.encode())
+        for index, text in zip(having.tolist(), texts, strict=True):
+            attributes[index] = msgspec.Raw(text.encode())
         return map(
             Arguments,
             *shared,
             spans.span_id[some].tolist(),
             *numbers,
             errors[trace.error[row]].tolist(),
-            _where(trace.clipped[row], trace.clipped[row]),
+            _values_where(trace.clipped[row], trace.clipped[row]),
             remote,
             attributes,
         )
 
     def _of_spans(self, first: int, end: int) -> list[DrawnEvent]:
-        """Return the events from the begin of one span up to that of another; or of all behind the last one."""
+        """Return the events from the begin of one span to that of another, or to the end after the last span."""
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
         binds = self._arrows.binds
         bound = [binds.get(place) for place in range(first, end)] if binds else []
         lengths_us = np.array(microseconds(spans.end_ns[some] - spans.start_ns[some]), dtype=object)
-        ids, at_us = _where(is_async, self._ids[self._lane[some]]), microseconds(spans.start_ns[some])
-        times = at_us, _where(~is_async, lengths_us)
-        named = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._arguments(some, shared)
-        events = list(map(DrawnEvent, *named, NOT, NOT, ids, *times, *self._bound(bound, range(first, end))))
+        ids, at_us = _values_where(is_async, self._ids[self._lane[some]]), microseconds(spans.start_ns[some])
+        times = at_us, _values_where(~is_async, lengths_us)
+        fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._arguments(some, shared)
+        events = list(map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._bound(bound, range(first, end))))
         last = end + (end == len(spans.row))
         ends = slice(*np.searchsorted(self._ended_before, [first, last]))
         if ends.start == ends.stop:
@@ -254,7 +254,7 @@ class Drawing:
         return [events[at] for at in order.tolist()]
 
     def _bound(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
-        """Return the bind id, and the direction, of what a source leads to; of the source itself outwards."""
+        """Return the columns `bind_id`, `flow_out` and `flow_in` of slices, by the source of each slice's arrow."""
         if not any(source is not None for source in sources):
             return NOT, NOT, NOT
         pairs = list(zip(sources, places, strict=True))
@@ -270,22 +270,22 @@ class Drawing:
     # ---------------------------------------------------------------- intervals, arrows and marks
 
     def _streams(self, board: Board) -> None:
-        """Number the lane and site of each interval, and keep the fields that their events share.
+        """Number the combinations of lane and site of intervals, and set the fields that their events share.
 
-        Only an interval that encloses no other has the argument `stream`: HolisticTraceAnalysis takes an event that has
-        it for a kernel, and adds all kernels up.
+        Only an interval that encloses no other has the argument `stream`: HolisticTraceAnalysis counts events with it
+        as kernels and sums them up.
         """
         spans, intervals = self._spans, self._intervals
-        its, row = spans.trace.device, intervals.row
-        streams, number, _ = intervals.lanes(its)
-        # An interval that encloses another is followed on its stream by one that begins before it ends.
+        work, row = spans.trace.device, intervals.row
+        streams, number, _ = intervals.lanes(work)
+        # An interval encloses another if the next one on its stream begins before its end.
         order = np.argsort(streams, kind="stable")
         before, after = order[:-1], order[1:]
         self._encloses = np.zeros(len(row), dtype=np.bool_)
         self._encloses[before] = intervals.start_ns[after] < intervals.end_ns[before]
         self._encloses[before] &= streams[after] == streams[before]
         self._stream, some = by_first_sight(streams, number, spans.site[intervals.owner])
-        facts = (its.device[row[some]], its.stream[row[some]], number[some], spans.site[intervals.owner[some]])
+        facts = (work.device[row[some]], work.stream[row[some]], number[some], spans.site[intervals.owner[some]])
         rows = []
         for device, stream, lane, site in zip(*(column.tolist() for column in facts), strict=True):
             place = board.of_stream(device, stream, lane)
@@ -294,15 +294,15 @@ class Drawing:
 
     def _of_intervals(self, some: slice) -> list[DrawnEvent]:
         spans, intervals, ties = self._spans, self._intervals, self._arrows.ties
-        its, row, owner = spans.trace.device, intervals.row[some], intervals.owner[some]
+        work, row, owner = spans.trace.device, intervals.row[some], intervals.owner[some]
         pid, tid, name, lane, device, stream = (column[self._stream[some]].tolist() for column in self._on_stream)
-        labels = np.array([clean(label) for label in its.labels], dtype=object)
+        labels = np.array([clean(label) for label in work.labels], dtype=object)
         args = [
             Arguments(lane=lane, owner=owner, device=device, label=label, uncertainty_ns=uncertainty_ns,
                       place=place or UNSET, **{"enclosing_stream" if encloses else "stream": stream})
             for lane, owner, device, label, uncertainty_ns, place, encloses, stream in zip(
-                lane, spans.span_id[owner].tolist(), device, labels[its.label[row]].tolist(),
-                its.uncertainty_ns[row].tolist(), intervals.number[some].tolist(), self._encloses[some].tolist(),
+                lane, spans.span_id[owner].tolist(), device, labels[work.label[row]].tolist(),
+                work.uncertainty_ns[row].tolist(), intervals.number[some].tolist(), self._encloses[some].tolist(),
                 stream, strict=True,
             )
         ]  # fmt: skip
@@ -310,8 +310,8 @@ class Drawing:
         tied = [ties.get(at) for at in range(some.start, some.stop)] if ties else []
         times = microseconds(begins), microseconds(lengths)
         places = repeat(NONE, len(tied))
-        named = repeat("X"), pid, tid, repeat("device"), name, args
-        return list(map(DrawnEvent, *named, NOT, NOT, NOT, *times, *self._bound(tied, places)))
+        fields = repeat("X"), pid, tid, repeat("device"), name, args
+        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._bound(tied, places)))
 
     def _flows(
         self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s
@@ -321,11 +321,11 @@ class Drawing:
         begins = np.zeros(len(sources), dtype=np.bool_)
         begins[by_first_sight(sources)[1]] = True
         for first, end in batches(len(sources)):
-            source, its = sources[first:end], to[first:end]
+            source, targets = sources[first:end], to[first:end]
             events: list[DrawnEvent] = []
             columns = (
                 begins[first:end], *(column[self._kind[source]] for column in self._shared[:2]), spans.span_id[source],
-                *(column[its] for column in lanes),
+                *(column[targets] for column in lanes),
             )  # fmt: skip
             times = microseconds(spans.start_ns[source]), microseconds(to_ns[first:end])
             for is_first, pid, tid, span_id, to_pid, to_tid, from_us, to_us in zip(
@@ -349,7 +349,7 @@ class Drawing:
 
 
 ZLIB_LEVEL = 4
-"""Files a tenth smaller than with level 3 in a quarter more time; level 6 is a sixth smaller in twice the time."""
+"""The compression level. Files are a tenth smaller than at level 3, in 1.25 times the time."""
 
 NO_UNIT = "value"
 
@@ -364,17 +364,17 @@ _encoder = msgspec.json.Encoder(decimal_format="number")
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
     """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`.
 
-    The tally, if given, is saved beside the spans. The file appears complete and with mode 0600 or not at all, and
-    replaces an older one; directories above it are made. A process killed while it writes leaves the older file, and
-    a part as `atomic` names it, which the next process to make room removes. The text is never in memory as a whole.
+    The tally, if given, is saved with the spans. The file appears complete, with mode 0600, or not at all. It replaces
+    an older file, and missing directories are made. A killed writer leaves the older file and a temporary file of
+    `atomic`, which a later process removes. The text is never in memory as a whole.
 
-    Raises `TraceError` when the file cannot be written.
+    Raises `TraceError` if the file cannot be written.
     """
     return write_parts(path, _document(trace, tally))
 
 
 def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
-    """Write the parts of a file, packed with gzip if the name ends in `.gz`, as `dump` says."""
+    """Write the parts of a file, packed with gzip if the name ends in `.gz`, as safely as `dump`."""
     target = Path(path)
     try:
         with atomic.replacing(target) as file:
@@ -390,10 +390,10 @@ def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
 
 
 def _document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
-    """Yield the file in pieces of some thousand events."""
+    """Yield the text of the file in pieces of some thousand events."""
     columns, processes = trace.columns, ShownProcesses(trace)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
-    base_ns = min(int(its.min(initial=since_ns)) for its in (columns.start_ns, columns.device.start_ns))
+    base_ns = min(int(starts.min(initial=since_ns)) for starts in (columns.start_ns, columns.device.start_ns))
     spans, board = Spans(columns, base_ns, processes), Board(processes)
     sites = Sites(spans.sites)
     drawing = Drawing(spans, OrderedIntervals(spans, base_ns), board, sites.place)
@@ -401,52 +401,52 @@ def _document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     for text in metadata(trace, base_ns, sites, tally, drawing.left_out):
         yield text.encode(errors="replace")
     yield b',"traceEvents":[\n'
-    named = (_process_names(one.pid, one.name, 0, one.label) for one in processes.all)
-    yield _lines(list(chain.from_iterable(named)))[:-2]
+    process_names = (_process_names(process.pid, process.name, 0, process.label) for process in processes.all)
+    yield _lines(list(chain.from_iterable(process_names)))[:-2]
     for events in drawing.events():
         if events:
             yield b",\n" + _lines(events)[:-2]
     counted: set[int] = set()
     names = _lane_names(board, counted, trace, spans.threads_of_batches())
-    rest = chain(_counters(trace.samples, base_ns, processes.first.pid, counted), names)
-    while events := list(islice(rest, BATCH)):
+    last_events = chain(_counters(trace.samples, base_ns, processes.first.pid, counted), names)
+    while events := list(islice(last_events, BATCH)):
         yield b",\n" + _lines(events)[:-2]
     yield b"\n]}\n"
 
 
 def _lines(events: list[DrawnEvent]) -> bytes:
-    """Return events as JSON, a line each, with a comma behind each."""
+    """Return events as lines of JSON, each with a comma at its end."""
     return _encoder.encode_lines(events).replace(b"\n", b",\n")
 
 
 def _counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
-    """Yield the samples that are numbers; `counted` gets their processes. Their unit is the key of the number, which
-    viewers add to the track's name."""
+    """Yield the counters of samples with numbers, and add their processes to `counted`. The argument's name is the
+    unit, which viewers add to the track's name."""
     for sample in samples:
         if is_number(sample.value):
-            its = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS
-            counted.add(its)
+            process_id = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS
+            counted.add(process_id)
             unit = GAUGES[sample.name].unit if sample.name in GAUGES else NO_UNIT
             args = {unit: sample.value}
-            yield DrawnEvent("C", its, name=clean(sample.name), args=args, ts=(sample.at_ns - base_ns) / 1000)
+            yield DrawnEvent("C", process_id, name=clean(sample.name), args=args, ts=(sample.at_ns - base_ns) / 1000)
 
 
 # Names
 
 
 def _lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[DrawnEvent]:
-    """Yield the names of all lanes, threads in the order in which they are known but that those of batches come first,
-    and the names of devices."""
+    """Yield the names of all lanes and devices. Threads of batches come first, others in the order of the trace's
+    threads."""
     order = sorted(trace.threads, key=lambda thread_id: thread_id not in of_batches)
-    known = {thread_id: position for position, thread_id in enumerate(order)}
+    rank_by_id = {thread_id: position for position, thread_id in enumerate(order)}
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
     positions = count()
-    hosts = {one.pid for one in board.processes.all}
-    rows = sorted(board.rows(), key=lambda row: (row[0], known.get(row[1], len(known)), row[1]))
-    seen = set(hosts)
-    for pid, known_id, tids in chain(((pid, 0, []) for pid in sorted(counted - seen)), rows):
-        if pid not in seen:
-            seen.add(pid)
+    hosts = {process.pid for process in board.processes.all}
+    rows = sorted(board.rows(), key=lambda row: (row[0], rank_by_id.get(row[1], len(rank_by_id)), row[1]))
+    named_pids = set(hosts)
+    for pid, known_id, tids in chain(((pid, 0, []) for pid in sorted(counted - named_pids)), rows):
+        if pid not in named_pids:
+            named_pids.add(pid)
             yield from _device_names(pid, gpus.get(pid))
         name = board.processes.thread_name(known_id) if pid in hosts else f"stream {known_id}"
         for number, tid in enumerate(tids, 1):
@@ -467,6 +467,6 @@ def _process_names(pid: int, name: str, position: int, label: str = "") -> Itera
         yield _name("process_labels", label, pid)
 
 
-def _name(what: str, value: str | int, pid: int, tid: int | msgspec.UnsetType = msgspec.UNSET) -> DrawnEvent:
-    key = "sort_index" if isinstance(value, int) else "labels" if what == "process_labels" else "name"
-    return DrawnEvent("M", pid, tid, name=what, args={key: safe(value)})
+def _name(event_name: str, value: str | int, pid: int, tid: int | msgspec.UnsetType = msgspec.UNSET) -> DrawnEvent:
+    key = "sort_index" if isinstance(value, int) else "labels" if event_name == "process_labels" else "name"
+    return DrawnEvent("M", pid, tid, name=event_name, args={key: safe(value)})
