@@ -11,7 +11,7 @@ const WIDTHS = [
 const calls = columnsOf(report.calls, ["name", "depth", "width", "running", "on_device", "calls", "errors", "total_ns", "self_ns", "waiting_ns",
   "device_ns", "min_ns", "max_ns", "p50_ns", "p99_ns", "remaining"]);
 
-/** The rows as a tree below one root that stands for all of them. */
+/** Return the rows as a tree below one root for all of them. */
 function callTree() {
   const root = { row: -1, children: [] };
   const above = [root];
@@ -43,7 +43,7 @@ class Icicle {
     this.tree = tree;
     const sum = (by) => tree.children.reduce((all, node) => all + calls[by][node.row], 0);
     const offered = WIDTHS.filter(([by]) => sum(by) > 0 && (by !== "running" || sum(by) < sum("width")));
-    // Where most of the time is waiting, what ran is not to be seen beside it.
+    // If most of the time is waiting, it would hide the running time.
     this.by = offered.some(([by]) => by === "running") ? "running" : offered[0]?.[0] ?? "width";
     for (const [by, label, title] of offered) {
       byId("calls-width").append(element("button", { type: "button", "data-by": by, title: `As wide as its share ${title}`, onclick: () => this.measure(by) }, label));
@@ -77,7 +77,7 @@ class Icicle {
       at ? element("span", { "aria-hidden": "true" }, "›") : null,
       element("button", { type: "button", onclick: () => this.open(one), "aria-current": one === node ? "true" : null }, callName(one.data.row)),
     ].filter(Boolean)));
-    this.tell(node);
+    this.describe(node);
     this.draw();
     if (focus) byId("icicle").querySelector(`[data-row="${node.data.row}"]`)?.focus();
   }
@@ -134,7 +134,7 @@ class Icicle {
     else if (event.key === "Escape" && this.node.parent) this.open(this.node.parent, true);
     else if (next) {
       byId("icicle").querySelector(`[data-row="${next.data.row}"]`)?.focus();
-      this.tell(next);
+      this.describe(next);
     } else return;
     event.preventDefault();
   }
@@ -169,7 +169,7 @@ class Icicle {
     return [callName(row), facts];
   }
 
-  tell(node) {
+  describe(node) {
     const [title, facts] = this.facts(node);
     byId("calls-detail").replaceChildren(element("b", {}, title), " ", facts.map(([name, value]) => `${name} ${value}`).join(" · "));
   }

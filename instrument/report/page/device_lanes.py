@@ -1,11 +1,11 @@
 """The devices and the calls of a page: the work of each stream, the readings of gauges, and the call tree.
 
-A lane is a stream: of spans the stretches between their events, and apart from these the kernels and copies that
-torch.profiler saw. Where there are more than a page holds, it has the longest.
+A lane is a stream. It has the stretches between the events of spans, and in a lane of their own the kernels and copies
+of torch.profiler's record. If there are more than a page has room for, it has the longest.
 
 The call tree is the rows of the view `events` of all threads together. A row is as wide as the self times at and below
-it, so that what is below a row never is wider than it, whatever ran side by side. What coroutines waited may be left
-out of it; of devices the width is device time.
+it, so it is never narrower than the rows below it, even with parallel work. The waits of coroutines may be left out of
+it. For devices the width is device time.
 """
 
 from __future__ import annotations
@@ -26,56 +26,56 @@ from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE
 
 MOST_ROWS = 4000
-"""Rows of the tree, at most: the heaviest, and what was left out of a level as one row more."""
+"""The most rows of the tree: the heaviest, and one more row of the rest of a level."""
 
 DETAIL = "OpDetail"
-"""Phases are rows, instances of a layer are one."""
+"""The tracer option of the tree: phases are rows, and the instances of a layer are one row."""
 
 NEVER = -1
-"""A number that does not exist, and the row above a topmost one: no other is below 0."""
+"""A number that does not exist, and the parent of a topmost row. No other number is below 0."""
 
 GREATEST = (1 << 63) - 1
 
 
 class CallsTree:
-    """The rows in the order of the tree, each after what it is below, and their widths."""
+    """The rows in the order of the tree, each after its parent, and their widths."""
 
     def __init__(self, recording: Recording, options: Options) -> None:
-        asked = replace(options, tracer_option=DETAIL, threads="merged", state="All", rows=MOST_ROWS, corrected=False)
-        blocks = events(recording, asked).blocks
+        asking = replace(options, tracer_option=DETAIL, threads="merged", state="All", rows=MOST_ROWS, corrected=False)
+        blocks = events(recording, asking).blocks
         self.rows: tuple[EventRow, ...] = blocks[0].rows if blocks else ()
         self._parents = _parents(self.rows)
         self.names: list[str] = []
         for row, parent in zip(self.rows, self._parents, strict=True):
-            # A phase is labelled with what it is a phase of, which here is above it.
+            # A phase has the name of its parent in its label, which here is above it.
             is_below = row.kind == "phase" and parent != NEVER
             self.names.append(row.name.removeprefix(f"{self.names[parent]}/") if is_below else row.name)
 
     def widths(self) -> list[int]:
-        """Self times at and below each row."""
+        """Return the self times at and below each row."""
         return self._with_below([max(row.self_ns, 0) for row in self.rows])
 
     def running_widths(self) -> list[int]:
-        """The same without what coroutines waited."""
+        """Return the same without the waits of coroutines."""
         return self._with_below([max(row.self_ns - row.waiting_ns, 0) for row in self.rows])
 
     def device_widths(self) -> list[int]:
-        """Device time of each row, or that of the rows right below where it is more."""
-        found, below = [max(row.device_ns, 0) for row in self.rows], [0] * len(self.rows)
-        for place in range(len(found) - 1, -1, -1):
-            found[place] = max(found[place], below[place])
+        """Return the device time of each row, or of its children if that is more."""
+        widths, below = [max(row.device_ns, 0) for row in self.rows], [0] * len(self.rows)
+        for place in range(len(widths) - 1, -1, -1):
+            widths[place] = max(widths[place], below[place])
             if self._parents[place] != NEVER:
-                below[self._parents[place]] += found[place]
-        return found
+                below[self._parents[place]] += widths[place]
+        return widths
 
-    def _with_below(self, own: list[int]) -> list[int]:
-        for place in range(len(own) - 1, -1, -1):
+    def _with_below(self, widths_ns: list[int]) -> list[int]:
+        for place in range(len(widths_ns) - 1, -1, -1):
             if self._parents[place] != NEVER:
-                own[self._parents[place]] += own[place]
-        return own
+                widths_ns[self._parents[place]] += widths_ns[place]
+        return widths_ns
 
     def document(self) -> dict[str, Any]:
-        """The rows as columns."""
+        """Return the rows as columns."""
         numbers: dict[tuple[str, str], int] = {}
         for name, row in zip(self.names, self.rows, strict=True):
             numbers.setdefault((name, row.kind), len(numbers))
@@ -94,7 +94,7 @@ class CallsTree:
         }
 
     def left_out(self) -> list[str]:
-        """A sentence on the rows that are no more than a number."""
+        """Return a sentence on the omitted rows, of which only a number remains."""
         together = sum(row.remaining for row in self.rows)
         if not together:
             return []
@@ -105,28 +105,28 @@ class CallsTree:
 
 
 def _column(numbers: Iterable[int | None]) -> str:
-    found = [NEVER if one is None else min(one, GREATEST) for one in numbers]
-    return column_text(np.array(found, dtype=np.int64))
+    values = [NEVER if number is None else min(number, GREATEST) for number in numbers]
+    return column_text(np.array(values, dtype=np.int64))
 
 
 def _parents(rows: Sequence[EventRow]) -> list[int]:
     above: list[int] = []
-    found = []
+    parents = []
     for place, row in enumerate(rows):
         del above[row.depth :]
-        found.append(above[-1] if above else NEVER)
+        parents.append(above[-1] if above else NEVER)
         above.append(place)
-    return found
+    return parents
 
 
 MOST_STRETCHES = 100_000
-"""Stretches and kernels in a page, at most: some 0.7 MB."""
+"""The most stretches and kernels in a page: some 0.7 MB."""
 
 MOST_READINGS = 200
-"""Readings of one gauge of one device, at most."""
+"""The most readings of one gauge of one device."""
 
 NAME = 160
-"""Columns of a name, at most."""
+"""The most columns of a name."""
 
 
 class DeviceLanes:
@@ -140,92 +140,92 @@ class DeviceLanes:
         every = {name: np.concatenate([stretches[name], kernels[name]]) for name in stretches}
         self._all_ns = int(every["length"].sum(dtype=np.float64)) if len(every["length"]) else 0
         self.count = len(every["start"])
-        kept = np.sort(np.argsort(-every["length"], kind="stable")[:most_stretches])
-        kept = kept[np.argsort(every["start"][kept], kind="stable")]
-        self._kept: Mapping[str, Int64s] = {name: numbers[kept] for name, numbers in every.items()}
+        longest = np.sort(np.argsort(-every["length"], kind="stable")[:most_stretches])
+        longest = longest[np.argsort(every["start"][longest], kind="stable")]
+        self._kept: Mapping[str, Int64s] = {name: numbers[longest] for name, numbers in every.items()}
 
     def _stretches(self) -> dict[str, Int64s]:
-        """Return the stretches of spans; what was captured or dropped has no time."""
-        trace, its = self._recording.columns, self._recording.columns.device
-        rows = np.flatnonzero(its.timed)
-        row = its.row[rows].astype(np.int64)
-        streams = zip(its.device[rows].tolist(), its.stream[rows].tolist(), strict=True)
+        """Return the stretches of spans. Captured and dropped ones have no time."""
+        trace, intervals = self._recording.columns, self._recording.columns.device
+        rows = np.flatnonzero(intervals.timed)
+        row = intervals.row[rows].astype(np.int64)
+        streams = zip(intervals.device[rows].tolist(), intervals.stream[rows].tolist(), strict=True)
         lanes = [self._lane(device, stream, "") for device, stream in streams]
         site_names = [self._name(site.name) for site in trace.sites]
         return {
-            "start": its.start_ns[rows] - self._recording.trace.start_ns,
-            "length": its.end_ns[rows] - its.start_ns[rows],
+            "start": intervals.start_ns[rows] - self._recording.trace.start_ns,
+            "length": intervals.end_ns[rows] - intervals.start_ns[rows],
             "lane": np.array(lanes, dtype=np.int64),
             "name": np.array([*site_names, NONE], dtype=np.int64)[trace.site[row]],
             "span": self._number_of[row],
-            "label": its.label[rows].astype(np.int64),
+            "label": intervals.label[rows].astype(np.int64),
         }
 
     def _kernels(self) -> dict[str, Int64s]:
-        """Return the work that torch.profiler saw."""
+        """Return the work in torch.profiler's record."""
         base_ns, kernels = self._recording.trace.start_ns, self._recording.trace.kernels
-        found = [
-            (one.start_ns - base_ns, one.end_ns - one.start_ns, self._lane(one.device, one.stream, "kernels"),
-             self._name(one.name), NONE, NONE)
-            for one in kernels
+        rows = [
+            (row.start_ns - base_ns, row.end_ns - row.start_ns, self._lane(row.device, row.stream, "kernels"),
+             self._name(row.name), NONE, NONE)
+            for row in kernels
         ]  # fmt: skip
-        table = np.array(found, dtype=np.int64).reshape(-1, 6)
+        table = np.array(rows, dtype=np.int64).reshape(-1, 6)
         return dict(zip(("start", "length", "lane", "name", "span", "label"), table.T, strict=True))
 
-    def _lane(self, device: int, stream: int, what: str) -> int:
-        return self._lanes.setdefault((device, stream, what), len(self._lanes))
+    def _lane(self, device: int, stream: int, kind: str) -> int:
+        return self._lanes.setdefault((device, stream, kind), len(self._lanes))
 
     def _name(self, name: str) -> int:
         return self._names.setdefault(shorten(safe(name), NAME) or "(no name)", len(self._names))
 
     def document(self) -> dict[str, Any]:
-        """Lanes, stretches as columns, and gauges."""
-        kept = self._kept
+        """Return lanes, stretches as columns, and gauges."""
+        stretches = self._kept
         order = sorted(self._lanes)
         place_of = {lane: place for place, lane in enumerate(order)}
         place = np.array([*map(place_of.__getitem__, self._lanes), NONE], dtype=np.int64)
-        named, number = np.unique(kept["name"], return_inverse=True)
+        used, number = np.unique(stretches["name"], return_inverse=True)
         names = list(self._names)
         return {
-            "lanes": [f"GPU {device}, stream {stream}{f', {what}' if what else ''}" for device, stream, what in order],
-            "names": [names[one] for one in named.tolist()],
+            "lanes": [f"GPU {device}, stream {stream}{f', {kind}' if kind else ''}" for device, stream, kind in order],
+            "names": [names[number] for number in used.tolist()],
             "labels": list(map(safe, self._recording.columns.device.labels)),
-            "start": steps_text(kept["start"]),
-            "length": column_text(kept["length"]),
-            "lane": column_text(place[kept["lane"]]),
+            "start": steps_text(stretches["start"]),
+            "length": column_text(stretches["length"]),
+            "lane": column_text(place[stretches["lane"]]),
             "name": column_text(number.reshape(-1).astype(np.int64)),
-            "span": steps_text(kept["span"]),
-            "label": column_text(kept["label"]),
+            "span": steps_text(stretches["span"]),
+            "label": column_text(stretches["label"]),
             "gauges": self._gauges(),
         }
 
     def left_out(self) -> list[str]:
-        """Sentences on what of the devices the page does not have."""
-        said = []
-        left = self.count - len(self._kept["start"])
-        if left:
+        """Return sentences on the parts of the devices that the page does not have."""
+        sentences = []
+        short = self.count - len(self._kept["start"])
+        if short:
             ratio = 1 - float(self._kept["length"].sum(dtype=np.float64)) / max(self._all_ns, 1)
-            said.append(
-                f"{left:,} of {self.count:,} stretches on devices are not drawn: the shortest, {100 * ratio:.2g}% of "
+            sentences.append(
+                f"{short:,} of {self.count:,} stretches on devices are not drawn: the shortest, {100 * ratio:.2g}% of "
                 "the sum of all. Tables count all."
             )
         if any(count > MOST_READINGS for count in self._readings.values()):
-            said.append(f"Of gauges with more than {MOST_READINGS} readings every few are drawn. Tables have all.")
-        return said
+            sentences.append(f"Of gauges with more than {MOST_READINGS} readings every few are drawn. Tables have all.")
+        return sentences
 
     def _gauges(self) -> list[dict[str, Any]]:
-        """The readings of each gauge of each device, in the order of the known gauges."""
-        found: dict[tuple[int, str], list[tuple[int, float]]] = {}
-        for one in self._recording.trace.samples:
-            if one.value is not None and np.isfinite(one.value):
-                found.setdefault((one.device, one.name), []).append((one.at_ns, float(one.value)))
-        self._readings = {key: len(readings) for key, readings in found.items()}
-        known = {name: place for place, name in enumerate(GAUGES)}
+        """Return the readings of each gauge of each device, in the order of the known gauges."""
+        readings_of: dict[tuple[int, str], list[tuple[int, float]]] = {}
+        for sample in self._recording.trace.samples:
+            if sample.value is not None and np.isfinite(sample.value):
+                readings_of.setdefault((sample.device, sample.name), []).append((sample.at_ns, float(sample.value)))
+        self._readings = {key: len(readings) for key, readings in readings_of.items()}
+        places = {name: place for place, name in enumerate(GAUGES)}
         models = {gpu.device: gpu.model for gpu in self._recording.trace.gpus}
         base_ns = self._recording.trace.start_ns
         gauges = []
-        for device, name in sorted(found, key=lambda key: (key[0], known.get(key[1], len(known)), key[1])):
-            readings = found[device, name]
+        for device, name in sorted(readings_of, key=lambda key: (key[0], places.get(key[1], len(places)), key[1])):
+            readings = readings_of[device, name]
             some = readings[:: -(-len(readings) // MOST_READINGS)]
             model = shorten(safe(models.get(device, "")), NAME // 2)
             gauges.append({

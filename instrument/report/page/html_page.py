@@ -1,11 +1,11 @@
-"""One HTML file of a report: what it shows as packed JSON, and the style and scripts that lie beside this module.
+"""One HTML file of a report: its content as packed JSON, with the style and the scripts of this folder.
 
-Nothing in the file asks for anything else: its content security policy allows the scripts and the style in it by their
-digests, and nothing from any network. Names and values of the service stand in the JSON alone, as base64 of what zlib
-made of it, which cannot end the element around it; the scripts make text of them, never markup.
+The file loads nothing else: its content security policy allows its scripts and style by their digests, and nothing from
+any network. Names and values of the service are in the JSON alone, as base64 of its deflated text. Such text cannot end
+the element around it. The scripts make text of it, never markup.
 
-The document has figures, views and pictures, and what was left out. Its tables are the sections of each view, every
-cell as a number and as its text.
+The document has figures, views and pictures, and notes on omitted parts. Its tables are the sections of each view,
+every cell as a number and as its text.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ NUMBER = "number"
 UNIT_OF = {SIZE: "MiB"}
 
 MOST_TABLE_ROWS = 200
-"""Rows of one table, at most."""
+"""The most rows of one table."""
 
 MOST_COLUMNS = 160
-"""Columns of a text in a table, at most."""
+"""The most columns of a text in a table."""
 
 MOST_TABLES = 20
-"""Tables of one view, such as those of functions in `ops`: the others are counted."""
+"""The most tables of one view, such as those of functions in `ops`. The rest is only counted."""
 
 ON_PAGE = (
     "requests", "batches", "events", "phases", "overview", "classes", "ops", "instances", "operators", "user",
     "kernels", "device", "copies", "memory", "distribution", "startup", "benchmark", "cost",
 )  # fmt: skip
-"""The views, in the order of the page. `brief` is none of them: its numbers stand at the top."""
+"""The views in the order of the page. `brief` is not among them: its numbers are at the top."""
 
 
 def views_of(views: Mapping[str, View], unit: str) -> list[dict[str, Any]]:
-    """Each view with its tables; one that has nothing to show says why instead."""
+    """Return each view with its tables, or with the reason why it has none."""
     return [_shown(name, view, unit) for name, view in views.items()]
 
 
@@ -102,7 +102,7 @@ def _table(section: Section, unit: str) -> dict[str, Any]:
     columns: list[tuple[str, str, list[Any]]] = []
     for field, heading, _ in section.described():
         values = [value_of(row, field) for row in section.rows]
-        # A column in which no row says anything is left out, as device times are where there is no device.
+        # A column without any value is left out, as are device times without a device.
         if columns and all(value is None or (value == 0 and field == "device_ns") for value in values):
             continue
         if not columns:
@@ -131,15 +131,15 @@ def _heading(label: str, kind: str, unit: str) -> dict[str, Any]:
 
 
 def _kind(field: str, values: Sequence[Any]) -> str:
-    """Return the kind of a column: a number where its name does not say its kind and its first value is one."""
+    """Return the kind of a column by its name, else a number if its first value is one."""
     kind = kind_of(field)
-    told = next((value for value in values if value is not None), "")
-    is_number = isinstance(told, (int, float)) and not isinstance(told, bool)
+    value = next((value for value in values if value is not None), "")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return NUMBER if kind == TEXT and is_number else kind
 
 
 def _cell(value: Any, kind: str, unit: str) -> Any:
-    """A text as it is; a number with the text of it, as text views have it."""
+    """Return a text as it is, and a number with its text in the text views."""
     if kind == DEVICE:
         return device_name(value)
     if kind == TEXT:
@@ -154,26 +154,26 @@ def _cell(value: Any, kind: str, unit: str) -> Any:
 
 
 NAME = 300
-"""Columns of a name, at most."""
+"""The most columns of a name."""
 
 
 def page_document(
-    recording: Recording, options: Options, wanted: str | None = None, header: str = "", part: int = 1
+    recording: Recording, options: Options, request: str | None = None, header: str = "", part: int = 1
 ) -> dict[str, Any]:
-    """Return the document of a recording's page; `wanted` is the request to begin with, `header` what the files are.
+    """Return the document of a recording's page. `request` is the first one to show, `header` describes the files.
 
-    Of the spans and stretches that a page has room for it has the `part`-th part, where all are too many.
+    `part` divides the room for spans and stretches if a complete page would be too large.
 
-    Raises `TraceError` where there is no such request.
+    Raises `TraceError` for an unknown request.
     """
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
-    kept = KeptSpans(recording, options, wanted, MOST_SPANS // part)
-    tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept.number_of, MOST_STRETCHES // part)
+    kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
+    tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept_spans.number_of, MOST_STRETCHES // part)
     of_devices = lanes.document()
     views = {name: VIEW_OF[name](recording, bounded) for name in ON_PAGE}
     shown_views = views_of(views, options.unit)
     served = views["requests"]
-    pictures = kept.document(served.slowest if isinstance(served, RequestTimes) else ())
+    pictures = kept_spans.document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
     return {
         "about": _about(recording, shown, header, options.unit),
@@ -184,7 +184,7 @@ def page_document(
         **pictures,
         "calls": tree.document(),
         "device": {**of_devices, "why": _why_no_device(shown)},
-        "left_out": [*kept.left_out(), *tree.left_out(), *lanes.left_out(), *_rows_left_out(shown_views)],
+        "left_out": [*kept_spans.left_out(), *tree.left_out(), *lanes.left_out(), *_rows_left_out(shown_views)],
         "instrumentation": _instrumentation(recording),
     }
 
@@ -213,7 +213,7 @@ def _about(recording: Recording, shown: Brief, header: str, unit: str) -> dict[s
 
 
 def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
-    """The few numbers at the top, each with what it is of."""
+    """Return the few numbers at the top, each with its base."""
     figures: list[dict[str, str]] = []
 
     def add(label: str, value: str, note: str = "", mood: str = "") -> None:
@@ -221,8 +221,8 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
 
     served = shown.requests
     if served.requests:
-        errors = sum(one.errors for one in served.endpoints)
-        cancelled = sum(one.cancelled for one in served.endpoints)
+        errors = sum(endpoint.errors for endpoint in served.endpoints)
+        cancelled = sum(endpoint.cancelled for endpoint in served.endpoints)
         ended = f"{errors:,} with an error" if errors else "none with an error"
         ended += f", {cancelled:,} cancelled" if cancelled else ""
         add("Requests", f"{served.requests:,}", ended, "bad" if errors else "")
@@ -242,9 +242,9 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
                 add(label, f"{in_unit(value, unit)} {unit}", "of a step")
     else:
         add("Spans", f"{len(recording.columns):,}", "no request or step was recorded")
-    for one in shown.device.devices[:2]:
+    for use in shown.device.devices[:2]:
         add(
-            f"GPU {one.device} busy", tenths(one.busy_ratio, 1), f"starved {tenths(one.starved_ratio, 1)} of the window"
+            f"GPU {use.device} busy", tenths(use.busy_ratio, 1), f"starved {tenths(use.starved_ratio, 1)} of the window"
         )
     if shown.cost is not None:
         add("Instrumentation", rough_percent(shown.cost_ratio), "of the window")
@@ -254,16 +254,16 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
 
 
 def _endpoints(shown: Brief, unit: str) -> list[dict[str, Any]]:
-    """Each endpoint with the parts that its wall went to."""
-    found = []
-    for one in shown.requests.endpoints:
+    """Return each endpoint with the parts of its wall."""
+    rows = []
+    for endpoint in shown.requests.endpoints:
         parts = []
-        for part in parts_of(one):
+        for part in parts_of(endpoint):
             mean = "" if part.mean_ns is None else f"{in_unit(part.mean_ns, unit)} {unit}"
             parts.append([row_name(part), part.ratio or 0, tenths(part.ratio, 1), mean])
-        times = [in_unit(time_ns, unit) for time_ns in (one.mean_ns, one.p50_ns, one.p99_ns)]
-        found.append({"name": row_name(one), "requests": f"{one.requests:,}", "times": times, "parts": parts})
-    return found
+        times = [in_unit(time_ns, unit) for time_ns in (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns)]
+        rows.append({"name": row_name(endpoint), "requests": f"{endpoint.requests:,}", "times": times, "parts": parts})
+    return rows
 
 
 def _why_no_device(shown: Brief) -> str:
@@ -274,7 +274,7 @@ def _why_no_device(shown: Brief) -> str:
 
 
 def _instrumentation(recording: Recording) -> list[str]:
-    """Return cost, losses and what was not observed, as every report ends."""
+    """Return the cost, the losses and the missing observations, as at the end of every report."""
     return [line for line in instrumentation(recording) if line and not line.startswith("-----")]
 
 
@@ -288,13 +288,13 @@ def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
 
 
 SCRIPTS = ("page_parts.js", "lane_chart.js", "request_pages.js", "calls_icicle.js", "page_main.js")
-"""The scripts of the page in the order in which they run, after d3."""
+"""The scripts of the page in the order of their run, after d3."""
 
 MOST_BYTES = 5_000_000
-"""A page that would be larger has fewer spans."""
+"""The most bytes of a page; a larger page gets fewer spans."""
 
 PARTS = (1, 2, 4, 16, 64)
-"""Divisors of the spans that a page mostly has room for: the first with which it is small enough."""
+"""The divisors of a page's room for spans. The first one with a small enough page is used."""
 
 LEVEL = 6
 """The level of zlib."""
@@ -308,10 +308,10 @@ def write_page(
     request: str | None = None,
     header: str = "",
 ) -> Path:
-    """Write the page of a recording; `request` is the one to begin with, `header` says of what files it is.
+    """Write the page of a recording. `request` is the first one to show, `header` describes the files.
 
-    The file appears complete and with mode 0600 or not at all. Raises `TraceError` where it cannot be written, or there
-    is no such request.
+    The file appears complete and with mode 0600 or not at all. Raises `TraceError` if it cannot be written, or for an
+    unknown request.
     """
     for part in PARTS:
         text = html_page(page_document(recording, options, request, header, part))
@@ -327,7 +327,7 @@ def write_page(
 
 
 def html_page(document: Mapping[str, Any]) -> str:
-    """The page that shows a document."""
+    """Return the page of a document."""
     d3, style = _asset("d3.min.js"), _asset("page.css")
     script = "\n".join(map(_asset, SCRIPTS))
     service = str(document["about"]["service"])
@@ -343,11 +343,11 @@ def html_page(document: Mapping[str, Any]) -> str:
     }
     page = _asset("page.html")
     pieces = page.split("{{")
-    return pieces[0] + "".join(parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:]))
+    return pieces[0] + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in pieces[1:]))
 
 
 def packed_document(document: Any) -> str:
-    """A document as JSON, deflated, in base64: letters, digits, `+`, `/` and `=`, whatever it says."""
+    """Return a document as JSON, deflated, in base64: only letters, digits, `+`, `/` and `=`."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode("ascii"), LEVEL)).decode("ascii")
 

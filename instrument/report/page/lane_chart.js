@@ -17,12 +17,12 @@ function stackBars(bars) {
 }
 
 /**
- * A chart of `lanes`, of which each has a `label` and `bars` with `start`, `end`, `colour`, `text` and what else `tell`
- * needs to say of one; as high as the `ratio` of its `own` it has another colour. Times are ns after `zero`; `length` of them are shown at first.
+ * A chart of `lanes`. Each has a `label` and `bars` with `start`, `end`, `colour`, `text` and the other fields for
+ * `describe`; as high as the `ratio` of its `own` it has another colour. Times are ns after `zero`; `length` of them are shown at first.
  */
 class LaneChart {
-  constructor({ label, lanes, length, tell, pick }) {
-    Object.assign(this, { lanes, length: Math.max(length, 1), tell, pick });
+  constructor({ label, lanes, length, describe, pick }) {
+    Object.assign(this, { lanes, length: Math.max(length, 1), describe, pick });
     this.top = 0;
     for (const lane of lanes) {
       const rows = stackBars(lane.bars);
@@ -124,7 +124,7 @@ class LaneChart {
   }
 
   drawRow(context, row, y, first, last, perNs) {
-    let narrow = null;  // what lies in one column of pixels, which is as dense as these are together
+    let narrow = null;  // the bars in one column of pixels, drawn as dense as their sum
     const flush = () => {
       if (narrow) {
         context.globalAlpha = narrow.dim * Math.min(1, Math.max(narrow.width, 0.12));
@@ -194,10 +194,10 @@ class LaneChart {
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     const inUnit = scale.copy().domain(scale.domain().map((ns) => ns / unitNs));
-    const told = inUnit.tickFormat(Math.max(2, this.width / 110));
+    const tickText = inUnit.tickFormat(Math.max(2, this.width / 110));
     context.fillStyle = colour("soft");
     for (const tick of inUnit.ticks(Math.max(2, this.width / 110))) {
-      const x = inUnit(tick), text = `${told(tick)} ${unit}`, width = context.measureText(text).width;
+      const x = inUnit(tick), text = `${tickText(tick)} ${unit}`, width = context.measureText(text).width;
       context.fillStyle = colour("strong-line");
       context.fillRect(Math.round(x), AXIS_HEIGHT - 5, 1, 5);
       context.fillStyle = colour("soft");
@@ -228,7 +228,7 @@ class LaneChart {
 
   hover(event) {
     const bar = this.barAt(event);
-    if (bar) showTip(this.tell(bar), event.clientX, event.clientY);
+    if (bar) showTip(this.describe(bar), event.clientX, event.clientY);
     else hideTip();
     if (bar !== this.under) {
       this.under = bar;

@@ -37,9 +37,9 @@ function startDevices() {
     const detail = element("div", { class: "detail", role: "status" }, "Hover over a stretch, or choose one. Drag to move, Ctrl and the wheel to zoom.");
     let until = report.about.window_ns;
     for (let at = 0; at < device.start.length; at++) until = Math.max(until, device.start[at] + device.length[at]);
-    const tell = (bar) => tellInterval(bar, [["at", timeText(bar.start)], ["took", timeText(bar.end - bar.start)]]);
-    const chart = new LaneChart({ label: "What devices did", lanes, length: until, tell, pick: (bar) => {
-      const [title, facts] = tell(bar);
+    const describe = (bar) => tellInterval(bar, [["at", timeText(bar.start)], ["took", timeText(bar.end - bar.start)]]);
+    const chart = new LaneChart({ label: "What devices did", lanes, length: until, describe, pick: (bar) => {
+      const [title, facts] = describe(bar);
       detail.replaceChildren(element("b", {}, title), factsList(facts));
     } });
     const found = element("span", { class: "muted", role: "status" });

@@ -70,7 +70,7 @@ function element(tag, attributes = {}, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
-/** A number; one half way between two of so many digits (0: two whole ones) goes to the even one, as Python rounds. */
+/** Return a number that later rounds to `digits` digits (0: to a whole one) as in Python: a half to the even digit. */
 function halfToEven(value, digits) {
   const [mantissa, exponent] = Math.abs(value).toExponential(60).split("e");
   const all = mantissa.replace(".", ""), kept = digits || Number(exponent) + 1;
@@ -145,10 +145,10 @@ function swatch(name) {
 
 /** A bar of the parts of a whole, `[name, share, text]` each, to be read as one text. */
 function stack(parts, size = "") {
-  const told = parts.filter(([, ratio]) => ratio > 0);
-  const label = told.map(([name, ratio, text]) => `${name} ${text ?? shareText(ratio, 1)}`).join(", ");
+  const shown = parts.filter(([, ratio]) => ratio > 0);
+  const label = shown.map(([name, ratio, text]) => `${name} ${text ?? shareText(ratio, 1)}`).join(", ");
   const made = element("div", { class: `stack ${size}`, role: "img", "aria-label": label });
-  for (const [name, ratio, text] of told) {
+  for (const [name, ratio, text] of shown) {
     const part = element("span", {});
     part.style.width = `${100 * ratio}%`;
     part.style.background = `var(--${partColour(name)})`;
@@ -162,9 +162,9 @@ function stack(parts, size = "") {
 
 const tip = byId("tip");
 
-/** Show `[title, [[name, value], ...]]` beside a point of the window. */
-function showTip(told, x, y) {
-  const [title, facts] = told;
+/** Show `[title, [[name, value], ...]]` next to a point of the window. */
+function showTip(content, x, y) {
+  const [title, facts] = content;
   tip.replaceChildren(element("b", {}, title), factsList(facts));
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();
@@ -176,8 +176,8 @@ function hideTip() {
   tip.hidden = true;
 }
 
-function withTip(target, tell) {
-  target.addEventListener("pointermove", (event) => showTip(tell(), event.clientX, event.clientY));
+function withTip(target, describe) {
+  target.addEventListener("pointermove", (event) => showTip(describe(), event.clientX, event.clientY));
   target.addEventListener("pointerleave", hideTip);
 }
 
@@ -331,30 +331,30 @@ class SortableTable {
     return made;
   }
 
-  choose(row, tell = true) {
+  choose(row, picks = true) {
     this.picked = row;
     for (const made of this.body.children) {
       if (Number(made.dataset.row) === row) made.setAttribute("aria-selected", "true");
       else made.removeAttribute("aria-selected");
     }
-    if (tell) this.pick(row);
+    if (picks) this.pick(row);
   }
 }
 
 /** A table of a view: its cells are texts, or a number and its text. */
-function viewTable(told) {
-  const columns = told.columns.map((column, at) => {
+function viewTable(data) {
+  const columns = data.columns.map((column, at) => {
     const isText = column.kind === "text";
     return {
       ...column,
-      value: (row) => (isText ? told.rows[row][at] : told.rows[row][at][0]),
-      text: (row) => (isText ? told.rows[row][at] : told.rows[row][at][1]),
+      value: (row) => (isText ? data.rows[row][at] : data.rows[row][at][0]),
+      text: (row) => (isText ? data.rows[row][at] : data.rows[row][at][1]),
     };
   });
-  const made = new SortableTable({ label: told.title, columns, count: told.rows.length, depths: told.depths,
+  const made = new SortableTable({ label: data.title, columns, count: data.rows.length, depths: data.depths,
     atFirst: ROWS_OF_A_VIEW });
-  return element("div", { class: "view-table" }, element("h3", {}, told.title), made.node,
-    told.note ? element("p", { class: "note" }, told.note) : null);
+  return element("div", { class: "view-table" }, element("h3", {}, data.title), made.node,
+    data.note ? element("p", { class: "note" }, data.note) : null);
 }
 
 /** The views, one at a time, and why the others are empty. */

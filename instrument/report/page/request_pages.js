@@ -84,19 +84,19 @@ function startRequests() {
   search.placeholder = hasKeys ? "Endpoint, key, error or span" : "Name, error or span";
   const haystack = Array.from({ length: count }, (_, row) =>
     [siteName(listed.site[row]), keyOf(row), errorOf(row), report.listed.ids[row], report.listed.traces[row] ?? ""].join("\n").toLowerCase());
-  const tell = () => {
+  const describe = () => {
     const shown = table.kept.length;
     byId("request-count").textContent = shown === count ? counted(count, what) : `${shown.toLocaleString("en")} of ${counted(count, what)}`;
   };
   search.addEventListener("input", () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     table.filter((row) => words.every((word) => haystack[row].includes(word)));
-    tell();
+    describe();
   });
   search.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && table.rows.length) table.choose(table.rows[0]);
   });
-  tell();
+  describe();
   const first = report.listed.first >= 0 ? report.listed.first : table.rows[0];
   table.choose(first, false);
   showLife(first);
@@ -198,7 +198,7 @@ function addWaterfall(life, request) {
   const shown = every.slice(0, MOST_LANES);
   const detail = element("div", { class: "detail", role: "status" }, "Hover over a bar, or choose one. Drag to move, Ctrl and the wheel to zoom.");
   const chart = new LaneChart({
-    label: `Spans of ${siteName(listed.site[request])}`, lanes: shown, length: listed.wall[request], tell: (bar) => tellBar(bar, request),
+    label: `Spans of ${siteName(listed.site[request])}`, lanes: shown, length: listed.wall[request], describe: (bar) => tellBar(bar, request),
     pick: (bar) => {
       const [title, facts] = tellBar(bar, request);
       detail.replaceChildren(element("b", {}, title), factsList(facts));
@@ -261,7 +261,7 @@ function factsOfPair(pair) {
   return [["serves", counted(pairs.size[pair], "request")], ["its share", `${timeText(given)}, ${shareText(given, spans.length[pairs.span[pair]])}`]];
 }
 
-/** The same spans as a table, for whoever reads no picture. */
+/** The same spans as a table, for readers without pictures. */
 function spansTable(lanes, request, count) {
   const details = element("details", {}, element("summary", {}, `${counted(count, "span")} as a table`));
   details.addEventListener("toggle", () => {
