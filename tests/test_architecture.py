@@ -352,7 +352,7 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_579, 10),
     "recording": (4_022, 19),
-    "report": (12_801, 45),
+    "report": (12_800, 45),
     "runtime": (2_617, 18),
     "sessions": (7_229, 30),
     "trace": (8_590, 30),

@@ -1,9 +1,9 @@
 """The `benchmark` view: the costs of the steps of a loop, their waits for input, and their rate.
 
-A step is a span of kind `step`, with its loop's wait for its input right before it, or the time between two calls of
-`Profiler.step`. Its batch cost is its host time. The reader cost is the part of it in which a loader of its thread (and
-of its task, if it has one) fetched the next item. Averages divide by the timed steps, from the index `skip` on, counted
-from 0. A rate is over the time on the clock: the union of parallel steps.
+A step is a span of kind `step`, with its loop's wait for input right before it. Between two calls of `Profiler.step`
+there is one step, too. Its batch cost is its host time. The reader cost is the time of its thread's loaders in it (of
+its task's, if it has one). Averages divide by the timed steps, from the index `skip` on, counted from 0. A rate is over
+the time on the clock: the union of parallel steps.
 
 `paddle.profiler` divides by one step less than it times, so twelve steps of 10 ms become 15 ms. It prints a least of
 `inf` if each step is longer than the one before, and counts samples only by hand. Here 10 ms is 10 ms.

@@ -44,7 +44,7 @@ PARTS = 6
 """The most endpoints, and the most parts of a request or step. One more row has the rest."""
 
 DEVICES = 3
-TOLD_FROM = 0.1
+LAUNCH_BOUND_FROM = 0.1
 """The least share of a device's busy time that is reported as launch-bound."""
 
 LOSSES = 3
@@ -108,7 +108,7 @@ class Brief(View):
         if self.requests.requests:
             lines += [*_slowest(self.requests, unit), *_blocked_line(self.requests, unit)]
         elif served and self.steps is not None:
-            lines += _more(len(self.steps.loops), "loops: --view benchmark")
+            lines += _more_line(len(self.steps.loops), "loops: --view benchmark")
         lines += [""] * bool(served)
         lines += [*(places.table(unit) if places.rows else [NO_CALL]), ""]
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
@@ -272,7 +272,7 @@ def _step_rows(steps: Loops, of_steps: PhasesView | None) -> list[WorkRow]:
     return rows
 
 
-def _more(count: int, noun: str) -> list[str]:
+def _more_line(count: int, noun: str) -> list[str]:
     return [f"... ({count - DEVICES} more {noun})"] if count > DEVICES else []
 
 
@@ -290,10 +290,10 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
             f"Device {use.device}: busy {tenths(use.busy_ratio, 1)} of the window, idle while a request was in flight "
             f"{tenths(use.starved_ratio, 1)}, idle without {tenths(use.unasked_ratio, 1)}"
         )
-        if (use.launch_bound_ratio or 0.0) >= TOLD_FROM:
+        if (use.launch_bound_ratio or 0.0) >= LAUNCH_BOUND_FROM:
             launching = tenths(use.launch_bound_ratio, 1)
             lines.append(f"  Of its busy time {launching} is launch-bound: it may have waited for the host to launch")
-    return [*lines, *_more(len(view.devices), "devices: --view device")]
+    return [*lines, *_more_line(len(view.devices), "devices: --view device")]
 
 
 def _process_line(view: DeviceView) -> list[str]:

@@ -59,13 +59,13 @@ class SiteCost:
     remaining: int = 0
 
     def label(self) -> str:
-        return _named(self.name, self.place)
+        return _with_place(self.name, self.place)
 
     burden = Ratio("cost_ns", of="host_ns")
     """The cost as a share of the calls' host time."""
 
 
-def _named(name: str, place: str) -> str:
+def _with_place(name: str, place: str) -> str:
     return f"{name} [{place}]" if place and place != name else name
 
 
@@ -80,7 +80,7 @@ class MutedSite:
     now: bool
 
     def label(self) -> str:
-        return _named(self.name, self.place)
+        return _with_place(self.name, self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class InstrumentationCost(View):
                 wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{note_on_each}."),
                 {"each_ns": lambda row, unit: number(row.each_ns)},
             ),
-            Section("Held", (), "", empty=[*self.coverage.lines(), *_held_lines(self)]),
+            Section("Held", (), "", empty=[*self.coverage.lines(), *_kept_lines(self)]),
             Section("Not kept", list(self.losses.items()), "0=Reason|1=Count", empty=["Nothing was lost."]),
             Section(
                 "Not observed", self.muted or (),
@@ -177,7 +177,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     """
     spent, upkeep = recording.cost, recording.upkeep
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
-    coverage, device_asked, missing = _held(recording)
+    coverage, device_asked, missing = _span_facts(recording)
     return InstrumentationCost(
         recorder=recording.recorder,
         clock="" if upkeep is None else upkeep.clock,
@@ -188,7 +188,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         is_each_known=upkeep is not None,
         losses={reason: count for reason, count in recording.losses.items() if count},
         notes=recording.notes if upkeep is None else tuple(upkeep.notes),
-        muted=None if upkeep is None else _muted(upkeep),
+        muted=None if upkeep is None else _muted_sites(upkeep),
         rings=None if upkeep is None else RingUse(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
         coverage=coverage,
         device_asked=device_asked,
@@ -227,7 +227,7 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
     for key in shown:
         site, cost_ns = tree.sites[key], costs[key]
         numbers = calls[key], each_ns[key], cost_ns, host_ns[key], share(cost_ns, whole_ns)
-        rows.append(SiteCost(site.name, site.kind, _where(site), *numbers))
+        rows.append(SiteCost(site.name, site.kind, _place_of(site), *numbers))
     omitted = len(costs) - len(shown)
     if omitted:
         left_calls = sum(calls) - sum(row.calls for row in rows)
@@ -252,23 +252,23 @@ def _heaviest(costs_ns: Mapping[int, int], label: Callable[[int], tuple[str, str
 
 
 def _label(site: Site) -> tuple[str, str]:
-    return site.name, _where(site)
+    return site.name, _place_of(site)
 
 
-def _where(site: Site) -> str:
+def _place_of(site: Site) -> str:
     return site.instance or where_of(site)
 
 
-def _muted(upkeep: InstrumentationStats) -> tuple[MutedSite, ...]:
+def _muted_sites(upkeep: InstrumentationStats) -> tuple[MutedSite, ...]:
     sites = sorted({*upkeep.passed, *upkeep.muted}, key=lambda site: -upkeep.passed.get(site, 0))
     return tuple(
-        MutedSite(site.name, site.kind, _where(site), upkeep.passed.get(site, 0), site in upkeep.muted)
+        MutedSite(site.name, site.kind, _place_of(site), upkeep.passed.get(site, 0), site in upkeep.muted)
         for site in sites
         if upkeep.passed.get(site) or site in upkeep.muted
     )
 
 
-def _held(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
+def _span_facts(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
     """Return the coverage, the number of kept spans that asked for device time, and by reason those without any."""
     facts = recording.held
     if facts is not None:
@@ -283,7 +283,7 @@ def _held(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
 # The text.
 
 
-def _held_lines(view: InstrumentationCost) -> list[str]:
+def _kept_lines(view: InstrumentationCost) -> list[str]:
     lines = []
     if view.rings is not None:
         rings = view.rings

@@ -35,7 +35,7 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 from instrument.trace.ledger import DeviceLedger
 
-NOT_TOLD = "n/a"
+NOT_REPORTED = "n/a"
 """The cell of a value that a device does not report."""
 
 NAME_WIDTH = 20
@@ -76,8 +76,8 @@ class DeviceRow:
         return replace(self, mean=mean, least=least, most=most, total=total)
 
 
-def _read(value: float | None, row: DeviceRow) -> str:
-    return number(value) if value is not None or row.samples else NOT_TOLD
+def _cell(value: float | None, row: DeviceRow) -> str:
+    return number(value) if value is not None or row.samples else NOT_REPORTED
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
@@ -124,15 +124,15 @@ class DeviceSummary:
             {
                 "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
                 "unit": lambda row, unit: row.unit(),
-                "mean": lambda row, unit: _read(row.mean, row),
-                "least": lambda row, unit: _read(row.least, row),
-                "most": lambda row, unit: _read(row.most, row),
+                "mean": lambda row, unit: _cell(row.mean, row),
+                "least": lambda row, unit: _cell(row.least, row),
+                "most": lambda row, unit: _cell(row.most, row),
                 "total": lambda row, unit: number(row.total),
             },
             widths=WIDTHS,
             lead=[
                 f"Read from first to last: {in_unit(self.read_ns, unit)} {unit}{every}",
-                f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_TOLD}: the device does not tell it",
+                f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_REPORTED}: the device does not tell it",
                 *(shorten(f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}", LINE) for gpu in self.gpus),
                 "",
             ],
@@ -243,25 +243,25 @@ class DeviceView(View):
     TITLE = "Device"
 
     def head(self) -> list[str]:
-        why = self._none_timed() if not self.devices and self.sections() else []
+        why = self._no_device_time() if not self.devices and self.sections() else []
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *why]
 
     def nothing(self) -> list[str]:
-        return [] if self.sections() else self._none_timed()
+        return [] if self.sections() else self._no_device_time()
 
     def sections(self) -> list[Section]:
         gauges = [] if self.gauges is None else [self.gauges.section()]
-        of_each = [section for device in self.devices for section in _of_device(device, self)]
-        return [*gauges, *of_each, *self._asked()]
+        of_each = [section for device in self.devices for section in _device_sections(device, self)]
+        return [*gauges, *of_each, *self._untimed_section()]
 
     def foot(self) -> list[str]:
         return _notes(self) if self.devices else []
 
-    def _none_timed(self) -> list[str]:
+    def _no_device_time(self) -> list[str]:
         complete = self.coverage.complete or self.asked > 0 or not self.is_ours
         return none_held("span with device time", self.why_none(), complete=complete)
 
-    def _asked(self) -> list[Section]:
+    def _untimed_section(self) -> list[Section]:
         """Return the spans without device time by name, if a reason or a device makes the table useful."""
         if not self.devices and not any(row.reason in UNTIMED for row in self.unanswered):
             return []
@@ -348,7 +348,7 @@ def _parts(use: DeviceUse) -> list[DevicePart]:
     ]
 
 
-def _of_device(use: DeviceUse, view: DeviceView) -> list[Section]:
+def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
     """Return the tables of a device: its time, and its work by stream, label, name, and request."""
     kinds = Counter(name.name for name in use.names)
     mean = number(use.mean_streams)

@@ -132,7 +132,7 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     `rows` and `least_ns` bound the operations, by the time of their calls and waits.
     """
     trace = recording.columns
-    work = _Found(trace, recording.trace.held)
+    work = _PlaceTimes(trace, recording.trace.held)
     base_ns = work.base.length_ns()
     coverage = Coverage.of_recording(recording)
     if not work.communicates:
@@ -169,7 +169,7 @@ def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> Dis
     return DistributionUse(name, base_ns, communicates.length_ns(), computes.length_ns(), shared)
 
 
-class _Found:
+class _PlaceTimes:
     """The communication and computation of each place as unions, the spans of communication, and the base (the time in
     steps, or the part of the window with every span)."""
 
@@ -185,12 +185,12 @@ class _Found:
         self.of, self.base = ("step", steps) if len(steps.starts) else ("window", of_window)
         present = set(distinct(trace.site).tolist())
         is_named = [
-            place in present and (site.kind == "comm" or _is_named(site)) for place, site in enumerate(trace.sites)
+            place in present and (site.kind == "comm" or _is_nccl(site)) for place, site in enumerate(trace.sites)
         ]  # fmt: skip
         if not any(is_named):
             return  # there is nothing to compare
         if len(self.calls):
-            self.communicates[HOST] = union(*_in_flight(trace, self.calls))
+            self.communicates[HOST] = union(*_flights(trace, self.calls))
         self._add_devices(trace, window, trace.of_sites(is_named))
         if self.communicates:
             self.computes[HOST] = _computing(trace, inside, starts, ends)
@@ -219,12 +219,12 @@ def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> U
     return together(unions)
 
 
-def _is_named(site: Site) -> bool:
+def _is_nccl(site: Site) -> bool:
     """Return True if the name is that of a communication kernel."""
     return any(kernel in site.name.lower() for kernel in KERNELS)
 
 
-def _in_flight(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
+def _flights(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
     """Return the time from each call of a communication to the end of its span, if the span reports it."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):

@@ -1,14 +1,13 @@
-"""The effect of a change on like work: two samples matched by what was worked on, and an interval that holds for
-neighbours that are alike.
+"""The effect of a change on like work: the difference of two samples that are matched by their work, and its interval.
 
 Calls are matched by strata of their covariates, such as sizes and the load at their begin: half a power of two each. A
-stratum counts where both sides have calls of it, by the smaller of both counts. What covariates still explain within
-a stratum is taken out by one slope per covariate, fitted within the sides, so that no difference of the sides is taken
-for it. Effects are of logarithms, hence of typical calls: a share slower is the same for short and long ones, and a few
-calls that were preempted count little. Tails show in percentiles.
+stratum counts if both sides have calls of it, by the smaller of both counts. One slope per covariate removes the rest
+of its influence within a stratum. Slopes are fitted within the sides, so that they do not absorb the sides' difference.
+Effects are of logarithms, hence of typical calls: a slowdown by a share is equal for short and long calls, and a few
+preempted calls count little. Tails show in percentiles.
 
-Neighbouring calls are alike, so calls are no units of a test. The units are blocks of calls in the order of time, up to
-16 a side, or runs where each side has three and more. Blocks are joined, and what correlation is left between them
+Neighbouring calls are correlated, so calls are no units of a test. The units are blocks of calls in the order of time,
+up to 16 per side, or runs if each side has three or more. Blocks are joined. The remaining correlation between them
 widens the interval, by the variance of the mean of a first-order autoregression.
 """
 
@@ -29,32 +28,32 @@ from instrument.trace.groups import numbered
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""Like calls that each side must have: with fewer, blocks of correlated calls are too short to be units."""
+"""The least number of like calls per side. With fewer, blocks of correlated calls are too short to be units."""
 
 LEAST_OF_STRATUM = 5
-"""Calls that each side must have of a stratum."""
+"""The least number of calls per side in a stratum."""
 
 MOST_BLOCKS, LEAST_BLOCKS = 16, 8
 LEAST_RUNS = 3
-"""Runs of each side with which runs are the units."""
+"""The least number of runs per side for runs as units."""
 
 CORRELATED = 0.3
-"""The correlation of neighbouring blocks above which two are joined to one."""
+"""The correlation of neighbouring blocks above which two blocks become one."""
 
 EXTRA = "instrument-sdk[compare]"
 
 MOST_LOGARITHM = 50.0
-"""The largest logarithm of a limit; beyond that nothing is known."""
+"""The largest logarithm of a limit. Nothing is known beyond it."""
 
 POWER = 0.9
-"""The probability with which a change of the smallest size that is named would have been seen."""
+"""The probability of detecting a change of the smallest detectable size."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSample:
     """Calls of one side in the order of their begins: `values_ns`, and per call its `covariates` and its `run`.
 
-    `covariates` has a row per covariate; none is negative.
+    `covariates` has a row per covariate, without negative values.
     """
 
     values_ns: Floats
@@ -70,7 +69,7 @@ class CallSample:
 class Effect:
     """The change of like work: the difference of logarithms, its standard error, and the degrees of freedom.
 
-    `calls` are the matched ones of each side, `matched_ratio` the share of the time after that they have.
+    `calls` are the matched ones of each side, `matched_ratio` is their share of the time after.
     """
 
     difference: float
@@ -81,23 +80,23 @@ class Effect:
 
     @property
     def ratio(self) -> float:
-        """The change as a share of what the work took before."""
+        """The change as a share of the work's time before."""
         return math.expm1(self.difference)
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Return the limits between which the change is, with a probability of `level` of being wrong (Welch's t)."""
+        """Return the limits of the change. `level` is the probability that it is outside of them (Welch's t)."""
         width = self.error * float(student().isf(level / 2, self.freedom))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
     def detectable(self, level: float) -> float:
-        """Return the smallest change that would have been seen, with the probability `POWER`."""
+        """Return the smallest change that is detected with the probability `POWER`."""
         by_level, by_power = student().isf([level / 2, 1 - POWER], self.freedom).tolist()
         width = self.error * (by_level + by_power)
         return math.expm1(min(width, MOST_LOGARITHM))
 
 
 def student() -> Any:
-    """Return Student's t distribution. Raises `InstrumentError` where scipy is not installed."""
+    """Return Student's t distribution. Raises `InstrumentError` without scipy."""
     try:
         from scipy import stats  # type: ignore[import-untyped]
     except ImportError as problem:
@@ -106,7 +105,7 @@ def student() -> Any:
 
 
 class _Matched:
-    """The calls of both sides that are alike: by side the stratum and the value of each call, in the order of time."""
+    """The like calls of both sides: by side the stratum and the value of each call, in the order of time."""
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
         of_call, count = _strata(before, after)
@@ -130,7 +129,7 @@ class _Matched:
         return [numbers - mean[places] for numbers, mean, places in zip(values, means, self.places, strict=True)]
 
     def without_slopes(self, values: list[Floats]) -> list[Floats]:
-        """Return the values as they would be at the mean of the covariates of their stratum on both sides."""
+        """Return the values adjusted to the mean covariates of their stratum on both sides."""
         for_each = [
             [np.log1p(column) for column in columns]
             for columns in zip(*(s.covariates for s in self.samples), strict=True)
@@ -151,7 +150,7 @@ class _Matched:
 
 
 def effect(before: CallSample, after: CallSample) -> Effect | None:
-    """Return the change of like work from one sample to the other, None where too few calls of both sides are alike."""
+    """Return the change of like work from one sample to the other, None with too few like calls on both sides."""
     matched = _Matched(before, after)
     calls = len(matched.places[0]), len(matched.places[1])
     spent_ns = float(after.values_ns.sum())
@@ -201,7 +200,7 @@ def _variance(sums: Floats) -> tuple[float, float]:
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the same of calls in the order of time, whose neighbours may be alike."""
+    """Return the same for calls in the order of time, with correlated neighbours."""
     blocks = MOST_BLOCKS
     while True:
         edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]

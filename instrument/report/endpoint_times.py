@@ -163,12 +163,12 @@ class Answers:
             sum(streamed.items.tolist()),
             first_p50_ns,
             first_p99_ns,
-            *_both(np.sort(per_item_ns).tolist()),
+            *_item_percentiles(np.sort(per_item_ns).tolist()),
             None if longest_ns == NONE else longest_ns,
         )
 
 
-def _both(times: Sequence[int]) -> tuple[int | None, int | None]:
+def _item_percentiles(times: Sequence[int]) -> tuple[int | None, int | None]:
     if not times:
         return None, None
     p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
@@ -325,7 +325,7 @@ class CompleteRequests:
     ) -> list[EndpointTimes]:  # fmt: skip
         """Return the times of each group with requests."""
         count, all_ns = len(names), sum(self.wall_ns.tolist())
-        walls, unknown = (_in_order(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
+        walls, unknown = (_sorted_by_group(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
         failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()
         cancelled = Groups(groups, count).sums(self.broken_off.astype(np.int64)).tolist()
         phases, answers = self._times_of_phases(groups), self._answers(groups, count)
@@ -370,7 +370,7 @@ class CompleteRequests:
         group_of_part = groups[self.request]
         in_group = group_of_part != NONE
         numbers, firsts = numbered(group_of_part[in_group], self.part[in_group])
-        times = _in_order(numbers, len(firsts), self.time_ns[in_group])
+        times = _sorted_by_group(numbers, len(firsts), self.time_ns[in_group])
         times_by_group: dict[int, dict[str, list[int]]] = {}
         for group, part, of_phase in zip(
             group_of_part[in_group][firsts].tolist(), self.part[in_group][firsts].tolist(), times, strict=True
@@ -397,7 +397,7 @@ def request_outcome(trace: Columns, row: int) -> str:
     return outcome if isinstance(outcome, str) else ""
 
 
-def _in_order(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
+def _sorted_by_group(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
     """Return the times of each group, the shortest first."""
     order = np.lexsort((times, groups))
     edges = np.searchsorted(groups[order], np.arange(count + 1)).tolist()

@@ -275,7 +275,7 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """Return all copies except those from host to host, then the asynchronous and the synchronous ones."""
     copies: list[tuple[object, Totals]] = []
     if "copy" in tally.tree.facts().kinds:
-        ways, by_site = tally.tree.by_site(_way), tally.by_site()
+        ways, by_site = tally.tree.by_site(_sync_of_copy), tally.by_site()
         of_ways = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
         copies = [(way[0], totals) for way, totals in of_ways if way is not None]
     sums = []
@@ -288,7 +288,7 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     return tuple(sums)
 
 
-def _way(site: Site) -> tuple[object] | None:
+def _sync_of_copy(site: Site) -> tuple[object] | None:
     """Return a copy's synchronicity from its site, None for a span that is no copy between devices and host."""
     if site.kind != "copy":
         return None

@@ -30,7 +30,7 @@ from instrument.report.table import (
     share,
     shorten,
 )
-from instrument.report.units import NOT_TOLD, SHARED, UNKNOWN, NumberedPlaces, places
+from instrument.report.units import SHARED, UNKNOWN, UNKNOWN_NUMBER, NumberedPlaces, places
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Int64s
 from instrument.trace.groups import Groups, numbered
@@ -168,7 +168,7 @@ class Kernels(View):
         return [
             Section(
                 "Devices", self.devices, "device=Device|calls=Calls|total_ns=Sum|busy_ns=Busy|busy_ratio=Of window",
-                _beside(self), widths=(12, 10, 12, 12, 0),
+                _window_lines(self), widths=(12, 10, 12, 12, 0),
             ),
             Section(
                 f"{'Kernels' if is_seen else 'Stretches'} by name", self.kernels,
@@ -180,7 +180,7 @@ class Kernels(View):
                 "Kernels by place", self.places,
                 "name=Asked for in|+kind=Kind|kernels=Kernels|total_ns=Total|busy_ns=Busy|ratio=Of sum|"
                 "heaviest=Heaviest kernel",
-                texts={"heaviest": lambda use, unit: MISSING if use.remaining else _begin_of(labels[use.heaviest])},
+                texts={"heaviest": lambda use, unit: MISSING if use.remaining else _label_start(labels[use.heaviest])},
             ),
         ]  # fmt: skip
 
@@ -210,7 +210,7 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     facts = recording.trace
     # torch.profiler may have watched memory alone.
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
-    device_work = _of_torch(recording) if has_profiler else _of_events(recording)
+    device_work = _work_of_torch(recording) if has_profiler else _work_of_events(recording)
     total_ns = sum(device_work.kernels.took_ns.tolist())
     uses = device_work.uses(total_ns)
     key = _key(options)
@@ -227,7 +227,7 @@ def kernels(recording: Recording, options: Options) -> Kernels:
         places=bounded(by_place, options, lambda use: use.total_ns, lambda rows: _other_places(rows, total_ns)),
         others=tuple(device_work.other_work()),
         outside=device_work.outside,
-        coverage=tuple(_seen(recording, device_work)),
+        coverage=tuple(_coverage_lines(recording, device_work)),
         _options=options,
     )
 
@@ -348,7 +348,7 @@ class _DeviceWork(NamedTuple):
         ]
 
 
-def _of_torch(recording: Recording) -> _DeviceWork:
+def _work_of_torch(recording: Recording) -> _DeviceWork:
     """Return the work from the record of a profiler that saw every kernel."""
     window = recording.trace.watched or (0, 0)
     events = KernelColumns.of(recording.trace.kernels)
@@ -359,12 +359,12 @@ def _of_torch(recording: Recording) -> _DeviceWork:
     launched = None
     if events.thread_id[counted].any():
         launched = places(recording, events.thread_id[counted], events.launched_ns[counted])
-        launched.number[events.thread_id[counted] == 0] = NOT_TOLD
+        launched.number[events.thread_id[counted] == 0] = UNKNOWN_NUMBER
     other_work = {kind: work.only(mask) for kind, mask in by_kind.items()}
     return _DeviceWork(KERNELS, window, events.names, work.only(counted), other_work, launched, int((~is_inside).sum()))
 
 
-def _of_events(recording: Recording) -> _DeviceWork:
+def _work_of_events(recording: Recording) -> _DeviceWork:
     """Return the innermost device intervals of spans on each stream, so that their sum counts nothing twice."""
     trace, window = recording.columns, recording.trace.held
     timed = trace.device.only(trace.device.timed)
@@ -377,7 +377,7 @@ def _of_events(recording: Recording) -> _DeviceWork:
     return _DeviceWork(STRETCHES, window, tuple(names), work.only(~is_copy), copies, None, len(inner) - len(inside))
 
 
-def _seen(recording: Recording, work: _DeviceWork) -> list[str]:
+def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
     if work.source == STRETCHES:
         return Coverage.of_recording(recording).lines()
     facts = recording.trace
@@ -389,7 +389,7 @@ def _seen(recording: Recording, work: _DeviceWork) -> list[str]:
     ]
 
 
-def _beside(view: Kernels) -> list[str]:
+def _window_lines(view: Kernels) -> list[str]:
     """Return the window, and the other work of the devices in it."""
     unit = view._options.unit
     text = ", ".join(
@@ -419,7 +419,7 @@ def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
     return labels
 
 
-def _begin_of(label: str) -> str:
+def _label_start(label: str) -> str:
     text = safe(label)
     return text if columns(text) <= HEAVIEST_ROOM else shorten(text[: HEAVIEST_ROOM - 3], HEAVIEST_ROOM - 3) + "..."
 

@@ -108,7 +108,7 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
     threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
     names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
     called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if by_thread else np.zeros_like(thread)
-    follows, is_followed = _at_one_address(device, address, size_bytes)
+    follows, is_followed = _match_addresses(device, address, size_bytes)
     held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
 
     number, of_device = numbered(device)
@@ -155,7 +155,7 @@ def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:
         yield Sums(allocations, frees, allocated_bytes, -freed_bytes, left_bytes)
 
 
-def _at_one_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
+def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
     """Return a mark of each allocation that follows another at its address, and of each that is followed by one.
 
     The follower gives the memory back, or takes it again if the record misses the free.
@@ -190,7 +190,7 @@ NO_ALLOCATIONS = (
     "profile_memory=True, from the thread that does the work, and give both files: instrument report ours.json "
     "--with theirs.json"
 )
-NOT_ASKED = (
+NOT_PROFILED = (
     "torch.profiler saw no allocation: it was not asked for profile_memory=True, or it was started on another thread "
     "than the work runs on; it tells of its own thread alone."
 )
@@ -287,7 +287,7 @@ class MemoryView(View):
 
     def head(self) -> list[str]:
         sizes = f"Sizes in MiB (2^20 bytes); time unit: {self._options.unit}"
-        return [*_seen(self), sizes] if self.devices else []
+        return [*_coverage_lines(self), sizes] if self.devices else []
 
     def sections(self) -> list[Section]:
         of_all = [
@@ -320,7 +320,7 @@ class MemoryView(View):
         ]  # fmt: skip
 
     def foot(self) -> list[str]:
-        lines = [] if self.devices else [NO_ALLOCATIONS if self.since_ns is None else NOT_ASKED]
+        lines = [] if self.devices else [NO_ALLOCATIONS if self.since_ns is None else NOT_PROFILED]
         lines += [] if self.gauged else [NO_GAUGES]
         if self.devices:
             lines += [
@@ -366,7 +366,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     totals = counted(recording, options.state, options.threads == "apart", is_wanted)
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     totals.uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
-    shown = bounded(totals.uses, replace(options, least_ns=0), lambda use: 0, _together)
+    shown = bounded(totals.uses, replace(options, least_ns=0), lambda use: 0, _merged_row)
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return MemoryView(
         since_ns=since_ns,
@@ -377,18 +377,18 @@ def memory(recording: Recording, options: Options) -> MemoryView:
         peaks=tuple(peak for allocator in totals.allocators for peak in _peaks(facts, allocator)),
         devices=tuple(DeviceMemory(row.device, *row.sums, row.earlier_bytes) for row in totals.allocators),
         places=shown,
-        gauged=tuple(_gauged(facts.samples, facts.start_ns, options.state)),
+        gauged=tuple(_gauge_readings(facts.samples, facts.start_ns, options.state)),
         outside=totals.outside,
         is_ours=facts.origin.recorder != "other",
         _options=options,
     )
 
 
-def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
+def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
     """Yield the readings of each gauge of memory: the host's first, then those of devices by number."""
     readings: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
-        if sample.value is not None and _is_of(state, sample.device):
+        if sample.value is not None and _is_in_state(state, sample.device):
             readings.setdefault((sample.device, sample.name), []).append((sample.value, sample.at_ns))
     for device in sorted({device for device, _ in readings}):
         for gauge, keeper in PEAK_OF.items():
@@ -416,11 +416,11 @@ def _peak(facts: Trace, device: int, kind: str, level: Level) -> Peak:
     return Peak(device, kind, level.peak_bytes, since_ns, place, level.thread, level.begin_bytes, level.end_bytes)
 
 
-def _is_of(state: str, device: int) -> bool:
+def _is_in_state(state: str, device: int) -> bool:
     return state == "All" or (device == HOST) == (state == "CPU")
 
 
-def _together(uses: Sequence[PlaceMemory]) -> PlaceMemory:
+def _merged_row(uses: Sequence[PlaceMemory]) -> PlaceMemory:
     devices = {use.device for use in uses}
     device = devices.pop() if len(devices) == 1 else None
     sums = ("allocations", "frees", "allocated_bytes", "freed_bytes", "held_bytes")
@@ -434,7 +434,7 @@ def _cut(name: str, room: int) -> str:
     return shorten(safe(name), room)
 
 
-def _seen(view: MemoryView) -> list[str]:
+def _coverage_lines(view: MemoryView) -> list[str]:
     since, until = (number((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
     spans = f", beside {view.spans} spans" if view.is_ours else ""
     names = [_cut(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]

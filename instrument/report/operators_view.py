@@ -153,11 +153,11 @@ def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options:
     for row in call_rows(groups, 0, cpu_ns, gpu_ns, options):
         shown.append(row)
         if options.tracer_option != "Default" and not row.remaining:
-            shown += _below(row, groups[row.name, row.kind], options)
+            shown += _child_rows(row, groups[row.name, row.kind], options)
     return CallBlock(thread, name, cpu_ns, gpu_ns, tuple(shown))
 
 
-def _below(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iterator[CallRow]:
+def _child_rows(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iterator[CallRow]:
     """Yield the rows right below an operator, each with its streams, and the streams of the operator."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     children = by_name(child for place in places for child in place.children.values() if child.calls)
@@ -198,7 +198,7 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
     is_timed = np.zeros(len(trace) + 1, dtype=np.bool_)
     is_timed[timed] = True
     root = place_tree(trace, IN_ORDER, among=is_timed[owner])
-    executed = list(_executed(root, len(timed)))
+    executed = list(_ordered_operators(root, len(timed)))
     shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.bound]
     shown_numbers = {operator.number for operator in shown}
     return InOrder(
@@ -212,10 +212,10 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
     )
 
 
-def _executed(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
+def _ordered_operators(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
     """Yield the operators below a root, parents first, each level by first call. Lines are merged."""
     number = 0
-    pending = [(0, group) for group in _levels([root])]
+    pending = [(0, group) for group in _child_groups([root])]
     while pending:
         depth, group = pending.pop()
         site = group[0].site
@@ -228,10 +228,10 @@ def _executed(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
                 number, site.name, site.instance, site.kind, depth, calls, on_device, total_ns, total_ns / timed
             )
             number += 1
-        pending += [(depth + listed, below) for below in _levels(group)]
+        pending += [(depth + listed, below) for below in _child_groups(group)]
 
 
-def _levels(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
+def _child_groups(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
     """Return the places below those of one path, by site, the first called last."""
     places_by_site: dict[tuple[object, ...], list[PlaceCalls]] = {}
     for place in places:

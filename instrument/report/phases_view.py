@@ -97,7 +97,7 @@ def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
     order = np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], rank, line))
     order = order[np.searchsorted(line[order], 0) :]
     rows, line, ends, rank = rows[order], line[order], ends[order], rank[order]
-    call, pieces, unit = _under_way(units, line, trace.start_ns[rows], ends, rank)
+    call, pieces, unit = _stretches_of_calls(units, line, trace.start_ns[rows], ends, rank)
     lengths_ns = pieces.ends - pieces.starts
     call_numbers = distinct(call)
     own_ns = Groups(np.searchsorted(call_numbers, call), len(call_numbers)).sums(lengths_ns)
@@ -136,7 +136,7 @@ def _lines_and_ends(trace: Columns, units: Units, rows: Int64s, stood_still: Boo
     return line, ends
 
 
-def _under_way(
+def _stretches_of_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
     """Return the stretches of units with a call under way, by line: the call of each, the stretch, and its unit.
@@ -366,14 +366,14 @@ def phases(recording: Recording, options: Options) -> PhasesView:
             name,
             len(times_ns),
             _times(times_ns, sum(times_ns), base_ns),
-            _on_devices(streams, streams.calls.get(name, ()), len(times_ns), streams.phases.get(name, 0)),
+            _device_times(streams, streams.calls.get(name, ()), len(times_ns), streams.phases.get(name, 0)),
         )
         for name, times_ns in sorted(own_ns.items(), key=lambda item: _place(item[0]))
     ]
-    on_devices = _on_devices(streams, streams.units, count, streams.base_ns)
+    on_devices = _device_times(streams, streams.units, count, streams.base_ns)
     unit_row = PhaseRow(units.of, count, _times(lengths_ns, base_ns, base_ns), on_devices)
-    rest_times = _rest(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
-    others_row = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), rest_times)
+    rest_times = _rest_times(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
+    others_row = PhaseRow(OTHERS, None, _rest_times(rest_ns, base_ns), rest_times)
     before, is_short = units.before, facts.held[0] > facts.start_ns
     whole_ns = sum((units.intervals.ends - units.intervals.starts)[units.is_whole].tolist())
     return PhasesView(
@@ -383,7 +383,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
         skipped=units.skipped if is_short else max(before, units.skipped),
         overwritten=max(before - units.skipped, 0) if is_short else 0,
         cut=cut,
-        rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others_row),
+        rows=(unit_row, *_largest_rows(rows, options, base_ns, streams.base_ns), others_row),
         mean_ns=_means(calls.whole_ns, whole, whole_ns) if is_counted else {},
         beside=len(calls.beside_ns),
         beside_ns=sum(calls.beside_ns),
@@ -399,7 +399,7 @@ def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, 
     return {**means, OTHERS: (whole_ns - sum(times_ns.values())) / whole}
 
 
-def _on_devices(streams: StreamUses, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
+def _device_times(streams: StreamUses, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
     """Return the times of `count` units or calls. `times_ns` has those with work on a stream."""
     if not streams.units:
         return None
@@ -411,7 +411,7 @@ def _times(times_ns: Sequence[int], total_ns: int, base_ns: int, count: int | No
     return PhaseTimes(total_ns, mean_ns, max(times_ns), min(times_ns), share(total_ns, base_ns))
 
 
-def _rest(rest_ns: int, base_ns: int) -> PhaseTimes:
+def _rest_times(rest_ns: int, base_ns: int) -> PhaseTimes:
     return PhaseTimes(rest_ns, None, None, None, share(rest_ns, base_ns))
 
 
@@ -420,15 +420,15 @@ def _place(phase: str) -> tuple[int, str]:
     return order.index(phase) if phase in order else len(order), phase
 
 
-def _shown(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
+def _largest_rows(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
     """Return the rows with the most time, in their order, and one more row of the rest."""
     large = sorted((row for row in rows if row.host.total_ns >= options.least_ns), key=lambda row: -row.host.total_ns)
     shown_names = {row.name for row in large[: options.bound]}
     rest_rows = [row for row in rows if row.name not in shown_names]
     shown = [row for row in rows if row.name in shown_names]
     if rest_rows:
-        host = _rest(sum(row.host.total_ns for row in rest_rows), base_ns)
+        host = _rest_times(sum(row.host.total_ns for row in rest_rows), base_ns)
         timed = [row.device.total_ns for row in rest_rows if row.device is not None]
-        device = _rest(sum(timed), device_base_ns) if timed else None
+        device = _rest_times(sum(timed), device_base_ns) if timed else None
         shown.append(PhaseRow(f"(remaining {len(rest_rows)})", sum(row.calls or 0 for row in rest_rows), host, device))
     return shown

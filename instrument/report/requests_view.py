@@ -226,7 +226,7 @@ class RequestTimes(View):
 
     @property
     def is_part(self) -> bool:
-        """True if more requests have ended than the tables are of."""
+        """True if more requests have ended than the tables have."""
         return self.counted > self.requests
 
     TITLE = "Requests"
@@ -257,7 +257,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     whole, cut = requests_within(trace, joined.owner, recording.trace.held)
     table = CompleteRequests.of(trace, joined, recording.once(request_ledger), whole)
     coverage = Coverage.of_recording(recording)
-    counted = {} if coverage.complete else _counted(recording, joined)
+    counted = {} if coverage.complete else _counts_by_name(recording, joined)
     endpoints = table.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
     shown = {endpoint.name: (endpoint.counted, endpoint.errors) for endpoint in endpoints}
     of_all = [
@@ -279,7 +279,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         endpoints=bounded(endpoints, options, lambda row: row.wall_ns, lambda rows: table.rest(rows, options)),
         groups=table.groups(trace, options),
         devices=_devices(recording, options),
-        slowest=_slowest(table, recording, options),
+        slowest=_slowest_requests(table, recording, options),
         blocked=blocked_loops(trace, options),
         device_shares=tuple(_device_shares(recording, whole, options)),
         _served_ns=int(trace.end_ns[whole].max() - trace.start_ns[whole].min()) if len(whole) else 0,
@@ -295,7 +295,7 @@ def joined_requests(recording: Recording) -> Joined:
     return join(recording.columns, recording.trace.apart_ns, recording.once(request_of_spans))
 
 
-def _counted(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
+def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
     """Return the calls and the errors of topmost requests by name, as the tally counts them.
 
     A request that is part of another one by its key does not count. The tally itself has no keys.
@@ -341,7 +341,7 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> lis
     return device_shares(recording.once(request_device_ledger), by_name, options)
 
 
-def _slowest(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
+def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
     """Return the slowest requests, each compared with the requests of its endpoint."""
     trace, joined, parts = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
     typical: dict[int, Mapping[str, int]] = {}
@@ -356,12 +356,12 @@ def _slowest(table: CompleteRequests, recording: Recording, options: Options) ->
             cause = blame(trace, joined, parts, place, typical[endpoint])
             if cause is not None and cause.excess_ns * NOTABLE < int(table.wall_ns[index]):
                 cause = None
-        slow = _slow(table, index, recording, options, joined.keys.get(place, ()))
+        slow = _slow_request(table, index, recording, options, joined.keys.get(place, ()))
         slowest.append(replace(slow, blame=cause))
     return tuple(slowest)
 
 
-def _slow(
+def _slow_request(
     table: CompleteRequests, at: int, recording: Recording, options: Options, keys: tuple[str, ...]
 ) -> SlowRequest:
     trace, facts, row = recording.columns, recording.trace, int(table.rows[at])

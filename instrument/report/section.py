@@ -1,9 +1,9 @@
 """A view and its sections: each table of rows is declared once, for the text and the HTML page.
 
-Columns are `field=Heading`, with `|` between them; one with a `+` before it is on the page alone, which has the room. A
-field may be that of a part of the row, `part.field`, its place in a row that is a tuple, or a method of the row. Its
-last name says what it holds: `_ns` are times, `_bytes` sizes, `ratio` and some others shares. The first column of a row
-with `remaining` says so.
+Columns are `field=Heading`, with `|` between them. A `+` before a column restricts it to the page, which is wider. A
+field is a name of the row or of a part of it (`part.field`), an index of a tuple, or a method of the row. The end of
+its last name gives its kind: `_ns` for times, `_bytes` for sizes, `ratio` and some others for shares. The first column
+of a row with `remaining` names the number of rows that it replaces.
 """
 
 from __future__ import annotations

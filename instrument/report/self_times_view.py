@@ -269,7 +269,7 @@ def class_of(site: Site) -> str:
 
 def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     tally = recording.tally.corrected().merged() if options.corrected else recording.totals(merged=True)
-    tree, lines = tally.tree, _own(tally)
+    tree, lines = tally.tree, _own_lines(tally)
     keys = np.asarray(tree.keys(), dtype=np.int64)
     kinds = np.array(tree.facts().kinds[: len(keys)], dtype=np.str_)
     rows = keys if of == "ops" else np.full(len(keys), NONE, dtype=np.int64)
@@ -292,7 +292,7 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     return SelfTimes(of, reports, omitted, left_ns, options.corrected, options)
 
 
-def _own(tally: Tally) -> Records:
+def _own_lines(tally: Tally) -> Records:
     """Return the lines without interruptions, whose time is a part of the interrupted lines."""
     of_others = tally.tree.by_site(is_interruption)
     is_interrupting = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
@@ -302,7 +302,7 @@ def _own(tally: Tally) -> Records:
 WAITING = "waiting"
 
 
-def _called(site: Site) -> str:
+def _site_label(site: Site) -> str:
     """Return a site's name and instance."""
     return f"{site.name} [{site.instance}]" if site.instance else site.name
 
@@ -319,14 +319,14 @@ class _Table:
         table: FunctionTable,
         options: Options,
     ) -> None:
-        self._of, self._found, self._options = of, table, options
+        self._of, self._table_of, self._options = of, table, options
         self._lines, self._histogram = lines, tally.histogram
         self._every: list[Site] = tally.tree.sites
         self._nodes, self._parents = lines["node"].tolist(), tally.parents.tolist()
         self._site_of: list[int] = tally.site_of.tolist()
         # The number of keys per label, for the keys of the lines and of their parents.
         keys = np.unique(sites.keys[tally.site_of[and_above(tally.parents, lines["node"])]]).tolist()
-        called = tally.tree.by_site(_called)
+        called = tally.tree.by_site(_site_label)
         self._same = Counter(map(called.__getitem__, keys))
         self._names: dict[int, str] = {}
         self._is_request = sites.is_request.tolist()
@@ -337,7 +337,7 @@ class _Table:
         label = self._names.get(number)
         if label is None:
             site = self._every[number]
-            name = _called(site)
+            name = _site_label(site)
             label = self._names[number] = name if self._same[name] == 1 else f"{name} ({where_of(site) or site.kind})"
         return label
 
@@ -360,7 +360,7 @@ class _Table:
         return path[::-1]
 
     def function(self, number: int) -> FunctionTimes:
-        sums = self._found[number]
+        sums = self._table_of[number]
         rows, remaining = self._rows(sums)
         is_one = sums.node != NONE
         return FunctionTimes(
@@ -383,7 +383,7 @@ class _Table:
 
     def _call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
         """Return the median, the 99th percentile and the maximum of a row's calls. They are computed on demand."""
-        at = self._found.lines(group)
+        at = self._table_of.lines(group)
         total = total_of(self._lines[at])
         if not total.calls:
             return None, None, None
@@ -395,7 +395,7 @@ class _Table:
         """Return the first rows that the options allow, in order, and the sum of the rest if there is any."""
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0
-        for group in self._found.groups(sums):
+        for group in self._table_of.groups(sums):
             if len(shown) == self._options.bound:
                 break
             if group.time_ns < self._options.least_ns:
@@ -423,5 +423,5 @@ class _Table:
             return tuple(shown), None
         left_ns = sums.time_ns - sum_ns
         ratio = share(left_ns, sums.time_ns)
-        all_calls, all_instances = self._found.calls_and_lines(sums)
+        all_calls, all_instances = self._table_of.calls_and_lines(sums)
         return tuple(shown), Remaining(omitted, left_ns, ratio, all_calls - calls, all_instances - instances)

@@ -256,7 +256,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
     facts = recording.startup or Startup(0)
     tally = recording.tally if recording.startup is not None else Tally()
     rows = list(tally.rows())
-    firsts = _by_place(facts.firsts)
+    firsts = _first_by_place(facts.firsts)
     began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
     warm_ups = _warm_ups(firsts, tally)
     first = facts.first_request
@@ -280,7 +280,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
         )
         way_ns = first.start_ns - facts.session_ns
         late[IMPORTS] = sum(package.late_ns for package in imports or ())
-        prepared = _prepared(rows, first.start_ns, recording)
+        prepared = _preparation_times(rows, first.start_ns, recording)
         sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **prepared.before_ns}
         late.update(prepared.after_ns)
         is_late_partial = prepared.is_partial
@@ -313,13 +313,13 @@ def startup(recording: Recording, options: Options) -> StartupView:
     )
 
 
-class _Known(NamedTuple):
+class _PlaceMedian(NamedTuple):
     key: tuple[object, ...]
     median_ns: int
     use: WarmUp
 
 
-def _by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall]:
+def _first_by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall]:
     """Return the first call of each place. Several sites may be the same place."""
     first_by_place: dict[tuple[object, ...], FirstCall] = {}
     for call in firsts:
@@ -329,7 +329,7 @@ def _by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall
     return first_by_place
 
 
-def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> list[_Known]:
+def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> list[_PlaceMedian]:
     """Return every place that was called again, the largest excess of its first call first."""
     places = tally.lines_by([site.key for site in tally.tree.sites])
     warm_ups = []
@@ -346,7 +346,7 @@ def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> l
         name, kind = name_of_site(first.site), first.site.kind
         extra_ns = max(first.total_ns - median_ns, 0)
         use = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns, extra_ns)
-        warm_ups.append(_Known(key, median_ns, use))
+        warm_ups.append(_PlaceMedian(key, median_ns, use))
     return sorted(warm_ups, key=lambda warm_up: (-warm_up.use.extra_ns, warm_up.use.name))
 
 
@@ -414,7 +414,7 @@ def _other_warm_ups(rows: Sequence[WarmUp]) -> WarmUp:
     return remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})")
 
 
-class _Prepared(NamedTuple):
+class _PreparationTimes(NamedTuple):
     """The time of loading and compiling outside of requests, by word: begun before the first request, and after it.
 
     `is_partial` is True if calls with overwritten spans may have come after it. They count as before.
@@ -425,7 +425,7 @@ class _Prepared(NamedTuple):
     is_partial: bool
 
 
-def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Prepared:
+def _preparation_times(rows: Iterable[Row], request_ns: int, recording: Recording) -> _PreparationTimes:
     """Return the times of the topmost spans of each call path, on each side of the first request's begin."""
     before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
     on_both_sides = False
@@ -437,16 +437,16 @@ def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Pr
         (before if begins_before else after)[WORDS[phase]] += row.totals.total_ns
         on_both_sides |= begins_before and row.totals.calls > 1
     if not on_both_sides:
-        return _Prepared(before, after, is_partial=False)
+        return _PreparationTimes(before, after, is_partial=False)
     facts = recording.trace
-    for word, held_ns in _held_after(recording.columns, request_ns).items():
+    for word, held_ns in _times_after(recording.columns, request_ns).items():
         whole_ns = before[word] + after[word]
         after[word] = min(max(after[word], held_ns), whole_ns)
         before[word] = whole_ns - after[word]
-    return _Prepared(before, after, is_partial=facts.held[0] > request_ns)
+    return _PreparationTimes(before, after, is_partial=facts.held[0] > request_ns)
 
 
-def _held_after(trace: Columns, request_ns: int) -> dict[str, int]:
+def _times_after(trace: Columns, request_ns: int) -> dict[str, int]:
     """Return the time of kept loading and compiling spans, by word, that began after the first request."""
     phases = [_phase(site) for site in trace.sites]
     # Spans in a request, or in a loading or compiling span that counts itself.

@@ -18,20 +18,20 @@ MODULES = {**dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user
 """The modules of views without a module of their own name."""
 
 
-def _imported(name: str) -> ModuleType:
+def _import_view(name: str) -> ModuleType:
     """Import the module of a view, with numpy. A service does so only when it makes the view."""
     return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
-def _made(name: str) -> Callable[[Recording, Options], View]:
+def _view_maker(name: str) -> Callable[[Recording, Options], View]:
     def make(recording: Recording, options: Options) -> View:
-        view: View = getattr(_imported(name), name)(recording, options)
+        view: View = getattr(_import_view(name), name)(recording, options)
         return view
 
     return make
 
 
-VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _made(name) for name in VIEWS}
+VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _view_maker(name) for name in VIEWS}
 """The function of each view of `VIEWS`."""
 
 OF_TABLES = ("tracer_option", "threads")
@@ -43,7 +43,7 @@ def prepare(views: Sequence[str]) -> None:
     for name in views:
         if name in VIEW_OF:
             with suppress(ImportError):  # the views report a missing numpy
-                _imported(name)
+                _import_view(name)
 
 
 def views_for(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ def shortened(texts: Sequence[str], limit: int) -> list[str]:
         alike.setdefault(shorten(text, limit), []).append(text)
     shown = {}
     for short, group in alike.items():
-        shown.update(_from_the_difference(group, limit) if len(group) > 1 else {group[0]: short})
+        shown.update(_from_difference(group, limit) if len(group) > 1 else {group[0]: short})
     uses = Counter[str]()
     for text, short in shown.items() if len(set(shown.values())) < len(shown) else ():
         uses[short] += 1
@@ -120,30 +120,30 @@ def shortened(texts: Sequence[str], limit: int) -> list[str]:
     return [shown[text] for text in texts]
 
 
-def _from_the_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
+def _from_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
     """Return texts of a common beginning, each with a little of it and the text from the first difference on.
 
     Texts that still look alike are shown from their difference to the most similar text.
     """
-    shown = _from_where_they_part(texts, [_shared(min(texts), max(texts))] * len(texts), limit)
+    shown = _from_partings(texts, [_common_length(min(texts), max(texts))] * len(texts), limit)
     alike: dict[str, list[str]] = {}
     for text, short in shown.items():
         alike.setdefault(short, []).append(text)
     for group in alike.values():
         if len(group) > 1:
             group.sort()
-            shared = [0, *(_shared(*pair) for pair in pairwise(group)), 0]
-            shown |= _from_where_they_part(group, list(map(max, shared, shared[1:])), limit)
+            shared = [0, *(_common_length(*pair) for pair in pairwise(group)), 0]
+            shown |= _from_partings(group, list(map(max, shared, shared[1:])), limit)
     return shown
 
 
-def _shared(first: str, second: str) -> int:
+def _common_length(first: str, second: str) -> int:
     """Return the number of characters in the common beginning of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (char, twin) in pairs if char != twin), min(len(first), len(second)))
 
 
-def _from_where_they_part(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
+def _from_partings(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
     """Return each text as a little of its beginning and its rest from the parting on. A text without a rest is
     shortened."""
     shown = {}

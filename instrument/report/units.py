@@ -139,7 +139,7 @@ def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: in
     if skip_first:
         first_of = np.full(len(firsts), len(trace))
         np.minimum.at(first_of, line[step_rows], step_rows)
-        skipped = _first_of_threads(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
+        skipped = _mark_first_steps(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
     remaining = np.flatnonzero(~skipped)
     units, is_whole = _clipped(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
     has_steps = np.zeros(len(firsts) + 1, dtype=np.bool_)
@@ -150,7 +150,7 @@ def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: in
     # A task without steps works for the steps of its thread, or for the step in which it began.
     lost = np.flatnonzero(line_of == NONE)
     if len(lost):
-        line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, _among(trace, rows))[lost]]
+        line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, _row_mask(trace, rows))[lost]]
     return Units(
         of="step",
         intervals=units,
@@ -163,7 +163,7 @@ def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: in
     )
 
 
-def _among(trace: Columns, rows: Int64s) -> Bools:
+def _row_mask(trace: Columns, rows: Int64s) -> Bools:
     is_among = np.zeros(len(trace), dtype=np.bool_)
     is_among[rows] = True
     return is_among
@@ -174,13 +174,13 @@ def _topmost(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int6
     tasks."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
-    is_below = nearest_above(trace.parent, _among(trace, rows))[rows] != NONE
+    is_below = nearest_above(trace.parent, _row_mask(trace, rows))[rows] != NONE
     around = steps.at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
     is_below[of_tasks] |= ~np.append(is_below, True)[around]  # a step below a task's own does not hold it
     return np.asarray(rows[~is_below])
 
 
-def _first_of_threads(
+def _mark_first_steps(
     thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
 ) -> Bools:  # fmt: skip
     """Return a mark for each of the first `count` steps of a thread, by the step's own number, else by its begin."""
@@ -205,7 +205,7 @@ NOWHERE = "(no span was open)"
 SHARED = "(several tasks were open)"
 """The place of an event while several tasks had spans open on the thread."""
 
-NOT_TOLD = 0
+UNKNOWN_NUMBER = 0
 """The number of `UNKNOWN` among places. The other places follow it."""
 
 
@@ -231,10 +231,10 @@ def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: 
 def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> NumberedPlaces:
     """Return the places of events on threads at times, in any order."""
     trace = recording.columns
-    names = {(UNKNOWN, ""): NOT_TOLD, (NOWHERE, ""): 1, (SHARED, ""): 2}
+    names = {(UNKNOWN, ""): UNKNOWN_NUMBER, (NOWHERE, ""): 1, (SHARED, ""): 2}
     of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
     rows = rows_open(recording, thread_ids, times_ns, mask)
     place_of_row = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
     number = np.where(rows < 0, -rows, place_of_row)
-    number[times_ns < recording.trace.held[0]] = NOT_TOLD
+    number[times_ns < recording.trace.held[0]] = UNKNOWN_NUMBER
     return NumberedPlaces(number, tuple(names))

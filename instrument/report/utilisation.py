@@ -199,7 +199,7 @@ class Utilisation:
     requests_without: int
 
 
-class _Within(NamedTuple):
+class _RequestWork(NamedTuple):
     """Requests by their rows, with a device's own work for each, and the device's busy time, both in ns."""
 
     rows: Int64s
@@ -227,7 +227,7 @@ def utilisation(recording: Recording) -> Utilisation:
         if not outside and not len(work):
             continue
         busy = work.union()
-        device_within = _within(trace, work, owner, whole, busy)
+        device_within = _request_work(trace, work, owner, whole, busy)
         with_device[device_within.rows] = True
         labels = _label_uses(inside)
         devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, device_within))
@@ -257,7 +257,7 @@ def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[In
     return topmost[is_whole], int((~is_whole & (starts < last) & (ends > first)).sum())
 
 
-def _within(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
+def _request_work(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _RequestWork:
     """Return the work of a device within the whole requests that had work on it."""
     places = places_of(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
     has = places != NONE
@@ -267,7 +267,7 @@ def _within(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s,
     own_ns = lengths_by_group(places, starts, ends, len(whole))
     used = distinct(places)
     rows = whole[used]
-    return _Within(rows, own_ns[used], busy.within(trace.start_ns[rows], trace.end_ns[rows]))
+    return _RequestWork(rows, own_ns[used], busy.within(trace.start_ns[rows], trace.end_ns[rows]))
 
 
 def unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
@@ -297,7 +297,7 @@ def _device_use(
     in_flight: Union,
     outside: int,
     labels: tuple[LabelUse, ...],
-    device_within: _Within,
+    device_within: _RequestWork,
 ) -> DeviceUse:
     is_copy = trace.of_kind("copy")[work.row]
     compute, copies = (union(work.start_ns[mask], work.end_ns[mask]) for mask in (~is_copy, is_copy))
@@ -364,7 +364,7 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
     return tuple(sorted(uses, key=lambda use: (-use.summed_ns, use.name, use.kind)))
 
 
-def _endpoints(trace: Columns, work: _Within) -> tuple[EndpointUse, ...]:
+def _endpoints(trace: Columns, work: _RequestWork) -> tuple[EndpointUse, ...]:
     """Return the requests by name, the largest sum first."""
     names, of_site = trace.numbered_sites(attrgetter("name"))
     groups = Groups(of_site[trace.site[work.rows]], len(names))

@@ -81,10 +81,10 @@ ON_PAGE = (
 
 def views_of(views: Mapping[str, View], unit: str) -> list[dict[str, Any]]:
     """Return each view with its tables, or with the reason why it has none."""
-    return [_shown(name, view, unit) for name, view in views.items()]
+    return [_view_document(name, view, unit) for name, view in views.items()]
 
 
-def _shown(name: str, view: View, unit: str) -> dict[str, Any]:
+def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
     sections = view.sections()
     full = [section for section in sections if section.rows]
     tables = [_table(section, unit) for section in full[:MOST_TABLES]]

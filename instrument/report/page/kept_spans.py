@@ -128,18 +128,18 @@ class KeptSpans:
         self._recording, self._options, self._most_spans = recording, options, most_spans
         self.listed = Listed.of_recording(recording)
         self._trace = self.listed.trace
-        self.first = self._found(request)
+        self.first = self._first_place(request)
         asked_for = np.array([] if self.first is None else [self.first], dtype=np.int64)
         self.shown = np.union1d(self.listed.slowest[:MOST_LISTED], asked_for)
         self._whole = np.zeros(len(self.listed.rows), dtype=np.bool_)
-        kept_rows = self._kept()
+        kept_rows = self._kept_rows()
         trace = self._trace
         order = np.lexsort((trace.span_id[kept_rows], -trace.end_ns[kept_rows], trace.start_ns[kept_rows]))
         self.rows: Int64s = kept_rows[order]
         self.number_of = places_of(self.rows, len(trace))
         """The place in the page of the span in each row of the trace; the last one is for `NONE`."""
 
-    def _found(self, request: str | None) -> int | None:
+    def _first_place(self, request: str | None) -> int | None:
         if request is None:
             return None
         if self.listed.what != "request":
@@ -161,7 +161,7 @@ class KeptSpans:
         yield from (places[len(places) // 2] for places in names.values())
         yield from listed.slowest[:MOST_LISTED].tolist()
 
-    def _kept(self) -> Int64s:
+    def _kept_rows(self) -> Int64s:
         """Return the rows of the spans, and mark in `_whole` the requests with spans."""
         trace, listed = self._trace, self.listed
         by_place = Members(listed.of, len(listed.rows))
