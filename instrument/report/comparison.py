@@ -146,7 +146,7 @@ class Comparison(View):
         return sum(ratio * share for ratio, share in weighed) / whole if whole else None
 
     def over(self, limit: float) -> list[Change]:
-        """Return the call paths that are slower by more than a share, surely slower at all."""
+        """Return the call paths with the verdict slower whose change exceeds a share."""
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def unsure(self, limit: float) -> list[Change]:

@@ -185,7 +185,7 @@ class _PlaceTimes:
         self.of, self.base = ("step", steps) if len(steps.starts) else ("window", of_window)
         present = set(distinct(trace.site).tolist())
         is_named = [
-            place in present and (site.kind == "comm" or _is_nccl(site)) for place, site in enumerate(trace.sites)
+            place in present and (site.kind == "comm" or _is_collective(site)) for place, site in enumerate(trace.sites)
         ]  # fmt: skip
         if not any(is_named):
             return  # there is nothing to compare
@@ -219,7 +219,7 @@ def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> U
     return together(unions)
 
 
-def _is_nccl(site: Site) -> bool:
+def _is_collective(site: Site) -> bool:
     """Return True if the name is that of a communication kernel."""
     return any(kernel in site.name.lower() for kernel in KERNELS)
 

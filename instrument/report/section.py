@@ -50,7 +50,7 @@ class Coverage:
 
     @classmethod
     def of_recording(cls, recording: Recording) -> Coverage:
-        """Return the coverage of the spans that are kept."""
+        """Return the coverage of the kept spans."""
         facts = recording.trace
         first, last = facts.held
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
@@ -143,7 +143,7 @@ class Section:
         ]
 
     def described(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield the field and the heading of each column, and whether it is on the page alone."""
+        """Yield the field and the heading of each column, and True for a column of the page alone."""
         for column in self.columns.split("|"):
             name, _, heading = column.partition("=")
             yield name.removeprefix("+"), heading, name.startswith("+")

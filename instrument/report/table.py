@@ -201,7 +201,7 @@ def in_unit(value_ns: float | None, unit: str) -> str:
 
 
 def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
-    """Return up to `digits` significant digits in at most `room` columns; whole numbers in full where they fit.
+    """Return up to `digits` significant digits in at most `room` columns. Whole numbers are complete if they fit.
 
     Three columns more than digits are enough for any value from 1e-99 to 1e99.
     """
