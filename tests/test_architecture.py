@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "report": (12_800, 45),
     "runtime": (2_617, 18),
     "sessions": (7_229, 30),
-    "trace": (8_590, 30),
+    "trace": (8_588, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

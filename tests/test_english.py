@@ -41,7 +41,7 @@ MOST = {
     "report": (0, 67, 10, 0),
     "runtime": (1, 3, 20, 2),
     "sessions": (110, 241, 199, 14),
-    "trace": (0, 17, 73, 1),
+    "trace": (0, 17, 72, 1),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

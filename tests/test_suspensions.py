@@ -26,7 +26,7 @@ from instrument.recording.spans import Origin, Site, Span
 from instrument.recording.tally import Tally
 from instrument.trace import file
 from instrument.trace.of_recording import saved_of
-from instrument.trace.self_times import stood_aside, waiting_times
+from instrument.trace.self_times import waiting_times, were_suspended
 from instrument.trace.trace import Trace, columns_of_spans
 
 PAUSE_S = 0.001
@@ -113,7 +113,7 @@ def test_a_coroutine_and_what_awaits_it_wait_while_it_is_suspended_and_the_inner
     assert sum(span.self_ns for span in spans.values()) == spans["outer"].total_ns
     trace = columns_of_spans(list(spans.values()))
     assert waiting_times(trace).sum() == waiting(recorder)["inner"]
-    assert not stood_aside(trace).any()
+    assert not were_suspended(trace).any()
 
 
 def test_scopes_know_what_of_the_waiting_around_them_was_while_they_were_open(recorder: Any) -> None:

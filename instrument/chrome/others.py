@@ -227,7 +227,7 @@ class Rows(NamedTuple):
     """The number of ends without a begin."""
 
 
-class Others:
+class ForeignSlices:
     """A reader of other profilers' slice arguments and further events. Rows are in the order of the file."""
 
     def __init__(self, left_out: LeftOut) -> None:
@@ -494,7 +494,7 @@ class Others:
         names, kinds = dict[str, int](), dict[str, int]()
         tables = [(names.setdefault(name, len(names)), kinds.setdefault(kind, len(kinds))) for name, kind in self._work]
         name, kind = np.array(tables, dtype=np.int32).reshape(-1, 2)[work].T
-        numbers_of = (np.ascontiguousarray(c) for c in (device, stream, start_ns, end_ns, thread_id, launched_ns))
+        numbers_of = (np.ascontiguousarray(part) for part in (device, stream, start_ns, end_ns, thread_id, launched_ns))
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _add_flops(self, parent: Int32s, rank: Int32s) -> None:

@@ -246,7 +246,7 @@ def join(trace: Trace, profiled: Trace) -> Trace:
             bisect_left(allocations, first, key=at_ns) : bisect_right(allocations, last, key=at_ns)
         ],
         watched=None if profiled.watched is None else (first, last),
-        flops=[f for f in (Flops(id_, at + moved_ns, count) for id_, at, count in flops) if first <= f.at_ns < last],
+        flops=[op for op in (Flops(id_, at + moved_ns, count) for id_, at, count in flops) if first <= op.at_ns < last],
     )
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from instrument.chrome.events import Arguments, LeftOut, TraceEvent, decoded_arguments, fault_of, times_ns
 from instrument.chrome.lanes import DEVICE_PIDS, one_by_one
-from instrument.chrome.others import Others, Rows
+from instrument.chrome.others import ForeignSlices, Rows
 from instrument.chrome.paddle_traces import thread_of
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
@@ -50,8 +50,8 @@ class Slices:
 
     def __init__(self, left_out: LeftOut, ours: Metadata | None = None) -> None:
         self._left_out = left_out
-        self._ours = None if ours is None else Ours(ours)
-        self.others = Others(left_out)
+        self._ours = None if ours is None else OwnSlices(ours)
+        self.others = ForeignSlices(left_out)
         self._seen = self.count = self._rounding_ns = 0
         self._start_ns, self._end_ns, self._thread_id, self._line = array("q"), array("q"), array("q"), array("q")
         # Begins with their rows, and ends without one. `_mark_of` has the line, a thread or an async key.
@@ -218,10 +218,10 @@ def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -
     return np.array(parents, dtype=np.int32)
 
 
-# Ours
+# OwnSlices
 
 
-class Ours:
+class OwnSlices:
     """A reader of the slice arguments, the device intervals and the samples in a file of `dump`."""
 
     def __init__(self, metadata: Metadata) -> None:

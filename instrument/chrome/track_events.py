@@ -69,7 +69,7 @@ class _Packets:
 
     def __init__(self, pb: Any, facts: Trace) -> None:
         self._pb, self._facts, trace = pb, facts, facts.columns
-        times = trace.start_ns, trace.device.start_ns, np.array([s.at_ns for s in facts.samples], dtype=np.int64)
+        times = trace.start_ns, trace.device.start_ns, np.array([row.at_ns for row in facts.samples], dtype=np.int64)
         self._base_ns = min(0, *(int(starts.min(initial=0)) for starts in times))
         self._processes = ShownProcesses(facts)
         self._spans = Spans(trace, self._base_ns, self._processes)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE, Ids
 from instrument.recording.remote_parents import LinkedSpan, RemoteParent
-from instrument.trace.by_process import where_began
+from instrument.trace.by_process import outer_spans
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
@@ -95,7 +95,7 @@ class SpanIds:
     def links_of(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
         """Return links by row: of each batch the requests that it serves, of a request the span in which it began."""
         trace, served = self._trace, joined.served
-        pairs = {row: [began] for row, began in where_began(trace, joined).items()}
+        pairs = {row: [began] for row, began in outer_spans(trace, joined).items()}
         known = np.flatnonzero(served.request != NONE)
         rows = joined.rows[served.request[known]]
         its = zip(trace.span_id[rows].tolist(), trace.root_id[rows].tolist(), strict=True)

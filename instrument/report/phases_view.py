@@ -35,7 +35,7 @@ from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above
 from instrument.trace.groups import Groups, distinct, numbered
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
-from instrument.trace.self_times import stood_aside, turns
+from instrument.trace.self_times import turns, were_suspended
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
 """The ranks of calls; at each instant an open call of the lowest rank is under way."""
@@ -84,7 +84,7 @@ def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
         [site.kind in ("comm", "copy") and name is None for site, name in zip(trace.sites, of_sites, strict=True)]
     )
     rows = np.flatnonzero(is_call & ~np.append(is_work, np.False_)[trace.parent])
-    stood_still = is_call & stood_aside(trace)
+    stood_still = is_call & were_suspended(trace)
     is_below = nearest_above(trace.parent, stood_still) != NONE if stood_still.any() else stood_still
     rank = np.where((units.is_aside | is_below | stood_still)[rows], OTHER, OWN)
     rank[(rank == OWN) & (np.array([*(name == OPTIMIZER for name in of_sites), False])[trace.site[rows]])] = (

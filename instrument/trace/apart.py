@@ -20,7 +20,7 @@ from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import moved_watched
 
 
-class Apart:
+class DistinctNumbers:
     """The distinct numbers of several owners. A number keeps its value if it is free, else gets the next one."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def linked_ids(link: Any) -> Int64s | None:
     return np.array(link, dtype=np.int64) if all(-1 << 63 <= number < 1 << 63 for number in link) else None
 
 
-class ApartFile:
+class MergedFile:
     """A file among the merged ones, with the new rows of its spans."""
 
     def __init__(self, saved: Saved, process: int, first: int, moved_ns: int) -> None:
@@ -128,8 +128,8 @@ class ApartFile:
 class Numbers:
     """The joined sites, threads, streams and devices of all files."""
 
-    def __init__(self, parts: Sequence[ApartFile]) -> None:
-        self._threads, self._streams, self._devices = Apart(), Apart(), Apart()
+    def __init__(self, parts: Sequence[MergedFile]) -> None:
+        self._threads, self._streams, self._devices = DistinctNumbers(), DistinctNumbers(), DistinctNumbers()
         self._own_devices: dict[int, dict[int, int]] = {}
         self._sites = JoinedSites()
         for part in parts:
@@ -145,35 +145,35 @@ class Numbers:
         """Return the joined site of a site."""
         return self.sites[self._sites.place(site)]
 
-    def sites_of(self, part: ApartFile) -> Int64s:
+    def sites_of(self, part: MergedFile) -> Int64s:
         """Return the place of the joined site of each row."""
         places = [self._sites.place(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
 
-    def thread(self, number: int, part: ApartFile) -> int:
+    def thread(self, number: int, part: MergedFile) -> int:
         """Return the number of a thread in the joined trace. Number 0 is for threads of its process that have ended."""
         return self._threads.number(number, part.process)
 
-    def threads_of(self, part: ApartFile) -> Int64s:
+    def threads_of(self, part: MergedFile) -> Int64s:
         """Return the joined thread number of each row."""
         return self._threads.column(part.trace.thread_id, part.process)
 
-    def threads(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
+    def threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the joined numbers of threads. The number 0 means no thread and stays."""
         threads = np.zeros(len(numbers), dtype=np.int64)
         of_some = numbers != 0
         threads[of_some] = self._threads.column(numbers[of_some], part.process)
         return threads
 
-    def streams(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
+    def streams(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the joined numbers of streams."""
         return self._streams.column(numbers, part.process)
 
-    def devices(self, numbers: NDArray[Any], part: ApartFile) -> Int64s:
+    def devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the joined numbers of devices."""
         return _each(numbers, lambda number: self.device(number, part))
 
-    def device(self, number: int, part: ApartFile) -> int:
+    def device(self, number: int, part: MergedFile) -> int:
         """Return the joined number of a device. A GPU with a known UUID has one number in all processes."""
         if number == HOST:
             return number

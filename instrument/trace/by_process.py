@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 class ProcessRows(NamedTuple):
     """The facts of a process and its rows: by tree, and within a tree by begin.
 
-    `own` has the process's own numbers, None if the trace has the same ones. `interruptions` are by the row that they
-    hit, and are not among `rows`.
+    `numbers` has the process's own numbers, None if the trace has the same ones. `interruptions` are by the row that
+    they hit, and are not among `rows`.
     """
 
     facts: Trace
-    own: MergedProcess | None
+    numbers: MergedProcess | None
     rows: Int64s
     interruptions: Mapping[int, Sequence[Span]]
 
@@ -74,7 +74,7 @@ def _by_trees(trace: Columns) -> Int64s:
     return np.lexsort((trace.span_id, -ends, starts, trace.root_id))
 
 
-def where_began(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
+def outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
     """Return the outer span of each nested request with keys, and that span's root, by the request's row.
 
     A request that already has a link is left out.

@@ -271,7 +271,7 @@ def _served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of:
     key_of = np.array([numbers.get(key, NONE) for key in keys], dtype=np.int64)
     request = place_of[bound.at(key_of, trace.start_ns[batch])]
     flat = np.fromiter(chain.from_iterable(weights), np.int64, len(keys))
-    return each_once(Served(batch, request, flat, keys))
+    return merge_repeated(Served(batch, request, flat, keys))
 
 
 def _foreign(served: Served, of: Int64s) -> Int64s:
@@ -281,7 +281,7 @@ def _foreign(served: Served, of: Int64s) -> Int64s:
     return np.setdiff1d(serves, served.batch[served.request == around])
 
 
-def each_once(served: Served) -> Served:
+def merge_repeated(served: Served) -> Served:
     """Return the pairs with each request once per batch. Its weight is the sum over its keys."""
     places = np.arange(len(served.batch))
     members = np.where(served.request == NONE, NONE - 1 - places, served.request)  # a key of no request stays distinct

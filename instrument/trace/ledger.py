@@ -193,7 +193,7 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
         dtype=np.int64,
     )
     request, starts, ends, pair = (
-        np.concatenate([getattr(stretches, name) for stretches in (between, work, inner, batches)])
+        np.concatenate([getattr(intervals, name) for intervals in (between, work, inner, batches)])
         for name in ("request", "start_ns", "end_ns", "pair")
     )
     in_batch = np.full(len(batches.row), names[SHARE])
@@ -207,7 +207,7 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     return Turns(tuple(names), request[order], part[order], row, pair[order], begins, finishes - begins)
 
 
-def _ranks(trace: Columns, between: Stretches, spans: Int64s) -> Int64s:
+def _ranks(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
     """Return the ranks of times between spans and of spans, by their begins before clipping.
 
     A time between spans ranks below a span with the same begin and end."""
@@ -226,7 +226,7 @@ def _ranks(trace: Columns, between: Stretches, spans: Int64s) -> Int64s:
     return ranks
 
 
-def served_stretches(trace: Columns, joined: Joined) -> tuple[Stretches, Stretches]:
+def served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
     """Return the batches of each request, and the times before and between them. Both are ordered by request.
 
     The `row` of a time between is 0 for the queue, 1 for a stall, 2 for transport. Batches are in order of time."""
@@ -311,7 +311,7 @@ def _in_batches(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64
 _Part = tuple[Int64s, Int64s, Int64s, int]
 
 
-class Stretches(NamedTuple):
+class Intervals(NamedTuple):
     """The intervals of requests, clipped to them. `row` is a span's row, or the kind of a time between spans."""
 
     request: Int64s
@@ -321,13 +321,13 @@ class Stretches(NamedTuple):
     pair: Int64s
 
 
-def _clipped(trace: Columns, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> Stretches:
+def _clipped(trace: Columns, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> Intervals:
     around = joined.rows[request]
     starts, ends = np.clip((trace.start_ns[row], trace.end_ns[row]), trace.start_ns[around], trace.end_ns[around])
-    return Stretches(request, row, starts, ends, pair)
+    return Intervals(request, row, starts, ends, pair)
 
 
-def _work(trace: Columns, joined: Joined) -> Stretches:
+def _work(trace: Columns, joined: Joined) -> Intervals:
     """Return the phases of each request's own work in all processes."""
     is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
     is_phase[joined.rows] = False
@@ -336,7 +336,7 @@ def _work(trace: Columns, joined: Joined) -> Stretches:
     return _clipped(trace, joined, joined.of[rows], rows, np.full(len(rows), NONE))
 
 
-def _sub_requests(trace: Columns, joined: Joined) -> Stretches:
+def _sub_requests(trace: Columns, joined: Joined) -> Intervals:
     """Return the sub-requests: requests that began within another one and are no part of it."""
     above = trace.parent[joined.rows]
     around = np.append(joined.of, NONE)[above]
@@ -344,43 +344,43 @@ def _sub_requests(trace: Columns, joined: Joined) -> Stretches:
     return _clipped(trace, joined, around[inner], joined.rows[inner], np.full(len(inner), NONE))
 
 
-def _batches(trace: Columns, joined: Joined) -> Stretches:
+def _batches(trace: Columns, joined: Joined) -> Intervals:
     """Return the batches of each request, in the order of time."""
     pairs = np.flatnonzero(joined.served.request != NONE)
-    stretches = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
-    order = np.lexsort((stretches.end_ns, stretches.start_ns, stretches.request))
-    order = order[(stretches.start_ns < stretches.end_ns)[order]]
-    return Stretches(*(column[order] for column in stretches))
+    intervals = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
+    order = np.lexsort((intervals.end_ns, intervals.start_ns, intervals.request))
+    order = order[(intervals.start_ns < intervals.end_ns)[order]]
+    return Intervals(*(column[order] for column in intervals))
 
 
 def _between(
-    trace: Columns, joined: Joined, work: Stretches, batches: Stretches, *, of_all_keys: bool = True
-) -> Stretches:
+    trace: Columns, joined: Joined, work: Intervals, batches: Intervals, *, of_all_keys: bool = True
+) -> Intervals:
     """Return the times before and between the batches of each request: `row` is 0 for queue, 1 stall, 2 transport.
 
     With `of_all_keys`, further keys of a request have queues, too.
     """
     if not len(joined.served.batch):
         nothing = np.zeros(0, dtype=np.int64)
-        return Stretches(nothing, nothing, nothing, nothing, nothing)
+        return Intervals(nothing, nothing, nothing, nothing, nothing)
     is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])[: len(batches.request)]
     # A pipeline's batches overlap. A stall begins when all earlier batches have ended.
     reach = running_most(batches.end_ns, np.cumsum(is_first) - 1)
     firsts = np.flatnonzero(is_first)
-    handing = _handing_over(trace, joined)
-    parts = [_queued(trace, joined, work, handing, batches, firsts), _given_up(trace, joined, handing, batches)]
+    hand_offs = _hand_off_spans(trace, joined)
+    parts = [_queues(trace, joined, work, hand_offs, batches, firsts), _lost_queues(trace, joined, hand_offs, batches)]
     if of_all_keys and len(firsts) < len(batches.request):
-        parts.append(_queued_again(trace, joined, handing, batches))
+        parts.append(_further_queues(trace, joined, hand_offs, batches))
     later = np.flatnonzero(~is_first)
     parts.append((batches.request[later], reach[later - 1], batches.start_ns[later], 1))
-    parts += _handed_over(trace, joined, work, batches, firsts, reach)
+    parts += _transports(trace, joined, work, batches, firsts, reach)
     request, starts, ends = (np.concatenate([part[column] for part in parts]) for column in range(3))
     kinds = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
     filled = starts < ends
-    return Stretches(request[filled], kinds[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
+    return Intervals(request[filled], kinds[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
 
 
-def _handing_over(trace: Columns, joined: Joined) -> Stretches:
+def _hand_off_spans(trace: Columns, joined: Joined) -> Intervals:
     """Return the spans that may hand off requests, by request and begin.
 
     They bear a key, are no requests, and are not above a batch."""
@@ -395,19 +395,19 @@ def _handing_over(trace: Columns, joined: Joined) -> Stretches:
     request = joined.of[rows].astype(np.int64)
     order = np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], request))
     rows, request = rows[order], request[order]
-    return Stretches(request, rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
+    return Intervals(request, rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
 
 
-def _handed_at(trace: Columns, handing: Stretches, places: Int64s, upto: Int64s) -> Int64s:
+def _hand_off_times(trace: Columns, hand_offs: Intervals, places: Int64s, upto: Int64s) -> Int64s:
     """Return the hand-off time of spans: a span's end, or its begin if it failed or ended after `upto`."""
-    rows = handing.row[places]
-    is_done = (handing.end_ns[places] <= upto) & (trace.error[rows] == NONE)
+    rows = hand_offs.row[places]
+    is_done = (hand_offs.end_ns[places] <= upto) & (trace.error[rows] == NONE)
     is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))
-    return np.where(is_done, handing.end_ns[places], handing.start_ns[places])
+    return np.where(is_done, hand_offs.end_ns[places], hand_offs.start_ns[places])
 
 
-def _queued(
-    trace: Columns, joined: Joined, work: Stretches, handing: Stretches, batches: Stretches, firsts: Int64s
+def _queues(
+    trace: Columns, joined: Joined, work: Intervals, hand_offs: Intervals, batches: Intervals, firsts: Int64s
 ) -> _Part:
     """Return the queue of each request: from its hand-off to its first batch.
 
@@ -421,65 +421,65 @@ def _queued(
     last = _last_before(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
     from_ns = np.where(last == NONE, begins, edges[last] if len(edges) else begins)
-    newest = _last_before(handing.request, handing.start_ns, requests, upto)
+    newest = _last_before(hand_offs.request, hand_offs.start_ns, requests, upto)
     handed_over = np.flatnonzero(newest != NONE)
-    from_ns[handed_over] = _handed_at(trace, handing, newest[handed_over], upto[handed_over])
+    from_ns[handed_over] = _hand_off_times(trace, hand_offs, newest[handed_over], upto[handed_over])
     return requests, np.maximum(from_ns, begins), upto, 0
 
 
-def _given_up(trace: Columns, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
+def _lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
     """Return the queues of failed requests that no batch served: from their hand-offs to their ends."""
     rows = joined.rows
     is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
     is_lost[batches.request] = False
     requests = np.flatnonzero(is_lost)
     ends = trace.end_ns[rows[requests]]
-    newest = _last_before(handing.request, handing.start_ns, requests, ends)
+    newest = _last_before(hand_offs.request, hand_offs.start_ns, requests, ends)
     handed_over = np.flatnonzero(newest != NONE)
     requests, ends = requests[handed_over], ends[handed_over]
-    from_ns = _handed_at(trace, handing, newest[handed_over], ends)
+    from_ns = _hand_off_times(trace, hand_offs, newest[handed_over], ends)
     return requests, np.maximum(from_ns, trace.start_ns[rows[requests]]), ends, 0
 
 
-def _queued_again(trace: Columns, joined: Joined, handing: Stretches, batches: Stretches) -> _Part:
+def _further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
     """Return the queues of further keys: from the hand-off of a key to the first batch with it."""
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
-    handing, batches = (
-        Stretches(*(column[np.isin(part.request, several)] for column in part)) for part in (handing, batches)
+    hand_offs, batches = (
+        Intervals(*(column[np.isin(part.request, several)] for column in part)) for part in (hand_offs, batches)
     )
     numbers: dict[str, int] = {}
     of_batch = np.array(
         [numbers.setdefault(joined.served.key[pair], len(numbers)) for pair in batches.pair.tolist()], dtype=np.int64
     )
     of_span = np.array(
-        [numbers.get(str(key), NONE) for key in trace.attributes.values(KEY, handing.row)], dtype=np.int64
+        [numbers.get(str(key), NONE) for key in trace.attributes.values(KEY, hand_offs.row)], dtype=np.int64
     )
     groups = batches.request * len(numbers) + of_batch
     _, firsts = np.unique(groups, return_index=True)
     firsts = firsts[batches.request[firsts - 1] == batches.request[firsts]]
     firsts = firsts[firsts > 0]  # the batches of a request are consecutive, in the order of time
     with_key = np.flatnonzero(of_span != NONE)
-    key_spans = Stretches(*(column[with_key] for column in handing))
-    of_handing = key_spans.request * len(numbers) + of_span[with_key]
-    order = np.lexsort((np.arange(len(with_key)), key_spans.start_ns, of_handing))
-    key_spans = Stretches(*(column[order] for column in key_spans))
-    newest = _last_before(of_handing[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
+    key_spans = Intervals(*(column[with_key] for column in hand_offs))
+    of_hand_offs = key_spans.request * len(numbers) + of_span[with_key]
+    order = np.lexsort((np.arange(len(with_key)), key_spans.start_ns, of_hand_offs))
+    key_spans = Intervals(*(column[order] for column in key_spans))
+    newest = _last_before(of_hand_offs[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
     queued = np.flatnonzero(newest != NONE)
     firsts = firsts[queued]
     upto = batches.start_ns[firsts]
     requests = batches.request[firsts]
-    from_ns = np.maximum(_handed_at(trace, key_spans, newest[queued], upto), trace.start_ns[joined.rows[requests]])
+    from_ns = np.maximum(_hand_off_times(trace, key_spans, newest[queued], upto), trace.start_ns[joined.rows[requests]])
     return requests, from_ns, upto, 0
 
 
-def _handed_over(
-    trace: Columns, joined: Joined, work: Stretches, batches: Stretches, firsts: Int64s, reach: Int64s
+def _transports(
+    trace: Columns, joined: Joined, work: Intervals, batches: Intervals, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
     """Return the transport between a request's own threads and its batch threads, where own work bounds it."""
     threads = distinct(trace.thread_id[distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
-    own_work = Stretches(*(column[order[elsewhere[order]]] for column in work))
+    own_work = Intervals(*(column[order[elsewhere[order]]] for column in work))
     parts: list[_Part] = []
     # From the end of all batches so far to the next own work, if no batch of the request comes before it.
     after = _next_after(own_work.request, own_work.start_ns, batches.request, reach)
@@ -492,7 +492,7 @@ def _handed_over(
     # From own work to the first work on a batch thread.
     accepting = np.lexsort((work.start_ns, work.request))
     accepting = accepting[~elsewhere[accepting]]
-    accepted = Stretches(*(column[accepting] for column in work))
+    accepted = Intervals(*(column[accepting] for column in work))
     begins = trace.start_ns[joined.rows[batches.request[firsts]]]
     first = _next_after(accepted.request, accepted.start_ns, batches.request[firsts], begins)
     before = np.flatnonzero(first != NONE)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording.paths import OVERFLOW, CallPath
 from instrument.recording.tally import Tally
-from instrument.trace.apart import ApartFile, Numbers, linked_ids, processes_of
+from instrument.trace.apart import MergedFile, Numbers, linked_ids, processes_of
 from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
@@ -44,7 +44,7 @@ class Merged:
     clock: str
     apart_ns: int | None
     """The largest difference of two processes' clocks in ns, None if it is unknown."""
-    parts: Sequence[ApartFile] = field(repr=False)
+    parts: Sequence[MergedFile] = field(repr=False)
     """The files with the merged rows of their spans. Files of one process are consecutive."""
 
     @property
@@ -99,7 +99,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
 
 def _only(saved: Saved) -> Merged:
     """Return one file unchanged as the merged one."""
-    part = ApartFile(saved, 0, 0, 0)
+    part = MergedFile(saved, 0, 0, 0)
     part.row = np.arange(len(saved.trace.columns))
     return Merged(saved, 1, 1, int(bool(saved.trace.origin.run)), MONOTONIC, 0, [part])
 
@@ -123,7 +123,7 @@ def _apart_ns(files: Sequence[Saved]) -> int | None:
     return sum(sorted(bounds)[-2:])
 
 
-def _joined_attributes(parts: Sequence[ApartFile], count: int) -> Attributes:
+def _joined_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
     """Return the attributes of the spans of several files, decoded on access."""
     part, row_in_part = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
     for number, file in enumerate(parts):
@@ -147,15 +147,15 @@ class _Merge:
         self._groups = groups
         base_ns = groups[0][0].trace.origin.realtime_of(0)
         self._absent: dict[tuple[int, int], int] = {}
-        self._parts: list[ApartFile] = []
+        self._parts: list[MergedFile] = []
         first = 0
         for process, group in enumerate(groups):
             newest = max((saved.trace for saved in group), key=attrgetter("end_ns"))
             moved_ns = 0 if clock == MONOTONIC else newest.origin.realtime_of(0) - base_ns
             for saved in group:
-                self._parts.append(ApartFile(saved, process, first, moved_ns))
+                self._parts.append(MergedFile(saved, process, first, moved_ns))
                 first += len(saved.trace.columns)
-        self.parts: Sequence[ApartFile] = self._parts
+        self.parts: Sequence[MergedFile] = self._parts
         self._numbers = Numbers(self._parts)
         columns = self._merged_columns(first)
         facts = replace(merged_facts(self._parts, self._numbers), apart_ns=apart_ns)
@@ -284,7 +284,7 @@ def _tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[
     return tuple(table), _joined_columns(columns)
 
 
-def _ids_in(part: ApartFile, ids: NDArray[np.int64]) -> Int64s:
+def _ids_in(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
     """Return the merged ids of a process's ids, `NONE` for ids that the file does not have."""
     rows = rows_of(part.trace.span_id, ids)
     if not len(part.row):

@@ -13,7 +13,7 @@ import numpy as np
 
 from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup, never_called
 from instrument.recording.tally import Tally
-from instrument.trace.apart import ApartFile, Numbers
+from instrument.trace.apart import MergedFile, Numbers
 from instrument.trace.call_tree import tally_of
 from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
@@ -37,14 +37,14 @@ def called(saved: Saved) -> str:
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
 
-def _processes(parts: Sequence[ApartFile]) -> Iterator[list[ApartFile]]:
+def _processes(parts: Sequence[MergedFile]) -> Iterator[list[MergedFile]]:
     for _, files in groupby(parts, attrgetter("process")):
         yield list(files)
 
 
-def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
+def _counting(parts: Sequence[MergedFile]) -> list[MergedFile]:
     """Return files of a process whose tallies together count every call once, none if files overlap in part."""
-    counting: list[ApartFile] = []
+    counting: list[MergedFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
         if not counting or part.saved.trace.end_ns > counting[-1].saved.trace.end_ns:
             counting.append(part)
@@ -53,7 +53,7 @@ def _counting(parts: Sequence[ApartFile]) -> list[ApartFile]:
     return counting if is_apart else []
 
 
-def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
+def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
     """Return the tally of all calls. A process without usable saved tallies is counted by spans."""
     counted, names = list[Tally](), dict(threads)
     for files in _processes(parts):
@@ -76,7 +76,7 @@ def merged_tally(parts: Sequence[ApartFile], numbers: Numbers, columns: Columns,
     return Tally.together(counted, names)
 
 
-def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> Trace:
+def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     """Return a trace without spans that has the facts of all files.
 
     Gauges of single processes, and torch.profiler's data of several processes, are left out with a note.
@@ -121,10 +121,10 @@ def merged_facts(parts: Sequence[ApartFile], numbers: Numbers) -> Trace:
     )
 
 
-def _watched(parts: Sequence[ApartFile]) -> ApartFile | None:
+def _watched(parts: Sequence[MergedFile]) -> MergedFile | None:
     """Return the file of a process with the longest part that torch.profiler saw, None without any."""
 
-    def length_ns(part: ApartFile) -> int:
+    def length_ns(part: MergedFile) -> int:
         first_ns, last_ns = part.saved.trace.watched or (0, -1)
         return last_ns - first_ns
 
@@ -133,7 +133,7 @@ def _watched(parts: Sequence[ApartFile]) -> ApartFile | None:
 
 
 def merged_processes(
-    parts: Sequence[ApartFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
+    parts: Sequence[MergedFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
 ) -> Sequence[MergedProcess]:
     """Return the processes of a merged trace.
 
@@ -178,14 +178,14 @@ def _deaths(newest: Sequence[Trace]) -> str:
     return " ".join([*deaths[: DEATHS_TOLD - 1], f"{words}.", deaths[-1]])
 
 
-def _before(files: Sequence[ApartFile], parts: Sequence[ApartFile]) -> str:
+def _before(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:
     """Return the prefix of the thread names of a process, "" if there is no other process."""
     origin = files[0].saved.trace.origin
     is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
     return f"{called(files[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
 
 
-def _threads(parts: Sequence[ApartFile], numbers: Numbers) -> dict[int, str]:
+def _threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
     for files in _processes(parts):
         prefix = _before(files, parts)
@@ -196,7 +196,7 @@ def _threads(parts: Sequence[ApartFile], numbers: Numbers) -> dict[int, str]:
     return names
 
 
-def _notes(processes: Sequence[Sequence[ApartFile]]) -> list[str]:
+def _notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
     """Return all notes, each once. A note of some processes only begins with the names of the first of them.
 
     A note is left out if another process has met its rule or called its target.
@@ -224,7 +224,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if more <= 0 else f"{', '.join(names[:NOTED_BY])} and {more} more"
 
 
-def _cost(processes: Sequence[Sequence[ApartFile]], window_ns: int) -> Cost | None:
+def _cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:
     """Return the cost of all processes, with the mean costs of a call weighted by calls. A process without a known cost
     has the mean cost."""
     costs, uncosted_calls = list[Cost](), 0
@@ -246,7 +246,7 @@ def _cost(processes: Sequence[Sequence[ApartFile]], window_ns: int) -> Cost | No
     )
 
 
-def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one_process: bool) -> tuple[list[Sample], bool]:
+def _samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[list[Sample], bool]:
     """Return the samples by time, each once, and True if some were left out."""
     sample_by_key: dict[tuple[str, int, int], Sample] = {}
     left_out = False
@@ -261,7 +261,7 @@ def _samples(parts: Sequence[ApartFile], numbers: Numbers, *, is_one_process: bo
     return sorted(sample_by_key.values(), key=lambda sample: (sample.at_ns, sample.device, sample.name)), left_out
 
 
-def _startup(part: ApartFile, numbers: Numbers) -> Startup | None:
+def _startup(part: MergedFile, numbers: Numbers) -> Startup | None:
     facts = part.saved.trace.startup
     if facts is None:
         return None

@@ -41,7 +41,7 @@ def waiting_times(trace: Columns) -> Int64s:
     return np.asarray(np.clip(trace.self_ns - ran_ns, 0, np.maximum(trace.total_ns - trace.active_ns, 0)))
 
 
-def stood_aside(trace: Columns) -> Bools:
+def were_suspended(trace: Columns) -> Bools:
     """Return True for generators that were suspended mostly while their consumers ran."""
     stood_ns = trace.total_ns - trace.active_ns
     if not (stood_ns > 0).any():
@@ -200,7 +200,7 @@ def innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: In
 
 def _opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
     rows = in_order(trace)
-    is_wanted = is_wanted & ~stood_aside(trace) & clock.knows(trace.thread_id)
+    is_wanted = is_wanted & ~were_suspended(trace) & clock.knows(trace.thread_id)
     rows = rows[is_wanted[rows]]
     edges = (clock.numbers(trace.thread_id[rows], times[rows]) for times in (trace.start_ns, trace.end_ns))
     first, end = (np.searchsorted(moments, edge) for edge in edges)

@@ -30,7 +30,7 @@ from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import firsts_of, numbered
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import QUEUE, STALL, Stretches, served_stretches
+from instrument.trace.ledger import QUEUE, STALL, Intervals, served_intervals
 from instrument.trace.request_steps import Parts, StepKinds, Steps, last_of_firsts, prefills, steps_of, usual_ns
 
 PREFILL, DECODE = "prefill", "decode"
@@ -103,7 +103,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
 
     The kinds of steps are learned from these requests. `kinds` has those learned before, and is updated.
     """
-    batches, between = served_stretches(trace, joined)
+    batches, between = served_intervals(trace, joined)
     queues = _queues(between)
     unserved = np.setdiff1d(np.array(list(queues), dtype=np.int64), batches.request)
     unserved = unserved[~trace.clipped[joined.rows[unserved]]]
@@ -182,13 +182,13 @@ def _streamed_ns(trace: Columns, rows: Int64s) -> Int64s:
     return np.array(sent_ns, dtype=np.int64)
 
 
-def _queues(between: Stretches) -> Mapping[int, tuple[int, int]]:
+def _queues(between: Intervals) -> Mapping[int, tuple[int, int]]:
     queue_places = np.flatnonzero(between.row == 0)
     times = zip(between.start_ns[queue_places].tolist(), between.end_ns[queue_places].tolist(), strict=True)
     return dict(zip(between.request[queue_places].tolist(), times, strict=True))
 
 
-def _stalls(between: Stretches, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
+def _stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
     """Return the longest stalls of the requests at these places, without those shorter than `least_ns`."""
     lengths = between.end_ns - between.start_ns
     rows = np.flatnonzero(between.row == 1)

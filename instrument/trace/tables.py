@@ -71,9 +71,8 @@ def duckdb() -> ModuleType:
 
 
 def opened(facts: Trace, *, attributes: bool = True, rows: Int64s | None = None) -> Any:
-    """Return a connection to a database with the tables of `query`, of all spans or of some rows.
-
-    The table `attributes` is empty without `attributes`."""
+    """Return a connection to a database with the tables of `query`, of all spans or of some rows. The table
+    `attributes` is empty without `attributes`."""
     connection = duckdb().connect(":memory:")
     try:
         connection.execute("set enable_progress_bar = false")

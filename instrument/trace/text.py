@@ -41,9 +41,8 @@ def clean(text: str) -> str:
 
 
 def safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
-    """Return a value for strict JSON and viewers. Without `finite`, infinities and NaN stay.
-
-    It never fails and runs no code of foreign types. A tensor's text would wait for the device and expose its data."""
+    """Return a value for strict JSON and viewers. Without `finite`, infinities and NaN stay. It
+    never fails and runs no code of foreign types. A tensor's text would wait for the device and expose its data."""
     if isinstance(value, str):
         return clean(value)
     if value is None or isinstance(value, bool):
