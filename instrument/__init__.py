@@ -1,8 +1,8 @@
 """Instrumentation for inference services, selected by one `profile.yaml`.
 
-In code: `profiled`, `scope` and `loader` name what the service's authors want to see, `annotate` says more of it;
-`start`, `stop`, `summary` and `dump` run a session; `Profiler` looks at the steps of a loop; `load` reads saved traces
-as data frames. Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
+In code, `profiled`, `scope` and `loader` name the spans of a service, and `annotate` adds attributes. `start`, `stop`,
+`summary` and `dump` control a session. `Profiler` records the steps of a loop. `load` reads traces as data frames.
+Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
 
 Importing this package starts nothing and changes nothing; each name is loaded as it is first asked for, and what a
 session needs by `start`.

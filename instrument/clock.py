@@ -12,11 +12,11 @@ from pathlib import Path
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 STAT = Path("/proc/self/stat")
 START_FIELD = 19
-"""Which word after the name of the program in `/proc/self/stat` is the time of its start (man 5 proc, starttime)."""
+"""The index of `starttime` among the words after the program's name in `/proc/self/stat` (man 5 proc)."""
 
 
 def pair() -> tuple[int, int]:
-    """One moment on the monotonic and on the wall clock, in ns: the tightest of five readings."""
+    """Return one moment on the monotonic and on the wall clock, in ns: the tightest of five readings."""
     pairs = []
     for _ in range(5):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -26,15 +26,15 @@ def pair() -> tuple[int, int]:
 
 
 _TIMEX_BYTES, _MAXERROR_AT, _STATUS_AT = 208, 24, 40
-"""Of `struct timex` on 64-bit Linux (man 2 adjtimex), more than which is asked of it."""
+"""The size of `struct timex` on 64-bit Linux and the offsets of two fields (man 2 adjtimex)."""
 
 _UNSYNCHRONIZED, _FAILED = 0x40, (-1, 5)
 
 
 def wall_error_ns() -> int:
-    """How far the wall clock is from true time at most, as the system keeps account of it; 0 where that is not known.
+    """Return the largest error of the wall clock in ns by the kernel's account; 0 if it is not known.
 
-    It is known where NTP or PTP sets the clock. To ask changes nothing.
+    It is known if NTP or PTP sets the clock. The call changes nothing.
     """
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return 0
@@ -52,7 +52,7 @@ def wall_error_ns() -> int:
 
 @cache
 def boot_id() -> str:
-    """What the system calls the time since it was started; "" where it does not tell."""
+    """Return the system's identifier of its current boot, "" if it cannot be read."""
     try:
         return BOOT.read_text("ascii", "replace").strip()[:64]
     except OSError:
@@ -60,9 +60,9 @@ def boot_id() -> str:
 
 
 def process_start_ns() -> int | None:
-    """When the system made this process, on the monotonic clock, to a tick of 10 ms; None where it does not tell.
+    """Return the start of this process on the monotonic clock, to a tick of 10 ms; None if it cannot be read.
 
-    `exec` does not change it: what ran in the process before, such as `instrument run`, is part of its time.
+    `exec` does not change it: programs that ran in the process before, such as `instrument run`, count.
     """
     ticks = start_ticks(STAT)
     if not ticks:
@@ -76,12 +76,12 @@ def process_start_ns() -> int | None:
 
 
 def start_ticks(stat: Path) -> int:
-    """When the process of a file such as `/proc/self/stat` was made, in ticks since boot; 0 where it does not tell.
+    """Return the start of the process of a file such as `/proc/self/stat`, in ticks since boot; 0 if there is none.
 
-    It tells a process from a later one of the same number. One that has ended and waits for its parent has gone.
+    It distinguishes processes that had the same number. A zombie counts as ended.
     """
     try:
-        # The name of the program stands in brackets, and may hold blanks and brackets.
+        # The name of the program is in brackets, and may have blanks and brackets itself.
         words = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
         return 0 if words[0] in "ZX" else int(words[START_FIELD])
     except (OSError, ValueError, IndexError):

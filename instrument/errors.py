@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 ERROR_NAME_LIMIT = 200
-"""So many characters of an exception class's name are kept."""
+"""The most characters that are kept of the name of an exception's class."""
 
 _name_of = type.__dict__["__name__"].__get__
 
 
 def error_name(error: BaseException) -> str:
-    """The name of an exception's class, as a span keeps it: cut where it is long, and no code of the class is run."""
+    """Return the name of an exception's class as a span keeps it, cut to the limit. No code of the class runs."""
     return str.__getitem__(_name_of(type(error)), slice(ERROR_NAME_LIMIT))
 
 
 class InstrumentError(Exception):
-    """Root of every error that this package raises on purpose."""
+    """The base of every error that this package raises on purpose."""
 
 
 class ProfileError(InstrumentError, ValueError):

@@ -351,7 +351,7 @@ LINES_AND_FILES = {
     "profile": (2_492, 8),
     "proposal": (1_400, 5),
     "recorder": (2_579, 10),
-    "recording": (4_022, 19),
+    "recording": (4_021, 19),
     "report": (12_800, 45),
     "runtime": (2_617, 18),
     "sessions": (7_229, 30),

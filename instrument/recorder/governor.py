@@ -95,9 +95,9 @@ class _Off:
 class Governor:
     """The governor of a recorder: its probes cost each thread at most the share `budget` of its time (0.01 is 1 %).
 
-    `step` is called now and then by one thread. `costs_ns` has the cost of a span by the shape of its probe,
-    `passed_ns` that of a muted call; both have that of each step of a generator after its first. `detach` detaches
-    probes. `is_busy` is True where it should look again soon.
+    One thread calls `step` now and then. `costs_ns` has the cost of a span by the shape of its probe, `passed_ns` that
+    of a muted call. Both include the cost of each later step of a generator. `detach` detaches probes. `is_busy` is
+    True if the next step should come soon.
     """
 
     def __init__(

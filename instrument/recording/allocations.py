@@ -13,10 +13,10 @@ from instrument.runtime.cheap_start import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory that a thread took from torch's allocator, or gave back (`size_bytes` below 0), as torch.profiler saw it.
+    """An allocation of torch's allocator, or a release (`size_bytes` below 0), as torch.profiler recorded it.
 
-    `device` is `HOST` for the host. `allocated_bytes` and `reserved_bytes` are what the allocator then had in all, in
-    use and from the driver.
+    `device` is `HOST` for the host. `allocated_bytes` and `reserved_bytes` are the allocator's totals after it: the
+    memory in use and the memory from the driver.
     """
 
     device: int
@@ -29,10 +29,10 @@ class Allocation:
 
 
 class Allocations(Sequence[Allocation]):
-    """Allocations in one piece of memory: objects are made of it when they are asked for.
+    """Allocations packed in one block of memory, which makes their objects on access.
 
-    `rows` has the fields of each as seven numbers of 64 bits, but for times counted from `base_ns`: 56 bytes, where an
-    object takes 320. Nobody may change them.
+    `rows` has the fields of each as seven numbers of 64 bits, with times counted from `base_ns`: 56 bytes, where an
+    object takes 320. The rows must not change.
     """
 
     ROW = Struct("=7q")
@@ -44,7 +44,7 @@ class Allocations(Sequence[Allocation]):
 
     @classmethod
     def of(cls, found: Iterable[Allocation]) -> Allocations:
-        """These; raises `OverflowError` for a number beyond 64 bits."""
+        """Pack allocations. Raises `OverflowError` for a number beyond 64 bits."""
         if isinstance(found, Allocations):
             return found
         try:
@@ -53,11 +53,11 @@ class Allocations(Sequence[Allocation]):
             raise OverflowError("an allocation has numbers of 64 bits; found another") from problem
 
     def moved(self, by_ns: int) -> Allocations:
-        """The same, so much later."""
+        """Return the allocations with their times moved by `by_ns`."""
         return Allocations(self.rows, self.base_ns + by_ns)
 
     def in_order(self) -> Allocations:
-        """The same, those of one time as they stand."""
+        """Return the allocations sorted by time; those of one time keep their order."""
         times = memoryview(self.rows).cast("q")[1::7].tolist()
         if all(map(le, times, islice(times, 1, None))):
             return self

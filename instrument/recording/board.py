@@ -1,9 +1,9 @@
-"""The board of a run: what its processes know of one another, a few marks in memory that all of them can reach.
+"""The board of a run: a few marks in shared memory that every process of the run can read and add.
 
-Processes of a service share a profile, and each sees a part of it: a rule that finds nothing here may be at work in the
-engine's process, and a parent that only starts others has nothing to tell where they have. The first process of the run
-holds the memory, which goes with it; others find it by a path in the environment. Where they cannot, each knows what it
-sees itself.
+The processes of a service share a profile, and each runs a part of it. A rule without a target here may be attached in
+the engine's process. A parent that only starts others has nothing to report if they have. The first process of the run
+owns the memory, which ends with it. Other processes find it by a path in the environment. Without it each process knows
+its own marks alone.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ VARIABLE = "INSTRUMENT_RUN_BOARD"
 _NAME = "instrument-run"
 
 _BYTES = 1 << 20
-"""More is not written: a mark is a line of 20 bytes, and each is written about once."""
+"""The largest size of a board. A mark is a line of 20 bytes, and each is written about once."""
 
 _IN_VAIN = "%020d\n"
-"""The first line: when a process last waited at its end for a collector in vain, on the monotonic clock."""
+"""The first line: the last time at which a process's end waited in vain for a collector, on the monotonic clock."""
 
 RECORDED = "recorded"
-"""The mark of a process that has recorded calls and will tell of them itself."""
+"""The mark of a process that has recorded calls and will report them itself."""
 
 
 def make() -> Callable[[], None]:
-    """Make a board in the first of the processes that share it, which is this one; returns the way back.
+    """Make a board in this process, the first of those that share it, and return the function that removes it.
 
-    Nothing happens where there is one already, or where the system has none.
+    Do nothing if there is a board already, or if the system has no memory files.
     """
     if os.environ.get(VARIABLE):
         return lambda: None
@@ -56,12 +56,12 @@ def make() -> Callable[[], None]:
 
 
 def attached(rule: str) -> str:
-    """The mark of a rule that is at work in some process."""
+    """Return the mark of a rule that is attached in some process."""
     return f"a {_digest(rule)}"
 
 
 def called(rule: str) -> str:
-    """The mark of a rule of which some process has called a target."""
+    """Return the mark of a rule with a target that some process has called."""
     return f"c {_digest(rule)}"
 
 
@@ -79,7 +79,7 @@ def marks() -> set[str]:
 
 
 def waited_in_vain_ns() -> int:
-    """When a process of the run last waited at its end for a collector in vain; 0 for never, or not that is known."""
+    """Return the last time in ns at which a process's end waited in vain for a collector; 0 if none is known."""
     descriptor = _opened(os.O_RDONLY)
     if descriptor is None:
         return 0
@@ -89,7 +89,7 @@ def waited_in_vain_ns() -> int:
 
 
 def note_wait_in_vain(at_ns: int) -> None:
-    """Tell the others that this process has waited at its end for a collector in vain."""
+    """Note on the board that this process's end has waited in vain for a collector."""
     descriptor = _opened(os.O_WRONLY)
     if descriptor is not None:
         try:
@@ -101,7 +101,7 @@ def note_wait_in_vain(at_ns: int) -> None:
 
 
 def put(wanted: Iterable[str]) -> None:
-    """Put marks on the board that are not there."""
+    """Add the marks that are missing on the board."""
     missing = sorted(set(wanted) - marks())
     descriptor = _opened(os.O_WRONLY | os.O_APPEND) if missing else None
     if descriptor is None:
@@ -116,7 +116,7 @@ def put(wanted: Iterable[str]) -> None:
 
 
 def _opened(flags: int) -> int | None:
-    """The board's memory; None where its holder has gone, or has something else under that number by now."""
+    """Return a descriptor of the board, or None if its process has ended or the path names another file by now."""
     path = os.environ.get(VARIABLE)
     if not path:
         return None

@@ -1,6 +1,6 @@
-"""Claims: what one process at a time does with a recording, which need not be the one that records into it.
+"""Claims: the work on a recording that one process at a time does, which need not be the recorded process.
 
-Who does so holds a lock on the recording, which the system takes back as that process ends.
+The process has a lock on the recording, which the system releases as that process ends.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ EXPORT, GAUGES = 0, 1
 """The claims on a recording: to export its rows, and to read its process's gauges into it."""
 
 FIRST_FD = 256
-"""Descriptors below are the service's: its own keep the numbers that they would have without us."""
+"""Our lowest descriptor. The service's own files keep the numbers that they would have without us."""
 
 _OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
 _LOCK = struct.Struct("hhqqi4x")
 _LOCK_AT = 1 << 50
-"""Beyond every byte of a recording: other locks on it mean other things."""
+"""The offset of the locks, beyond every byte of a recording: other locks on it have other meanings."""
 
 
 def duplicate(fd: int) -> int:
@@ -30,10 +30,10 @@ def duplicate(fd: int) -> int:
 
 
 class Claim:
-    """A claim to a recording that may be taken; what is claimed is written to by `fileno`. Raises `OSError`."""
+    """A claim on a recording, which `take` takes; its process writes to `fileno`. Raises `OSError`."""
 
     def __init__(self, fd: int, what: int) -> None:
-        # Opened anew: a lock belongs to what was opened, and who was given a descriptor shares that with the giver.
+        # Open the file anew: a lock belongs to an open file, which a passed descriptor shares with its sender.
         opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self._fd = duplicate(opened)
@@ -43,13 +43,13 @@ class Claim:
         self._lock_at = _LOCK_AT + what
 
     def close(self) -> None:
-        """Let go of the recording, and of the claim."""
+        """Close the recording and release the claim."""
         if self.fileno() >= 0:
             os.close(self._fd)
         self._fd = -1
 
     def fileno(self) -> int:
-        """Its descriptor, -1 where a service has closed it, and perhaps has a file of its own there."""
+        """Return the descriptor, or -1 if the service has closed it; the number may be a file of the service by now."""
         if self._fd >= 0 and self._identified() != self._identity:
             self._fd = -1
         return self._fd
@@ -62,7 +62,7 @@ class Claim:
         return found.st_dev, found.st_ino
 
     def take(self) -> bool:
-        """Be the one who does it from now on; False while another one is."""
+        """Take the claim. Return False while another process has it."""
         try:
             fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
         except OSError:

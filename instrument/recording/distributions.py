@@ -1,7 +1,7 @@
-"""Metrics as the process reads them, whichever way they leave it: totals since the session's start.
+"""Metrics as the process reads them, for every exporter: totals since the session's start.
 
-A duration is told as a distribution: exact count and sum, and the tally's buckets, whose middle is at most 1/128
-(0.78 %) away from any value in them. What an exporter makes of the buckets, it makes of their middles.
+A duration becomes a distribution: exact count and sum, and the tally's buckets. The middle of a bucket is at most 1/128
+(0.78 %) away from any value in it. Exporters convert buckets by their middles.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Labels = tuple[tuple[str, Value], ...]
 """The attributes of a series, by OpenTelemetry's names."""
 
 SERIES_LIMIT = 2_000
-"""Series of a metric that are told apart, as OpenTelemetry's SDKs do; what comes later is one series together."""
+"""The most series of a metric, as in OpenTelemetry's SDKs; all later label sets are one series together."""
 
 OVERFLOW: Labels = (("otel.metric.overflow", True),)
-"""The series of what is beyond that limit, by OpenTelemetry's name."""
+"""The labels of the series beyond that limit, by OpenTelemetry's name."""
 
 OTHER = "other"
 """The group of all requests whose attribute has none of the values with a group of their own."""
 
 MOST = (1 << 63) - 1
-"""No count and no sum is more than what OTLP has room for."""
+"""The largest count or sum, the most that OTLP has room for."""
 
 COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
@@ -51,7 +51,7 @@ class Distribution:
         self.buckets[index] = self.buckets.get(index, 0) + 1
 
     def add_buckets(self, more: Mapping[int, int]) -> None:
-        """Count durations of which only the buckets are known, each as the lowest value of its own."""
+        """Count durations by their buckets, each with the lowest value of its bucket."""
         for index, count in more.items():
             start_ns = bucket_start(index)
             self.least_ns = min(self.least_ns, start_ns) if self.count else start_ns
@@ -61,9 +61,9 @@ class Distribution:
             self.buckets[index] = self.buckets.get(index, 0) + count
 
     def grow(self, now: Distribution) -> None:
-        """Become what the same distribution is now, without taking back any call that was counted before.
+        """Add the calls of a later state of the distribution, without removing any call that was counted before.
 
-        A call whose device time has come since has another bucket now; it stays in that in which it was counted.
+        A call whose device time has arrived since has another bucket in `now`; it remains in its first bucket.
         """
         left = now.count - self.count
         for index, count in now.buckets.items():
@@ -76,7 +76,7 @@ class Distribution:
         self.least_ns, self.most_ns = now.least_ns, now.most_ns
 
     def join(self, other: Distribution) -> None:
-        """Count what another distribution counts, too."""
+        """Add the durations of another distribution."""
         if other.count:
             self.least_ns = min(self.least_ns, other.least_ns) if self.count else other.least_ns
             self.most_ns = max(self.most_ns, other.most_ns)
@@ -86,16 +86,16 @@ class Distribution:
                 self.buckets[index] = self.buckets.get(index, 0) + count
 
     def copy(self) -> Distribution:
-        """One of the caller's own."""
+        """Return a copy."""
         return Distribution(self.count, self.sum_ns, self.least_ns, self.most_ns, dict(self.buckets))
 
     def told(self) -> list[Any]:
-        """It as JSON has it."""
+        """Return the distribution as JSON."""
         return [self.count, self.sum_ns, self.least_ns, self.most_ns, *(n for one in self.buckets.items() for n in one)]
 
     @classmethod
     def of(cls, told: Sequence[Any]) -> Distribution:
-        """Return a distribution of its facts. Raises `TypeError` or `ValueError` for facts that are none."""
+        """Return the distribution that `told` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
         count, sum_ns, least_ns, most_ns, *pairs = map(int, told)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST for index, times in buckets.items())
@@ -104,7 +104,7 @@ class Distribution:
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 
     def since(self, before: Distribution) -> Distribution:
-        """Return the counts since the state `before`. Its least and its most are not known."""
+        """Return the counts since the state `before`. Their least and largest durations are not known."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
         return Distribution(
             self.count - before.count,
@@ -114,19 +114,19 @@ class Distribution:
 
 
 def group_of(value: object) -> str | None:
-    """The group of a request by the value of an attribute, None without a value; a header has a list of values."""
+    """Return a request's group by the value of an attribute, None without one; a header has a list of values."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
 
 
 def told_labels(labels: Labels) -> list[list[Value]]:
-    """Labels as JSON has them."""
+    """Return labels as JSON."""
     return [[name, value] for name, value in labels]
 
 
 def labels_told(told: Iterable[Sequence[Any]]) -> Labels:
-    """Labels that were told. Raises `TypeError` or `ValueError` for what are none."""
+    """Return labels from JSON. Raises `TypeError` or `ValueError` for anything else."""
     found: list[tuple[str, Value]] = []
     for name, value in told:
         if not (isinstance(name, str) and isinstance(value, str | int)):
@@ -136,22 +136,22 @@ def labels_told(told: Iterable[Sequence[Any]]) -> Labels:
 
 
 def told_series(series: Mapping[Labels, Distribution]) -> list[list[Any]]:
-    """Distributions by their labels, as JSON has them."""
+    """Return distributions by their labels as JSON."""
     return [[told_labels(labels), one.told()] for labels, one in series.items()]
 
 
 def series_told(told: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
-    """Distributions that were told. Raises `TypeError` or `ValueError` for what are none."""
+    """Return distributions from JSON. Raises `TypeError` or `ValueError` for anything else."""
     return {labels_told(labels): Distribution.of(one) for labels, one in told}
 
 
 EXEMPLARS = 8
-"""The most of a series."""
+"""The most exemplars of a series."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """A call that a series counts and whose trace is kept: how long it took, when it ended, and when it was kept."""
+    """A counted call whose trace is kept: its duration, its end, and the time at which it was kept."""
 
     value_ns: int
     at_ns: int
@@ -161,7 +161,7 @@ class Exemplar:
 
 
 class Exemplars:
-    """The exemplars of one series: the newest of each power of two of ns, of which the longest stay."""
+    """The exemplars of one series: the newest call per power of two of ns; only the longest remain."""
 
     __slots__ = ("_newest",)
 
@@ -169,7 +169,7 @@ class Exemplars:
         self._newest: dict[int, Exemplar] = {}
 
     def add(self, one: Exemplar) -> None:
-        """Take in another one."""
+        """Add an exemplar."""
         self._newest[one.value_ns.bit_length()] = one
         if len(self._newest) > EXEMPLARS:
             del self._newest[min(self._newest)]
@@ -213,7 +213,7 @@ class Metric:
 
 
 def summed(metrics: Iterable[Metric]) -> list[Metric]:
-    """The sums of the metrics that have one name, as the metrics of several processes are those of all together."""
+    """Add up the metrics that have one name, for instance those of several processes."""
     found: dict[str, tuple[Metric, dict[Labels, float | Distribution], dict[Labels, Exemplars]]] = {}
     for metric in metrics:
         _, series, exemplars = found.setdefault(metric.name, (metric, {}, {}))
@@ -237,7 +237,7 @@ def summed(metrics: Iterable[Metric]) -> list[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Metrics as they were at a moment, in ns of the monotonic clock, with what they count from."""
+    """Metrics at a moment, `at_ns`, counted from `start_ns`, both on the monotonic clock."""
 
     start_ns: int
     at_ns: int

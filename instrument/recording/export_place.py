@@ -1,7 +1,7 @@
-"""How far a recording has been exported: written into it by who exports its rows, so that the next one goes on there.
+"""The export state of a recording, which its exporter writes into it so that the next exporter can continue.
 
-One process at a time does: it holds a lock on the recording, which the system takes back as that process ends. What it
-writes is there twice, by turns, so that one who is killed as it writes leaves what it wrote before.
+One process at a time exports: it has a lock on the recording, which the system releases as that process ends. The state
+has two copies, written in turns, so that an exporter killed while it writes leaves the earlier copy.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ FATES = (
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
     "derived lost", "deriving", "unqueued", "queueing",
 )  # fmt: skip
-"""Spans of a recording by what has become of them. `seen` were read, `missed` overwritten before that. Of those that
-were seen the tail sampler has `passed` some, others were `beyond` its limits, and it `kept` the rest, each with its
-device `intervals`, which are spans to a collector. Of these each was `exported`, `rejected`, `failed` or `dropped`, or
-waits, or the collector is just being sent it, with so many `sending`; some are `untimed`: their device times had not
-come. As who exported them was killed those that were just being sent were `unanswered`: the collector may have them.
-`abandoned` are those that had not been sent then, and those of requests that had not ended as their process did.
+"""The counters of a recording's spans by their fate. `seen` spans were read, `missed` ones overwritten before that.
+The tail sampler has `passed` over some seen spans, others were `beyond` its limits, and it `kept` the rest. Device
+`intervals` of kept spans count, too: a collector gets them as spans. A kept span is `exported`, `rejected`, `failed`,
+`dropped`, waiting, or in the batch that is `sending` now. `untimed` spans were exported before their device times came.
+If the exporter is killed, the spans it was sending are `unanswered`: the collector may have them. `abandoned` spans had
+not been sent by then, or belong to requests that had not ended as their process did.
 
-The rest are no spans of the recording: spans of stages that were lost, requests whose time in the queue is not counted,
-and those of both whose fate is not known yet, as in `OPEN_FATES`."""
+The others count no recorded spans: lost spans of stages, requests without their time in the queue, and those of both
+whose fate is not known yet, as in `OPEN_FATES`."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """The fates of kept spans."""
 
 UNTIMED = "spans exported before their device times were known"
-"""What is said of those that are `untimed`."""
+"""The note on `untimed` spans."""
 
 UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The fate of each of these states where the exporter is killed."""
+"""The final counter of each undecided one if the exporter is killed."""
 
 METRICS_LOST = "metrics lost"
-"""Points of metrics that the collector did not take, beside the fates of spans."""
+"""The counter of metric points that the collector did not take, in addition to the fates of spans."""
 
 _HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
 _PLACE = struct.Struct("<QQ")
@@ -54,10 +54,10 @@ _MOST_PLACES = (_SLOT_BYTES - _HEAD.size) // _PLACE.size
 
 @dataclass(slots=True)
 class Progress:
-    """How far a generation of a recording has been exported. `places` is the next row of each ring, by its number.
+    """The export state of one generation of a recording. `places` is the next row of each ring, by its number.
 
-    Requests that had ended by `settled_ns`, on the monotonic clock, are settled. `before` are the fates in the
-    generations before it that nobody has reported; `is_told` is True where those of this one were.
+    Requests that had ended by `settled_ns`, on the monotonic clock, are settled. `before` counts unreported spans of
+    earlier generations by fate. `is_told` is True if this generation's have been reported.
     """
 
     generation: int = 0
@@ -69,17 +69,17 @@ class Progress:
 
     @property
     def unsettled(self) -> int:
-        """Spans that were seen and whose fate is not known."""
+        """Return the number of spans that were read and whose fate is not known."""
         told = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *SENT))
         return max(self.fates["seen"] + self.fates["intervals"] - told, 0)
 
     @property
     def unanswered(self) -> int:
-        """Return those that were just being sent."""
+        """Return the number of spans in the batch that was being sent."""
         return min(self.fates["sending"], self.unsettled)
 
     def untold(self) -> dict[str, int]:
-        """All fates that nobody has told of, now that who exported it has gone."""
+        """Return all unreported fates, after the exporter has ended."""
         if self.is_told:
             return dict(self.before)
         found = {fate: count + self.before[fate] for fate, count in self.fates.items()}
@@ -92,14 +92,14 @@ class Progress:
 
 
 def give_up(fates: MutableMapping[str, int]) -> None:
-    """Note that undecided ones never will be decided."""
+    """Count the undecided ones as lost: nobody will decide them any more."""
     for fate, lost in OPEN_FATES.items():
         fates[lost] += fates[fate]
         fates[fate] = 0
 
 
 class ExportPlace(Claim):
-    """What is written of its export in a recording. Raises `OSError` for what cannot be written to."""
+    """The reader and writer of a recording's export state. Raises `OSError` for a file that cannot be written."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, EXPORT)
@@ -107,7 +107,7 @@ class ExportPlace(Claim):
         self._turn = 0
 
     def read(self) -> Progress:
-        """Return the last written state, nothing where nobody has exported it."""
+        """Return the last written state, an empty one if nobody has exported the recording."""
         newest, found = 0, Progress()
         for turn in (0, 1):
             data = os.pread(self.fileno(), _SLOT_BYTES, self._at + turn * _SLOT_BYTES)
@@ -117,7 +117,7 @@ class ExportPlace(Claim):
         return found
 
     def write(self, progress: Progress) -> None:
-        """Write how far it has come."""
+        """Write the state over the older of the two copies."""
         self._turn += 1
         data = _packed(self._turn, progress)
         with suppress(OSError):
@@ -125,7 +125,7 @@ class ExportPlace(Claim):
 
 
 def generation_of(fd: int) -> int:
-    """The generation of a recording now, 0 where it cannot be read."""
+    """Return the generation of a recording now, 0 if it cannot be read."""
     try:
         return _number(os.pread(fd, layout.HEADER.size, 0), layout.HEADER, "generation")
     except (OSError, struct.error):
@@ -133,18 +133,18 @@ def generation_of(fd: int) -> int:
 
 
 def counted(place: ExportPlace) -> tuple[int, int]:
-    """The generation of a recording, and how many rows went with rings that were given up."""
+    """Return the generation of a recording, and the number of rows of rings that were given up."""
     head = os.pread(place.fileno(), layout.HEADER.size, 0)
     return _number(head, layout.HEADER, "generation"), _number(head, layout.HEADER, "ended_rows")
 
 
 def threads(place: ExportPlace) -> dict[int, int]:
-    """The native ids of the threads whose rows a recording has, by the numbers of their rings."""
+    """Return the native ids of the threads whose rows a recording has, by the numbers of their rings."""
     return {number: thread for number, thread, _ in _rings(place)}
 
 
 def unread(place: ExportPlace) -> int:
-    """How many rows of a recording nobody who exports it has read; 0 where its process has told of them itself."""
+    """Return the number of rows that no exporter has read; 0 if the exporter has reported the losses itself."""
     progress, (generation, ended_rows) = place.read(), counted(place)
     if progress.generation == generation and progress.is_told:
         return 0
@@ -154,7 +154,7 @@ def unread(place: ExportPlace) -> int:
 
 
 def _rings(place: ExportPlace) -> list[tuple[int, int, int]]:
-    """Number, thread and head of each ring that is in use."""
+    """Return number, thread and head of each ring that is in use."""
     head = os.pread(place.fileno(), layout.HEADER.size, 0)
     parts = struct.unpack_from("<50Q", head, layout.HEADER.fields["parts"][0])
     offset, stride, slots, used, _ = parts[5 * layout.PARTS.index("rings") :][:5]
@@ -199,7 +199,7 @@ def _unpacked(data: bytes) -> tuple[int, Progress]:
 
 
 def told(fates: Mapping[str, int]) -> Mapping[str, int]:
-    """The spans that were kept and not exported, as losses are called; `unread` and `perhaps` may be among them."""
+    """Return the losses of an export by the names that reports give them; `fates` may have `unread` and `perhaps`."""
     names = {
         "spans rejected by the OTLP export": "rejected",
         "spans failed by the OTLP export": "failed",

@@ -1,7 +1,7 @@
-"""Metrics of what models generate, by OpenTelemetry's names: whole requests, first tokens, and each one after them.
+"""The metrics of generative models by OpenTelemetry's names: request duration, time to first token, time per token.
 
-Beside those, of what serves requests in batches: how long these were in the queue, which has no name there yet, and is
-called here as vLLM and SGLang call it on spans; how many there are in a batch; and in those that served a request.
+Servers with batches have three more: time in the queue, batch size, and mean batch size of a request. OpenTelemetry has
+no name for time in the queue yet; it has the name that vLLM and SGLang use on spans.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM
 NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
 
 GENERATION = (OPERATION, "gen_ai.provider.name", "gen_ai.request.model")
-"""The facts of a generation that a service may give to `annotate_request`."""
+"""The facts of a generation that a service may pass to `annotate_request`."""
 
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
 )
 QUEUE_TIME, OTHER_QUEUE_TIME = "gen_ai.server.time_in_queue", "instrument.request.time_in_queue"
-"""The times in queue of requests that a model generates an answer for, and of others."""
+"""The time in the queue of requests to a generative model, and of other requests."""
 BATCH_SIZE, SERVING_BATCH_SIZE = "instrument.batch.size", "instrument.request.batch.size"
 
 JOINED = (QUEUE_TIME, OTHER_QUEUE_TIME, SERVING_BATCH_SIZE)
-"""Those that are told once the requests of all processes that are read are joined with their batches."""
+"""The metrics that need the requests of all processes joined with their batches."""
 
 ONE = 10**9
-"""What stands for one in a distribution of what is no time: these count in parts of 1e9."""
+"""The number 1 in a distribution of counts, which have the unit 1e-9."""
 
 TOLD = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
@@ -50,7 +50,7 @@ TOLD = {
     BATCH_SIZE: "Requests of a batch.",
     SERVING_BATCH_SIZE: "Requests of a batch, on average over those that served the request.",
 }
-"""The metrics, and what each is."""
+"""The metrics and their descriptions."""
 
 
 class GenerationTimes:
@@ -61,30 +61,30 @@ class GenerationTimes:
         self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
 
     def add(self, name: str, labels: Labels, value: int) -> None:
-        """Count one value, in ns, or in parts of 1e9 of what is no time."""
+        """Count one value, in ns for a time, else in units of 1e-9."""
         series = self._series.setdefault(name, {})
         if labels not in series and len(series) >= SERIES_LIMIT:
             labels = OVERFLOW
         series.setdefault(labels, Distribution()).add(max(value, 0))
 
     def note(self, name: str, labels: Labels, one: Exemplar) -> None:
-        """An exemplar of a value that has been counted."""
+        """Add the exemplar of a value that has been counted."""
         if labels in self._series.get(name, ()):
             self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(one)
 
     def state(self) -> dict[str, Any]:
-        """All that has been counted, as JSON has it, but for exemplars."""
+        """Return all counts as JSON, without exemplars."""
         return {name: told_series(series) for name, series in self._series.items()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> GenerationTimes:
-        """Return the counts of another one. Raises `TypeError` or `ValueError` for what is none."""
+        """Return the counts that `state` gave. Raises `TypeError` or `ValueError` for anything else."""
         found = cls()
         found._series = {str(name): series_told(series) for name, series in state.items()}
         return found
 
     def metrics(self, *names: str) -> list[Metric]:
-        """These metrics, also those that nothing has been counted of."""
+        """Return the named metrics, also those without a count."""
         return [
             Metric(
                 name,
@@ -99,13 +99,13 @@ class GenerationTimes:
 
 
 def generation_labels(known: Labels, told: Mapping[Any, Any]) -> Labels:
-    """What tells generations from others: what is known beforehand, and what a span says of it."""
+    """Return the labels of a generation: those known beforehand, and those among its span's attributes."""
     usual = operation_of(str(dict(known).get("http.route", "")))
     return tuple({OPERATION: usual, **dict(known), **dict(said_of_generation(told))}.items())
 
 
 def operation_of(route: str) -> str:
-    """The operation of what is generated at a route, by OpenTelemetry's names."""
+    """Return the operation of a route that generates, by OpenTelemetry's names."""
     return "chat" if route.endswith("/chat/completions") else "text_completion"
 
 
@@ -125,9 +125,9 @@ def said_of_generation(told: Mapping[Any, Any]) -> Labels:
 
 
 def token_times(told: Mapping[Any, Any]) -> tuple[int, int | None] | None:
-    """The time to the first item of a stream, and that of each after it; None of what is no stream."""
+    """Return the time to a stream's first item, and the mean time per later item; None for a span without items."""
     first_ns, last_ns, items = (told.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
     if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
-        return None  # not there, or the service's own attributes of these names
+        return None  # missing, or the service's own attributes of the same names
     each_ns = max(last_ns - first_ns, 0) // (items - 1) if items > 1 else None
     return max(first_ns, 0), each_ns

@@ -1,8 +1,8 @@
-"""A recording in memory, read by another process, while its own writes or after it has gone.
+"""The reader of a recording in memory, for other processes, while the recorded process writes or after its end.
 
-The bytes are another's, and may be torn, stale or false: each is copied before it is looked at, what points somewhere
-is followed only to a slot of its part, and what does not fit is left out. The writer knows nothing of it, and waits for
-nobody. Files are read and not mapped, for one that is cut short would end whoever has it mapped.
+The bytes are another process's, and may be torn, stale or false. The reader copies each before it checks it, follows an
+address only to a slot of its part, and leaves out invalid values. The writer does not know its readers and never waits.
+Files are read and not mapped: a truncated file would end a process that has it mapped.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, buckets_of
 
 LARGEST_BYTES = 1 << 40
-"""No recording is longer."""
+"""The largest recording."""
 MOST_SLOTS = {
     **{name: part.slots for name, part in layout.planned(0, is_sparse=True)[0].items()},
     "details": 1 << 32,
     "intervals": 1 << 26,
     "rows": 1 << 31,
 }
-"""So much of a file that lies is read at most."""
+"""The most slots that are read of each part, even if a damaged file claims more."""
 TRIES = 3
-"""Times that what changed while it was copied is copied again."""
+"""The most copies of open spans while they change."""
 READINGS = 10
-"""The times that totals are read again that changed hands meanwhile, as those of an ended thread."""
+"""The most reads of totals while they move between rings, for instance as a thread ends."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 
 
 def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
-    """A record as numpy takes it apart."""
+    """Return a record as a numpy type."""
 
     def form(code: str) -> Any:
         count, kind = code[:-1], code[-1]
@@ -89,7 +89,7 @@ _FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
 
 @cache
 def _ring_type(object_bytes: int) -> np.dtype[np.void]:
-    """A ring behind what an object of its recorder begins with."""
+    """Return the type of a ring, which follows the `object_bytes` of its recorder's object."""
     return _type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
@@ -106,9 +106,9 @@ class _Ring(NamedTuple):
 
 
 class Mapped:
-    """A recording in a file, or in this process's own memory, as it is when it is asked.
+    """A recording in a file, or in this process's own memory, in its state at each call.
 
-    Raises `TraceError` for a file that is none.
+    Raises `TraceError` for a file that is no recording.
     """
 
     in_doubt = 1
@@ -128,7 +128,7 @@ class Mapped:
             raise
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -136,7 +136,7 @@ class Mapped:
     # ---------------------------------------------------------------- bytes
 
     def _bytes(self, offset: int, count: int) -> bytes:
-        """Return the bytes there, as far as the file goes."""
+        """Return up to `count` bytes from an offset, fewer at the end of the file."""
         if self._memory is not None:
             return bytes(self._memory[offset : offset + count])
         found = []
@@ -187,14 +187,14 @@ class Mapped:
         return self.generation
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return the slots of a part that were ever taken, as far as they are there."""
+        """Return the slots of a part that were ever in use, as far as the file goes."""
         self._read_head()
         part = self._parts[name]
         data = self._bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slot_of(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-        """The slots of a part that addresses are of, -1 for those that are of none."""
+        """Return the slot of each address in a part, -1 for an address of none."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
@@ -227,7 +227,7 @@ class Mapped:
         return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
 
     def _facts_of_sites(self) -> dict[int, Site]:
-        """The sites by the addresses by which nodes name them: those told of since the last time are added."""
+        """Return the sites by their addresses in nodes, after reading those that were added since the last call."""
         part = self._parts["facts"]
         generation, until = self._told_until
         if generation != self.generation or part.used < until:
@@ -241,13 +241,13 @@ class Mapped:
 
     @property
     def known_tree(self) -> CallTree:
-        """The call paths that were known when somebody last asked for any, rows among them."""
+        """Return the call paths of the last read of any, rows among them."""
         return self._tree
 
     def tree(self) -> CallTree:
-        """The call paths that are known by now: the same object as long as none is added."""
+        """Return the call paths that are known by now: the same object until one is added."""
         nodes = self._slots("nodes", _NODE)
-        self._read_head()  # a site is told of before the first of its nodes is known, but maybe after the head was read
+        self._read_head()  # a site is written before its first node is known, but maybe after the head was read
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
         if self._known == (self.generation, columns):
             return self._tree
@@ -275,13 +275,13 @@ class Mapped:
         return tree
 
     def sites(self) -> list[Site]:
-        """The sites of all call paths."""
+        """Return the sites of all call paths."""
         return self.tree().sites
 
     def _rings(self) -> list[_Ring]:
-        """The rings that count in the generation of now, by their numbers.
+        """Return the rings of the current generation, by their numbers.
 
-        All rows of all are no more than there is room for: else those that come last are of a recording that lies.
+        Their rows take no more than the room of the part. In a damaged recording the last rings lose their rows.
         """
         found: dict[int, _Ring] = {}
         rings = self._slots("rings", self._ring_type)
@@ -304,7 +304,7 @@ class Mapped:
         return [found[number] for number in sorted(found)]
 
     def threads(self) -> dict[int, str]:
-        """Native ids and names of the threads that have recorded, in the order in which they did first."""
+        """Return the native ids and names of the recorded threads, in the order in which they first recorded."""
         return {ring.thread_id: ring.name for ring in self._rings() if ring.thread_id}
 
     # ---------------------------------------------------------------- spans
@@ -318,7 +318,7 @@ class Mapped:
         return {ring.number: self._first_after(ring, after_ns) for ring in self._rings() if ring.thread_id}
 
     def _first_after(self, ring: _Ring, after_ns: int) -> int:
-        """Return it of a ring, whose rows are in the order of their ends."""
+        """Return the number of a ring's first row that ended after a time; rows are in the order of their ends."""
         part, mask, at = self._parts["rows"], ring.capacity - 1, layout.ROW.fields["end_ns"][0]
 
         def has_ended_after(number: int) -> bool:
@@ -354,7 +354,7 @@ class Mapped:
             begin = max((since or {}).get(ring.number, 0), 0)
             oldest = max(ring.head - ring.capacity + self.in_doubt, 0)
             wanted.append((ring.head - min(max(begin, oldest), ring.head), place, begin, ring))
-        # Of all the same share, and what some have less than that for the others: none waits for one that has more.
+        # Each ring gets the same share; rings with fewer rows leave theirs to the others.
         for done, (count, place, begin, ring) in enumerate(sorted(wanted, key=lambda one: one[:2])):
             first = ring.head - count
             end = min(ring.head, first + most // (len(wanted) - done))
@@ -365,7 +365,7 @@ class Mapped:
             rows, first = rows[late:], first + late
             copied.append((place, ring, begin, first, end, rows))
             most -= len(rows)
-        known = len(self.tree())  # of all of these rows, for a call path is told before the rows that are of it
+        known = len(self.tree())  # every row's node is known, for a call path is written before its rows
         return [
             RingRows(ring.number, ring.thread_id, rows[_is_row(rows, known)], first, end, first - begin)
             for _, ring, begin, first, end, rows in sorted(copied, key=lambda one: one[0])
@@ -387,7 +387,7 @@ class Mapped:
         return np.frombuffer(data, ROWS)
 
     def _ring_now(self, ring: _Ring) -> int:
-        """The head of a ring by now; -1 where it has gone."""
+        """Return the head of a ring now, -1 if the ring has gone."""
         part = self._parts["rings"]
         data = self._bytes(part.offset + ring.slot * part.stride, part.stride)
         if len(data) < part.stride:
@@ -396,14 +396,14 @@ class Mapped:
         return int(now["head"]) if now["number"] == ring.number else -1
 
     def open_spans(self) -> list[OpenSpan]:
-        """The spans that have begun and not ended, in the order in which they began."""
+        """Return the spans that have begun and not ended, in the order in which they began."""
         rings = {ring.slot: ring for ring in self._rings()}
         ended = {int(rows["span_id"][0]) for rows in map(self._last_row, rings.values()) if len(rows)}
         found: dict[int, OpenSpan] = {}
         for _ in range(TRIES):
             before, frames = self._slots("frames", _FRAME), self._slots("frames", _FRAME)
             before, frames = before[: len(frames)], frames[: len(before)]
-            tree = self.tree()  # of all of these frames: the process goes on
+            tree = self.tree()  # it has the node of every frame: read after them, for the process continues
             number_of = self._node_numbers
             sound = (frames["state"] != 0) & (frames["start_ns"] > 0) & (frames["start_ns"] < FARTHEST_NS)
             sound &= (frames["span_id"] != 0) & (frames["span_id"] >> np.uint64(63) == 0)
@@ -428,7 +428,7 @@ class Mapped:
         return sorted(found.values(), key=lambda span: (span.start_ns, span.span_id))
 
     def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
-        """Return the facts of a frame's span now, nothing where it is just being written."""
+        """Return the attributes of a frame's span now, none while they are being written."""
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
@@ -437,7 +437,7 @@ class Mapped:
         return attributes_in(data[layout.ATTRIBUTES.size :][:length]) if whose == span_id else {}
 
     def _last_row(self, ring: _Ring) -> Records:
-        """The newest row: its process may have been ended before it could forget that its span was open."""
+        """Return a ring's newest row: its process may have been killed before it closed the span's frame."""
         now = self._ring_now(ring)
         return self._copied(ring, now - 1, now) if now > 0 else np.zeros(0, ROWS)
 
@@ -472,9 +472,9 @@ class Mapped:
         return [data for at, data in pieces if at >= kept], used
 
     def intervals(self, since: int = 0) -> Records:
-        """The newest device intervals that came after the first so many, the oldest first.
+        """Return the newest device intervals after the first `since`, the oldest first.
 
-        Those whose numbers are such as intervals have.
+        Intervals with invalid numbers are left out.
         """
         found = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]), since)
         sound = (found["span_id"] != 0) & (found["span_id"] >> np.uint64(63) == 0) & (found["device"] >= 0)
@@ -490,11 +490,11 @@ class Mapped:
         return self._parts["intervals"].used
 
     def settled_ns(self) -> int:
-        """All device intervals are there of what had ended by then; 0 where no device has been timed."""
+        """Return the time up to which the device intervals of ended spans are complete; 0 if no device was timed."""
         return int(self._read_head()["settled_ns"])
 
     def samples(self, since_ns: int = 0) -> list[Sample]:
-        """The newest readings of gauges, from a time on, the oldest first."""
+        """Return the newest readings of gauges, from a time on, the oldest first."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.SAMPLES), self._parts["samples"].used
         found = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
@@ -509,7 +509,7 @@ class Mapped:
         ]
 
     def _newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
-        """What a ring of slots holds. The slot that is written next is left out, for it may be half written."""
+        """Return the slots of a ring in order, without the slot that is written next: it may be half written."""
         self._read_head()
         part = self._parts[name]
         slots, used = min(slots, part.slots), part.used
@@ -531,7 +531,7 @@ class Mapped:
     def tally(self, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the totals of all calls up to now, by call path and thread.
 
-        Or of those whose sites are `wanted` of the tree, by the numbers that this one gives them: others have others.
+        `wanted` limits them: it returns True or False per site, by the numbers of the tree that it gets.
         """
         tree, threads, totals, *histograms = self._totals(wanted)
         return Tally.of_nodes(tree, *_lines(threads, totals, self._histograms(totals, *histograms)))
@@ -579,7 +579,7 @@ class Mapped:
         return tree, threads, totals[own], chunks, highs
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
-        """Return the histogram of each as buckets; one may be there more than once."""
+        """Return the histograms of totals as buckets; a bucket may occur more than once."""
         row, place = np.nonzero(totals["chunks"])
         slots = self._slot_of(totals["chunks"][row, place], "chunks")
         sound = (slots >= 0) & (slots < len(chunks))
@@ -590,7 +590,7 @@ class Mapped:
         times[has_more] += highs["high"][above[has_more]] << np.uint64(16)
         at, bucket = np.nonzero(times)
         counted = buckets_of(row[at], place[at] * 64 + bucket, times[at, bucket])
-        # Those that wait to be counted, one by one.
+        # Buckets of calls that are not added yet, one entry per call.
         waits = np.arange(totals["waiting"].shape[1]) < totals["waiting_count"][:, None]
         of, which = np.nonzero(waits)
         every = np.concatenate([counted, buckets_of(of, totals["waiting"][of, which], np.ones(len(of), np.int64))])

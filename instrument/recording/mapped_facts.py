@@ -1,7 +1,7 @@
-"""What a recording in memory says, as others take it: whose it is, its sites, its open spans, and what few rows have.
+"""The facts of a recording in memory, as readers check them: its process, sites, open spans, and details of rows.
 
-It is told by another process, in JSON behind numbers, and may be anything: what is not what it should be counts as not
-said.
+Another process wrote them, as numbers followed by JSON. They may be anything: a value of the wrong type counts as
+missing.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from instrument.recording.spans import Gpu, Site, told_fields
 Records = NDArray[np.void]
 
 FARTHEST_NS = 1 << 62
-"""No clock reads more."""
+"""The latest valid time of a clock."""
 MOST_DEVICES = 1 << 16
-"""No machine has more."""
+"""The limit of device indices."""
 UNKNOWN = "(unknown)"
 
 
 class Header(NamedTuple):
-    """The process of a recording and its state. `facts` is what its process says of itself and its session.
+    """The process of a recording and its state. `facts` describes the process and its session.
 
-    `monotonic_ns` and `realtime_ns` are one moment on both clocks: that at which it said so last.
+    `monotonic_ns` and `realtime_ns` are the moment of the last update on both clocks.
     """
 
     pid: int
@@ -42,24 +42,24 @@ class Header(NamedTuple):
 
     @property
     def begun_ns(self) -> int:
-        """Since when it records, on the monotonic clock; where it does not say, when it last said anything."""
+        """Return the begin of the recording on the monotonic clock, else the time of the last update."""
         found = self.facts.get("begun_ns")
         return found if isinstance(found, int) and 0 < found <= self.monotonic_ns else self.monotonic_ns
 
     @property
     def service(self) -> str:
-        """The name of the service, "" where it is not known."""
+        """Return the name of the service, "" if it is not known."""
         return str(self.origin.get("service", ""))
 
     @property
     def resource(self) -> Mapping[str, Any]:
-        """Attributes of the resource that it said it is, none where it said nothing."""
+        """Return the attributes of the process's resource, none if there are none."""
         found = self.facts.get("resource")
         return found if isinstance(found, dict) else {}
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs whose gauges are read, as far as they are said."""
+        """Return the GPUs whose gauges are read, as far as the facts are valid."""
         found = self.facts.get("gpus")
         told = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
         return tuple(
@@ -70,7 +70,7 @@ class Header(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The last notes of the process on what it could not observe, none where it left none."""
+        """Return the last notes of the process on missing observations."""
         found = self.facts.get("notes")
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
@@ -117,7 +117,7 @@ class Detail(NamedTuple):
 
 
 def records(data: bytes, kind: np.dtype[np.void]) -> Iterator[tuple[Any, bytes]]:
-    """Records one after another, each with the text behind it, up to the first that is none."""
+    """Yield records one after another, each with the text behind it, up to the first invalid one."""
     at, least = 0, kind.itemsize
     while at + least <= len(data):
         record = np.frombuffer(data, kind, 1, at)[0]
@@ -129,7 +129,7 @@ def records(data: bytes, kind: np.dtype[np.void]) -> Iterator[tuple[Any, bytes]]
 
 
 def facts_in(text: bytes) -> dict[str, Any]:
-    """An object, empty for what is none."""
+    """Return a JSON object, an empty one for any other text."""
     try:
         found = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -138,12 +138,12 @@ def facts_in(text: bytes) -> dict[str, Any]:
 
 
 def attributes_in(text: bytes) -> dict[str, Any]:
-    """Attributes, as far as they are such as spans have."""
+    """Return the attributes of a JSON object whose values have valid types."""
     return _told(facts_in(text))
 
 
 def site_of(facts: Mapping[str, Any]) -> Site:
-    """The site that these are told of, with those of its fields that are sound."""
+    """Return the site of some facts, with the fields that are valid."""
     told = {"name": UNKNOWN, **{name: facts[name] for name, kind in _SITE.items() if _is_sound(facts.get(name), kind)}}
     return Site(**{**told, "attributes": tuple(_told(facts.get("attributes")).items())})
 
@@ -157,7 +157,7 @@ def _is_sound(value: Any, kind: type) -> bool:
 
 
 def _told(attributes: Any) -> dict[str, Any]:
-    """The attributes whose values are such as attributes have."""
+    """Return the attributes whose values have valid types."""
     if not isinstance(attributes, dict):
         return {}
     return {
@@ -178,7 +178,7 @@ def detail_of(active_ns: int, facts: Mapping[str, Any]) -> Detail:
 
 
 def label_of(label: bytes) -> str:
-    """A thread's name, which is cut where it is long, and then has no end."""
+    """Return a thread's name from JSON; a long name is cut and lacks its closing quote."""
     for text in (label, label + b'"'):
         try:
             found = json.loads(text)

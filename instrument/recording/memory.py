@@ -1,7 +1,7 @@
-"""The memory that a process records into, for others to read: made here, and said there whose it is.
+"""The memory that a process records into and others read: its files, its header, and its process's facts.
 
-It is a file without a name (`memfd_create`), which lives as long as any process has it, or one in a directory that the
-profile names, which outlives the machine's processes. `memory_layout` says what lies where.
+It is a file without a name (`memfd_create`), which exists while any process has it open. Or it is a file in a directory
+that the profile names, which outlives the machine's processes. `memory_layout` defines its layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instrument.recording.claim import duplicate
 from instrument.runtime import atomic
 
 MFD_NOEXEC_SEAL = 8
-"""It is no program: some systems allow no others (vm.memfd_noexec), and some note those that do not say so."""
+"""The flag of a file that is no program: some systems refuse or log files without it (vm.memfd_noexec)."""
 
 _HEAD = struct.Struct("<8sIIQQIIQ40sqqQQQ")
 
@@ -43,12 +43,12 @@ _NAME = re.compile(r"([0-9]+)-([0-9]+)\.recording")
 
 
 def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
-    """A memory for rings of so many bytes, with its header. It is the caller's to close.
+    """Make a memory for rings of `ring_bytes`, with its header. The caller closes it.
 
-    A file on a disk has all its blocks at once: to write to a mapped file where the disk is full would end the process.
-    Of those that processes have left in its directory the oldest go where all would be more than `disk_bytes`. A lock
-    on it says that its process lives.
-    Raises `OSError` where there can be none.
+    A file on a disk gets all its blocks at once: a write to a mapped file on a full disk would end the process.
+    The oldest recordings of ended processes are removed if the directory would have more than `disk_bytes`. A lock on
+    the file shows that its process lives.
+    Raises `OSError` if the memory cannot be made.
     """
     parts, size_bytes = layout.planned(ring_bytes, is_sparse=not directory)
     _refuse_beyond_limits(size_bytes, is_sparse=not directory)
@@ -83,7 +83,7 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
 
 
 def left(directory: Path) -> list[Path]:
-    """The recordings in a directory whose processes have gone without a goodbye, the oldest first."""
+    """Return the recordings that ended processes have left in a directory, the oldest first."""
     found = []
     for path in directory.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):
@@ -93,9 +93,9 @@ def left(directory: Path) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Return True where the process of a recording in a file lives: it has a lock, in any container.
+    """Return True if the process of a recording in a file lives: it has a lock, in any container.
 
-    One that has closed all its descriptors is found by its number and its begin.
+    A process that has closed all its descriptors is found by its number and its start.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -136,8 +136,8 @@ def _without_name() -> int:
 
 
 def _seal(fd: int) -> None:
-    """Nobody who is given it can take away what is mapped."""
-    with contextlib.suppress(OSError):  # an old kernel's: readers look at its length themselves
+    """Seal the size of the memory, so that no other process can truncate it while it is mapped."""
+    with contextlib.suppress(OSError):  # an old kernel: readers check the length themselves
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
@@ -159,9 +159,9 @@ def _head(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
 
 
 def say_whose(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
-    """Say of a memory, by its first pages, which process this is, and what of it and its session others want to know.
+    """Write this process and its state into a memory's first pages, with facts of it and its session.
 
-    Facts are JSON; those that are too long for their place are left out.
+    Facts are JSON; they are left out if they are too long for their place.
     """
     at = {name: offset for name, (offset, _) in layout.HEADER.fields.items()}
     struct.pack_into("<I", view, at["pid"], os.getpid())
@@ -179,12 +179,12 @@ def say_whose(view: memoryview, state: int, facts: Mapping[str, Any] | None = No
 
 
 def say_state(view: memoryview, state: int) -> None:
-    """Say that a recording has begun, or that its process has said goodbye."""
+    """Write the state of a recording."""
     struct.pack_into("<I", view, layout.HEADER.fields["state"][0], state)
 
 
 def say_switched(view: memoryview, *, on: bool) -> None:
-    """Say that the session of a recording that has begun records, or does not: nothing where it has said goodbye."""
+    """Write whether the session of a recording records. Do nothing before its begin and after its end."""
     (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
     if state in (layout.RUNNING, layout.OFF):
         say_state(view, layout.RUNNING if on else layout.OFF)

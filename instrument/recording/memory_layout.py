@@ -1,9 +1,9 @@
 """The layout of a recording in memory that others can read: the one description of it for Python.
 
-`native/_recording_layout.h` is the same for the native recorder, whose own structures lie there. A recording has a
-header of one page and parts of equal slots. A slot that was given back is zeroed. What points somewhere holds addresses
-of the process: less the header's `address` they are offsets in the recording. Numbers are little-endian, as on every
-machine that the native recorder is built for.
+`native/_recording_layout.h` is the same for the native recorder, whose own structures are in the memory. A recording
+has a header of one page and parts of equal slots. A released slot is zeroed. Pointers are addresses of the process: the
+address less the header's `address` is the offset in the recording. Numbers are little-endian, as on every machine that
+the native recorder is built for.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ MAGIC, VERSION = b"instrrec", 6
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
-"""Parts begin at multiples of this: of the largest page that there is."""
+"""The alignment of parts: the largest page size of any machine."""
 DETAIL_BLOCK_BYTES = 64 << 10
-"""No record of a row's details crosses from one such block into the next."""
+"""The size of a block of details. No record crosses from one block into the next."""
 CHUNKS = 60
 """The blocks of a histogram, of 64 buckets each."""
 
 NEW, RUNNING, GOODBYE, FORKED, OFF = range(5)
-"""States of a recording: nothing was begun; a session runs; it ended and said so; a child has not begun its own;
-a session runs that was told to stop recording."""
+"""The states of a recording: no session has begun; a session records; it has ended in order; a forked child has not
+begun its own recording; a session runs with its recording switched off."""
 
 PARTS = (
     "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",
     "samples", "rows",
 )  # fmt: skip
-"""In their order. Each slot of `frames` has one of `attributes`. The slots of `text`, `facts` and `details` are bytes.
+"""The parts in order. Each slot of `frames` has one of `attributes`. Slots of `text`, `facts` and `details` are bytes.
 `details`, `intervals` and `samples` are rings, whose `used` counts the slots that were ever written."""
 
 REASONS = (
@@ -53,7 +53,7 @@ REASONS = (
 
 
 class Record(NamedTuple):
-    """A structure: its length, and of each field where it lies and its type as numpy and `struct` write it."""
+    """A structure: its length, and the offset and type of each field, in the codes of `struct`."""
 
     size: int
     fields: Mapping[str, tuple[int, str]]
@@ -64,7 +64,7 @@ class Record(NamedTuple):
 
 
 def _in_order(**types: str) -> Record:
-    """A record whose fields lie one after another."""
+    """Return a record with fields one after another."""
     fields, at = {}, 0
     for name, code in types.items():
         fields[name] = at, code
@@ -87,7 +87,7 @@ RING = Record(
         "label": (136, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
-"""Behind the `object_bytes` that each begins with."""
+"""The fields of a ring after the `object_bytes` of its object."""
 NODE = Record(64, {"site": (0, "Q"), "parent": (8, "Q"), "index": (16, "I"), "is_known": (31, "B")})
 TOTALS = Record(
     640,
@@ -114,11 +114,11 @@ ROW = _in_order(
 FACT = _in_order(site="Q", size_bytes="I", text_bytes="I")
 DETAIL = _in_order(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
 ATTRIBUTES = _in_order(span_id="Q", text_bytes="Q")
-"""Of an open span: JSON behind it. `span_id` is another one's, or 0, while it is written."""
+"""An open span's attributes, followed by their JSON. While they are written, `span_id` is another span's or 0."""
 INTERVAL = _in_order(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
 """Device time of a span. A stream is an address, or a small number."""
 SAMPLE = _in_order(at_ns="q", device="i", is_told="I", value="d", name="40s")
-"""A reading of a gauge; where the device does not tell it, `is_told` is 0."""
+"""A reading of a gauge; `is_told` is 0 if the device does not report it."""
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
@@ -139,20 +139,20 @@ class Part(NamedTuple):
 
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
-"""The part of the memory of rings that device intervals have besides."""
+"""The memory of rings as a multiple of the memory of device intervals."""
 SAMPLES = 131_072
 """Readings of gauges that are kept: an hour with one GPU, all of them once they take 8 MiB."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
-"""At the end of a recording: what became of its rows, which who exports them writes, and nobody else; see
+"""The bytes of the export state, at the end of a recording; only its exporter writes them. See
 `instrument.recording.export_place`."""
 METER_BYTES = 16 * ALIGNED_BYTES
-"""Before that: what of its metrics was counted and told; see `instrument.recording.meter_place`."""
+"""The bytes of the metrics' state, before the export state. See `instrument.recording.meter_place`."""
 SMALL_RINGS = 4096
 """Threads that get a ring of the smallest size when the others have used up what there is."""
 
 
 def interval_slots(ring_bytes: int) -> int:
-    """Return the number of device intervals that have room beside rings of some bytes."""
+    """Return the number of device intervals that fit in addition to rings of some bytes."""
     return max(ring_bytes // INTERVAL_SHARE // INTERVAL.size, 64)
 
 
@@ -162,7 +162,7 @@ def detail_bytes(ring_bytes: int) -> int:
 
 
 def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
-    """The parts of a recording by their names, and its length. One that is sparse takes what is touched of it."""
+    """Return a recording's parts by their names, and its length. A sparse one takes only the pages in use."""
     share = 1 if is_sparse else 4
     slots = {
         "text": TEXT_BYTES,

@@ -1,7 +1,7 @@
-"""What has been counted and told of a recording's metrics: written into it by who exports it, for the next one.
+"""The state of a recording's metrics, which its exporter writes into it so that the next exporter can continue.
 
-It lies before what `instrument.recording.export_place` has, twice by turns as that does, as JSON that is compressed:
-totals of requests by status, which the tally does not know, what a collector was told, and up to which rows that is.
+Its place is before that of `instrument.recording.export_place`. It has two copies, written in turns, of compressed
+JSON: totals of requests by status, which the tally does not have, the points sent, and the next row of each ring.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from instrument.recording.export_place import ExportPlace
 from instrument.runtime.cheap_start import dataclass
 
 LARGEST_BYTES = 16 << 20
-"""No state is longer before it is compressed."""
+"""The largest size of a state before compression."""
 
 DAMAGED = (TypeError, ValueError, KeyError, AttributeError, OverflowError)
-"""What who goes on with a state raises where it is none."""
+"""The errors of reading a damaged state."""
 
 _HEAD = struct.Struct("<QQQQQ")
 _SLOT_BYTES = layout.METER_BYTES // 2
@@ -30,10 +30,10 @@ _SLOT_BYTES = layout.METER_BYTES // 2
 
 @dataclass(frozen=True, slots=True)
 class MeterState:
-    """How far the metrics of a generation of a recording have come.
+    """The state of the metrics of one generation of a recording.
 
-    `meter` is what was counted, of the rows up to `places`, and `told` what a collector knows of it. What was counted
-    before `settled_ns`, on the monotonic clock, has been told or given up.
+    `meter` has the counts of the rows before `places`, and `told` those that a collector has. All that was counted
+    before `settled_ns`, on the monotonic clock, has been sent or given up.
     """
 
     generation: int
@@ -44,7 +44,7 @@ class MeterState:
 
 
 def read_meter(place: ExportPlace) -> MeterState | None:
-    """What was written last; None where nobody has written any, or what stands there is damaged."""
+    """Return the last written state; None if there is none, or both copies are damaged."""
     newest, found = 0, None
     at = _begin_of(place)
     for turn in (0, 1) if at else ():
@@ -55,7 +55,7 @@ def read_meter(place: ExportPlace) -> MeterState | None:
 
 
 class MeterPlace:
-    """Where who exports a recording writes what has become of its metrics."""
+    """The writer of the metrics' state of a recording."""
 
     def __init__(self, place: ExportPlace) -> None:
         self._place = place
@@ -64,7 +64,7 @@ class MeterPlace:
         self._turn = max((int.from_bytes(turn, "little") for turn in turns), default=0) % (1 << 62)
 
     def write(self, state: MeterState) -> bool:
-        """Write how far they have come, in place of what was written before the last time; whether there is room."""
+        """Write the state over the older of the two copies. Return False if it does not fit."""
         body = zlib.compress(_text(state), 1)
         if not self._at or _HEAD.size + len(body) > _SLOT_BYTES:
             return False
@@ -77,7 +77,7 @@ class MeterPlace:
 
 
 def _begin_of(place: ExportPlace) -> int:
-    """Where it lies, 0 in a recording without room for it."""
+    """Return the offset of the state, 0 in a recording without room for it."""
     head = os.pread(place.fileno(), layout.HEADER.size, 0)
     if len(head) < layout.HEADER.size:
         return 0
@@ -98,7 +98,7 @@ def _text(state: MeterState) -> bytes:
 
 
 def _read(place: ExportPlace, at: int) -> tuple[int, MeterState | None]:
-    """What one of the two slots has, and of which turn it is; 0 for what is none."""
+    """Return the turn and the state of one of the two copies; turn 0 for a damaged or missing one."""
     head = os.pread(place.fileno(), _HEAD.size, at)
     if len(head) < _HEAD.size:
         return 0, None

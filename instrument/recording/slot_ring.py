@@ -1,4 +1,4 @@
-"""Rings of slots that Python writes: the newest records of one size, in a part of the recording or in own memory."""
+"""Rings of slots that Python writes: the newest records of one size, in a part of the recording or in memory."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class SlotRoom(NamedTuple):
 
 
 FindRoom = Callable[[], "SlotRoom | None"]
-"""Finds where slots are to lie; None where nobody else can read what is recorded."""
+"""Returns the place for a ring's slots; None if no other process can read the recording."""
 
 
 class SlotRing:
     """The newest slots; written by one thread at a time, read by any thread of the process.
 
-    Where they lie is asked when the first one comes: in a forked child that is the child's own recording. Another
-    process reads them up to `used`, which is set when a slot is whole.
+    The first slot decides their place: in a forked child it is in the child's own recording. Another process reads them
+    up to `used`, which is set after a slot is complete.
     """
 
     def __init__(self, cells: Struct, slots: int, find_room: FindRoom | None = None, told_by: str = "") -> None:
@@ -74,7 +74,7 @@ class SlotRing:
         self.add_all((values,))
 
     def add_all(self, slots: Iterable[Sequence[Any]]) -> None:
-        """Keep some at once, which takes less than one by one."""
+        """Keep several slots, which takes less time than one by one."""
         with self._lock:
             memory = self._memory
             if memory is None:
@@ -84,11 +84,11 @@ class SlotRing:
             for values in slots:
                 pack_into(memory, self.count % capacity * size, *values)
                 self.count += 1
-                if head is not None:  # after each, for a reader takes no more than one for half written
+                if head is not None:  # after each, for a reader expects at most one half-written slot
                     _U64.pack_into(head, used_at, self.count)
 
     def put(self, field: str, value: int) -> None:
-        """Set a number of the recording's header, where the slots lie in one."""
+        """Set a number of the recording's header, if the slots are in a recording."""
         with self._lock:
             if self._memory is None:
                 self._found()
@@ -108,7 +108,7 @@ class SlotRing:
         return part
 
     def follow(self) -> None:
-        """Go on behind what another process has written meanwhile."""
+        """Continue after the slots that another process has written meanwhile."""
         with self._lock:
             if self._memory is None and self._find_room is not None and self._find_room() is not None:
                 self._found()
@@ -137,13 +137,13 @@ class SlotRing:
 
 
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
-"""The fields of an interval.
+"""The labels of an interval.
 
-`exclusive`: no other timed stretch ran on the device meanwhile. `overlapped`: one did, on another stream, so each may
-have slowed the other. `launch-bound`: the stream had run dry when the span ended, or the stretch is so short that the
-events themselves count: what it says is how long launching took. `stale`: its length is right, its place is not known
+`exclusive`: no other timed interval ran on the device meanwhile. `overlapped`: one did, on another stream, and each may
+have slowed the other. `launch-bound`: the stream had run dry when the span ended, or the interval is so short that the
+events themselves count: its length is the time of the launch. `stale`: its length is right, its place is not known
 well. `captured` and `dropped` were not timed and have no length: the stream was being captured into a graph, or no
-event was to be had.
+event was available.
 """
 
 _NUMBERS = {label: number for number, label in enumerate(LABELS)}
@@ -153,13 +153,13 @@ _CELLS = Struct("<QqQqqqq")
 INTERVAL_BYTES = _CELLS.size
 
 NOTHING_TO_COME = 1 << 62
-"""Up to when everything is settled where no interval will come any more."""
+"""The settled time of a recording that will get no more intervals."""
 
 
 class IntervalRing:
     """A ring of intervals by span; written by one thread, read by any.
 
-    It lies where `find_room` says, for others to read, and in memory of its own without one.
+    It is where `find_room` says, for other processes to read, and in private memory without one.
     """
 
     def __init__(self, memory_bytes: int, find_room: FindRoom | None = None) -> None:
@@ -182,15 +182,15 @@ class IntervalRing:
         self._slots.add(span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
 
     def add_all(self, intervals: Sequence[tuple[int, int, int, int, int, str, int]]) -> None:
-        """Keep some at once, each as `add` takes it."""
+        """Keep several intervals, each in the form of `add`."""
         self._slots.add_all([(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals])
 
     def tell_settled(self, until_ns: int) -> None:
-        """Say to others that of every span that had ended by then all intervals are here that will ever be."""
+        """Publish the time up to which the intervals of ended spans are complete."""
         self._slots.put("settled_ns", until_ns)
 
     def packed(self) -> bytes:
-        """All of them as they lie in memory, the oldest first; `LABELS` says what the numbers of labels mean."""
+        """Return all intervals as bytes, the oldest first. A label is its index in `LABELS`."""
         return self._slots.since(0)
 
     def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
@@ -219,11 +219,11 @@ def intervals_by_span(
 _SAMPLE = Struct("<qiId40s")
 
 FEW_SAMPLES = 4096
-"""Three minutes with one GPU: so many are looked at first for those of a late time."""
+"""The newest readings that a search for recent ones copies first: three minutes with one GPU."""
 
 
 def value_of(name: str, value: float, *, told: Any) -> float | None:
-    """A value as its gauge has it: bytes are whole, and what the device does not tell is None."""
+    """Return a value in its gauge's type: bytes are whole, and a value that the device does not report is None."""
     if not told:
         return None
     return int(value) if GAUGES[name].unit == "bytes" else float(value)
@@ -234,19 +234,19 @@ def _cells_of(sample: Sample) -> tuple[int, int, bool, float, bytes]:
 
 
 class Readings:
-    """A ring of readings, as the process has it whose they are. Any thread may ask, one at a time adds."""
+    """A ring of readings in the process that they are of. Any thread may read; one thread at a time adds."""
 
     def __init__(self, find_room: FindRoom | None = None) -> None:
         self._slots = SlotRing(_SAMPLE, SAMPLES, find_room)
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Keep some, in place of the oldest if need be."""
+        """Keep readings, in place of the oldest if need be."""
         self._slots.follow()
         for sample in samples:
             self._slots.add(*_cells_of(sample))
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
-        """The newest that were read from the first time on and before the last, by time, device and name."""
+        """Return the newest readings from `first_ns` to before `last_ns`, by time, device and name."""
         self._slots.follow()
         cells = self._since(max(self._slots.count - FEW_SAMPLES, 0))
         if not cells or min(cells)[0] >= first_ns:
@@ -261,7 +261,7 @@ class Readings:
         return sorted(found, key=lambda one: (one.at_ns, one.device, one.name))
 
     def _since(self, number: int) -> list[tuple[int, int, int, float, bytes]]:
-        """Those after the first so many, but for those that others have taken the place of meanwhile."""
+        """Return the readings after the first `number`, without those that were overwritten meanwhile."""
         first = max(number, self._slots.overwritten)
         data = self._slots.since(number)
         self._slots.follow()
@@ -276,9 +276,9 @@ class Readings:
 
 
 class GaugePlace(Claim):
-    """The same ring, of another process: of the session that records there now. Raises `OSError`.
+    """The ring of another process's readings, in the session that records there now. Raises `OSError`.
 
-    Who has taken it reads the gauges, and nobody else.
+    Only the process that has the claim reads the gauges.
     """
 
     def __init__(self, fd: int) -> None:
@@ -286,7 +286,7 @@ class GaugePlace(Claim):
         self._generation = generation_of(fd)
 
     def add(self, samples: Iterable[Sample]) -> bool:
-        """Keep some, in place of the oldest if need be; False where another session records there by now."""
+        """Keep readings, in place of the oldest if need be. Return False if another session records there by now."""
         fd = self.fileno()
         if fd < 0 or generation_of(fd) != self._generation:
             return False

@@ -214,9 +214,9 @@ class Origin:
 class Cost:
     """The cost of the instrumentation itself: `calls` spans at `per_call_ns` each, in `window_ns` of wall time.
 
-    `thread_ns` is the processor time of its own threads, which look through spans and send them. A call that comes back
-    to its own memory in the processor's caches costs `per_call_ns`, one that does not, since a model's arithmetic has
-    used them meanwhile, up to `cold_call_ns` (0: not known); a service's calls lie between the two.
+    `thread_ns` is the processor time of its own threads, which read spans and send them. A call costs `per_call_ns` if
+    its memory is in the processor's caches, and up to `cold_call_ns` (0: not known) if a model's arithmetic has used
+    them meanwhile. A service's calls are between the two.
     """
 
     calls: int
@@ -238,9 +238,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """What is read now and then: the `unit` of its values, and what a share is a share of or a rate is the rate of.
+    """A measured value: its `unit`, and a description, for instance the whole that a share is of.
 
-    One that `grows` counts up from its first reading, so only differences of its values say something.
+    A gauge that `grows` counts up from its first reading: only differences of its values have a meaning.
     """
 
     unit: str

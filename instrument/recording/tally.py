@@ -6,13 +6,13 @@ is exact and its order does not matter.
 
 Recursion makes no new paths: a site that is on the path already, directly or through others, counts at its node. A call
 of a node inside another one of the same node and thread is an *inner* call. It counts as a call, with its error, its
-own time, and its length in extremes and percentiles; its total and its device time do not count, for the time of the
-outer call includes them. So the self times of a tree still sum to its total, `total / calls` is the time for each call
-with none counted twice, and the children of a node may have more in all than it has, where one of them ran inside
-another. The spans of a timeline keep their true parents.
+self time, and its length in extremes and percentiles. Its total and its device time do not count: those of the outer
+call include them. So the self times of a tree sum to its total, and `total / calls` counts no time twice. The children
+of a node may have more time in all than the node, if one of them ran inside another. The spans of a timeline keep their
+true parents.
 
-A node's calls have a line of their own while there is room for `NODE_LIMIT` of them; then each site has one line more,
-below that of the overflow, for all its calls whose path came too late.
+A call path has a node of its own while there is room for `NODE_LIMIT` of them. After that each site gets one more node,
+below the overflow's, for all its calls by new paths.
 """
 
 from __future__ import annotations

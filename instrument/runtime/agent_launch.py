@@ -1,7 +1,7 @@
-"""How the agent of a run begins: apart from the service, without anything of the service's in its hands.
+"""The start of a run's agent, separate from the service.
 
-It is no child of the service, which may wait for all of its own. It has a session and a process group of its own, so
-that no signal of a terminal or of a group meets it, and it keeps none of the service's descriptors.
+The agent is no child of the service, which may wait for all its children. It has a session and a process group of its
+own: no signal of a terminal or of a group reaches it. It keeps none of the service's descriptors.
 """
 
 from __future__ import annotations

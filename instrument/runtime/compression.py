@@ -1,7 +1,7 @@
 """gzip and deflate, by Intel's ISA-L where its package is installed, else by zlib.
 
-Traces of a million spans take ISA-L 0.15 us a span to pack, zlib 0.7 to 1.1, into files of nearly the same size; to
-unpack them it takes a third of zlib's time. Each reads the other's files.
+For traces of a million spans ISA-L compresses a span in 0.15 us, zlib in 0.7 to 1.1 us, into files of nearly the same
+size. ISA-L decompresses in a third of zlib's time. Each reads the other's files.
 """
 
 from __future__ import annotations
