@@ -16,7 +16,7 @@
 * An arrow that would point into the past, or that the format cannot express, is left out and counted in
   `instrument.arrows_left_out`.
 * Slices of a lane must nest, or viewers drop them silently. A slice that crosses another, or is deeper than viewers
-  show, goes to a further lane such as `MainThread (2)`, with the lane's number in `args.lane`. Nothing is cut.
+  show, goes to a further lane such as `MainThread (2)`. `args.lane` has the lane's number. Nothing is cut.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def batches(count: int) -> Iterator[tuple[int, int]]:
 class BatchMarks:
     """Marks on the lanes of requests, at the begins of their batches. Each is the end of an arrow from the batch.
 
-    Arrows from requests to their batch would be natural, but a slice has one bind id only, so all arrows of a batch
+    Arrows from requests to their batch would be natural. A slice has one bind id only, so all arrows of a batch
     begin at it. `batch` and `request` are places, a row for each request that is open at the batch's begin. `left_out`
     counts other requests.
     """

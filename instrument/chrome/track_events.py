@@ -2,10 +2,9 @@
 
 Slices, names, times and lanes are those of the Chrome trace (see `lanes`). An empty slice is a sibling of a slice with
 the same begin. Readers of Chrome traces nest it instead. Tracks are in this order: requests and the tasks in their
-trees; each process with its threads, the main one first; other tasks; gauges as counters; devices, with a track for
-each stream. Events carry any number of arrows, so none is left out. Kinds are categories. Attributes and other facts of
-a span are debug annotations. Times are those of the monotonic clock, with a snapshot of the time of day. Names are
-written once and referred to by number.
+trees; each process with its threads, the main one first; other tasks; gauges as counters; devices with streams. Events
+carry any number of arrows, so none is left out. Kinds are categories. Attributes and other facts of a span are debug
+annotations. Times are those of the monotonic clock, with a snapshot of the time of day. Names are written once.
 """
 
 from __future__ import annotations

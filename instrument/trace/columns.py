@@ -163,7 +163,7 @@ class DeviceIntervals:
 
     @property
     def timed(self) -> Bools:
-        """True for intervals with a measured length."""
+        """A mask of the intervals with a measured length."""
         return np.array([*(label not in UNTIMED for label in self.labels), False], dtype=np.bool_)[self.label]
 
     @property
@@ -327,7 +327,7 @@ class Columns:
 
     @cached_property
     def on_line_of_parent(self) -> Bools:
-        """True for rows on the thread and task of their parent. Their time is part of the parent's."""
+        """A mask of the rows on the thread and task of their parent. Their time is part of the parent's."""
         around = self.parent
         same = (self.thread_id == self.thread_id[around]) & (self.task_id == self.task_id[around])
         return np.asarray(same & (around != NONE)) if len(self) else np.zeros(0, dtype=np.bool_)

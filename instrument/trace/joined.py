@@ -156,8 +156,8 @@ def _above(trace: Columns) -> Int32s:
 def _resolved(
     trace: Columns, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
 ) -> tuple[Int64s, Int64s, Int64s, int]:
-    """Return the rows of requests, the place of each row among them, the place of each row's request, and the number
-    of spans whose key has no request."""
+    """Return the rows of requests, each row's place among them, each row's request, and the number of spans whose key
+    has no request."""
     is_part = np.zeros(len(trace), dtype=np.bool_)
     is_part[bound.parts] = True
     rows = np.flatnonzero((owner == np.arange(len(trace))) & ~is_part)

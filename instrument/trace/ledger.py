@@ -9,7 +9,7 @@ own work in any process, a batch that served it, or a time between these.
   or cancelled request that was handed off, but that no batch served, was in the queue to its end.
 - `stall`: from a batch to the next one.
 - `transport`: between the request's own threads and the batch threads. It is the time from a batch to the next own
-  work, and from own work to the first work on a batch thread before the first batch.
+  work. Before the first batch, it is the time from own work to the first work on a batch thread.
 - `sub-requests`: requests that began within it and are no parts of it. Each has a ledger of its own.
 - `unknown`: none of the above.
 
