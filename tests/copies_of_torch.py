@@ -19,8 +19,7 @@ torch = pytest.importorskip("torch")
 from fake_torch_device import NAME, use  # noqa: E402 - after the skip
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
-from instrument.instrumentors.copies import Copies  # noqa: E402
-from instrument.instrumentors.copies import torch_copies as room  # noqa: E402
+from instrument.instrumentors.copies import Copies, torch_copies  # noqa: E402
 from instrument.instrumentors.copies.transfers import Transfers  # noqa: E402
 from instrument.profile.model import DIRECTIONS, CopyRule  # noqa: E402
 from instrument.recorder.recorder import Recorder  # noqa: E402
@@ -45,7 +44,7 @@ def attached(recorder: Recorder) -> Iterator[Any]:
 
     def attach(*rules: CopyRule, ready: Any = None) -> Transfers:
         transfers = Transfers(rules, recorder)
-        undos.append(room.attach(torch, transfers, initialised=ready).undo)
+        undos.append(torch_copies.attach(torch, transfers, initialised=ready).undo)
         return transfers
 
     yield attach
@@ -80,7 +79,7 @@ def shown(recorder: Recorder) -> list[str]:
     ],
 )
 def test_direction_of_a_copy(source: str, target: str, way: str | None) -> None:
-    assert room.direction(torch.device(source), torch.device(target)) == way
+    assert torch_copies.device_direction(torch.device(source), torch.device(target)) == way
 
 
 def test_every_way_of_moving_a_tensor_is_a_copy_with_its_bytes(recorder: Recorder, attached: Any) -> None:
@@ -291,9 +290,9 @@ def test_compiled_and_exported_code_moves_as_before(recorder: Recorder, attached
 def test_undo_leaves_torch_as_it_was(recorder: Recorder) -> None:
     owners = [torch.Tensor, torch.UntypedStorage, torch.TypedStorage]
     before = [dict(vars(owner)) for owner in owners]
-    places = room.attach(torch, Transfers([CopyRule()], recorder))
+    patched = torch_copies.attach(torch, Transfers([CopyRule()], recorder))
     assert "to" in vars(torch.Tensor)
-    places.undo()
+    patched.undo()
     assert [dict(vars(owner)) for owner in owners] == before
 
 
@@ -333,8 +332,8 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
         setattr(torch, driver, kind)
     if driver == "npu":
         torch._C = SimpleNamespace(_get_privateuse1_backend_name=lambda: "npu")
-    assert bool(room.why_absent(torch)) is (driver == "")
-    is_used = room._is_used(torch, Transfers([CopyRule()]))
+    assert bool(torch_copies.why_absent(torch)) is (driver == "")
+    is_used = torch_copies._is_used(torch, Transfers([CopyRule()]))
     assert is_used() is False
     kind.used = True
     assert is_used() is (driver != "")
@@ -343,7 +342,7 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
 def test_a_torch_without_a_device_is_left_as_it_is_unless_host_copies_are_asked_for(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_devices", lambda torch: [])
+    monkeypatch.setattr(torch_copies, "_devices", lambda torch: [])
     for rule, state in (
         (CopyRule(), "h2d d2h: waiting (this torch is built without a device: no copy to or from one can happen)"),
         (CopyRule(("h2h",)), "h2d d2h: waiting (no such copy was made)"),
@@ -362,7 +361,7 @@ def test_what_torch_copies_unseen_is_named_once(recorder: Recorder) -> None:
         assert [str(verdict) for verdict in copies.verdicts()] == [
             "first: attached (1 copies)",
             "second: waiting (no such copy was made)",
-            f"copies: torch: partly (not seen: {room.TORCH.unseen})",
+            f"copies: torch: partly (not seen: {torch_copies.TORCH.unseen})",
         ]
     finally:
         copies.undo()

@@ -16,7 +16,7 @@ from readback import spans_in
 from trees import outline, tree_of
 
 from instrument.profile.keys import loads
-from instrument.profile.model import Capture, Rate, Usual, Where
+from instrument.profile.model import Capture, PercentileThreshold, Rate, Where
 from instrument.recorder.recorder import Recorder
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory_layout import FRAME, ROW
@@ -342,7 +342,7 @@ def timed(make_recorder: Callable[..., Recorder]) -> Timed:
 SECOND_NS = 10**9
 """Long against what a busy machine adds to a span."""
 
-HALF_AS_LONG_AGAIN = Capture(sample=0.0, slow_over=Usual(0.99, 1.5))
+HALF_AS_LONG_AGAIN = Capture(sample=0.0, slow_over=PercentileThreshold(0.99, 1.5))
 
 
 @pytest.mark.parametrize("look_every", [1, 7, 500, 10_000])

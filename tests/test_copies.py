@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.copies import torch_copies as room
+from instrument.instrumentors.copies import torch_copies
 from instrument.instrumentors.copies.transfers import Transfers
 from instrument.profile.model import DIRECTIONS, CopyRule
 from instrument.recorder.recorder import Recorder
@@ -38,14 +38,14 @@ def test_copies_to_and_from_a_real_gpu(recorder: Recorder) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     torch.cuda.init()
-    places = room.attach(torch, Transfers([CopyRule(DIRECTIONS)], recorder))
+    patched = torch_copies.attach(torch, Transfers([CopyRule(DIRECTIONS)], recorder))
     try:
         there = torch.zeros(1024).cuda()
         pinned = torch.zeros(1024).pin_memory()
         back = pinned.to("cuda", non_blocking=True).to("cpu", non_blocking=True)
         values = (there[0].item(), there[:2].tolist(), back.numel())
     finally:
-        places.undo()
+        patched.undo()
     assert values == (0.0, [0.0, 0.0], 1024)
     spans = sorted(spans_in(recorder), key=lambda span: span.span_id)
     facts = [dict(span.site.attributes) for span in spans]
@@ -92,5 +92,5 @@ def test_a_copy_runs_on_the_device_that_it_comes_from_or_goes_to(
     source: str, args: Any, kwargs: Any, devices: tuple[int, ...] | None
 ) -> None:
     made = [arg() if callable(arg) else arg for arg in args]
-    work = room._where((Tensor(torch.device(source)), *made), kwargs)
+    work = torch_copies._where((Tensor(torch.device(source)), *made), kwargs)
     assert work == (None if devices is None else Work("torch", devices))

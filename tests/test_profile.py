@@ -47,12 +47,12 @@ from instrument.profile.model import (
     LayerRule,
     Limits,
     Otlp,
+    PercentileThreshold,
     Profile,
     Prometheus,
     Rate,
     Schedule,
     Summary,
-    Usual,
     Where,
 )
 from instrument.profile.presets import PRESETS
@@ -1283,7 +1283,7 @@ def test_an_exclamation_mark_without_quotes_is_told_to_need_them(text: str) -> N
 
 def test_a_slow_request_may_be_told_by_what_is_usual_for_its_endpoint() -> None:
     capture = read("capture: {slow: p99.9*1.5}").capture
-    assert (capture.slow_ns, capture.slow_over) == (None, Usual(0.999, 1.5))
+    assert (capture.slow_ns, capture.slow_over) == (None, PercentileThreshold(0.999, 1.5))
     assert read("capture: {slow: 250ms}").capture == Capture(slow_ns=250_000_000)
 
 

@@ -237,7 +237,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Usual:
+class PercentileThreshold:
     """A limit relative to an endpoint's usual times: `factor` times the percentile of a `fraction`."""
 
     fraction: float
@@ -271,7 +271,7 @@ class Capture:
     errors: bool = True
     limit: Rate | None = None
     before_ns: int = 0
-    slow_over: Usual | None = None
+    slow_over: PercentileThreshold | None = None
     where: tuple[Where, ...] = ()
     to: str | None = None
     is_off: bool = field(default=False, repr=False)

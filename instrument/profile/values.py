@@ -29,7 +29,16 @@ from instrument.profile.document import (
     string,
     syntax_shape,
 )
-from instrument.profile.model import AUTO_NS, COMPRESSIONS, PROTOCOLS, Capture, Profile, Rate, Usual, Where
+from instrument.profile.model import (
+    AUTO_NS,
+    COMPRESSIONS,
+    PROTOCOLS,
+    Capture,
+    PercentileThreshold,
+    Profile,
+    Rate,
+    Where,
+)
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.control_groups import memory_bytes
 
@@ -232,12 +241,12 @@ _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the end
 
 
 @shaped({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
-def slow_limit(node: YamlNode) -> int | Usual:
+def slow_limit(node: YamlNode) -> int | PercentileThreshold:
     """Read a time in ns, or a limit relative to usual times."""
     text = node.text if node.kind == "text" else ""
     parts = re.fullmatch(USUAL_SYNTAX, text)
     if parts:
-        return Usual(round(float(parts[1]) / 100, 6), float(parts[2]))
+        return PercentileThreshold(round(float(parts[1]) / 100, 6), float(parts[2]))
     meant = re.fullmatch(USUAL_SYNTAX, re.sub(r"[ %]", "", text.lower()).replace("x", "*"))
     if meant:
         node.refuse("a percentile of the endpoint's own such as p99*1.5", near=meant[0])
@@ -247,7 +256,7 @@ def slow_limit(node: YamlNode) -> int | Usual:
 
 def capture(**values: Any) -> Capture:
     slow = values.pop("slow", None)
-    return Capture(**values, **{"slow_over" if isinstance(slow, Usual) else "slow_ns": slow})
+    return Capture(**values, **{"slow_over" if isinstance(slow, PercentileThreshold) else "slow_ns": slow})
 
 
 _COMPARED_SHAPES = [{"type": "number"}, {"type": "boolean"}, {"$ref": "#/$defs/compared"}]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.profile.model import Capture, Rate, Usual, Where
+from instrument.profile.model import Capture, PercentileThreshold, Rate, Where
 from instrument.recording.histogram import LONGEST_NS, percentiles
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.rows import SCRAMBLE, is_sampled
@@ -132,7 +132,7 @@ class _UsualTimes:
     An endpoint is a site of requests. The tally counts them since the session began.
     """
 
-    def __init__(self, totals: Callable[[], Tally], usual: Usual | None) -> None:
+    def __init__(self, totals: Callable[[], Tally], usual: PercentileThreshold | None) -> None:
         self._totals = totals
         self._usual = usual
         self._limits: dict[object, int] = {}

@@ -1,21 +1,17 @@
 """Copies of arrays, by numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python.
 
-Of numpy a rule has to ask for them. `numpy.copyto` alone records, with which services stage their batches: numba and
-torch.compile know `numpy.copy` by its identity, and methods of arrays are made in C.
-
-Of JAX `jax.device_put` records, and the property through which every array's values reach the host. Values that an
-array has fetched before, and those of the host's own devices that are handed out without a copy, are no copies. A call
-that moves several arrays is one span with the sum of their bytes, in the direction of the larger part.
-
-Of onnxruntime the methods of values and bindings record that take numpy arrays in or hand them out. Copies within
-`InferenceSession.run` are its own; bindings make those copies visible.
-
-Of cupy its arrays' `get` and `set` record, the functions that make arrays of the host's data, and the copies of its
-CUDA runtime. Of numba.cuda the three functions of its driver record through which every copy of a device array goes.
-
-Of cuda-python the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime` record, by name. The name, or
-the kind that is passed, says the direction. Where only the driver knows it (unified addresses, batches), the call is no
-span: asking the driver would cost as much as a small copy.
+- numpy: `numpy.copyto`, with which services stage their batches, if a rule asks for it. numba and torch.compile know
+  `numpy.copy` by its identity, and methods of arrays are made in C.
+- JAX: `jax.device_put`, and the property through which every array's values reach the host. Values that an array has
+  fetched before are no copies. Nor are values of the host's own devices that need none. A call that moves several
+  arrays is one span with the sum of their bytes, in the direction of the larger part.
+- onnxruntime: the methods of values and bindings that take numpy arrays in or return them. Copies within
+  `InferenceSession.run` stay unseen; bindings make those copies visible.
+- cupy: `get` and `set` of arrays, the functions that make arrays of the host's data, and the copies of its CUDA
+  runtime. numba.cuda: the three functions of its driver through which every copy of a device array goes.
+- cuda-python: the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime`, by name. The name or the kind
+  argument gives the direction. Where only the driver knows it (unified addresses, batches) the call has no span: to ask
+  the driver would cost as much as a small copy.
 """
 
 from __future__ import annotations
@@ -30,57 +26,57 @@ from typing import Any
 
 from instrument.instrumentors.copies.transfers import (
     Facts,
-    Places,
-    Room,
+    FrameworkAdapter,
+    PatchedFunctions,
     Stream,
     Transfer,
     Transfers,
     argument,
+    direction_between,
     is_pinned,
-    way_between,
 )  # fmt: skip
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 
 
-def _attach_numpy(numpy: Any, transfers: Transfers) -> Places:
+def _attach_numpy(numpy: Any, transfers: Transfers) -> PatchedFunctions:
     """Replace `numpy.copyto`."""
 
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
-        # One value for all places is a fill and no copy.
+        # One value for all elements is a fill and no copy.
         if source is target or getattr(source, "size", 1) <= 1 < target.size:
             return None
         return Transfer("h2h", target.nbytes, True, is_pinned(target))
 
-    places = Places(transfers, "numpy")
-    places.functions(numpy, ("copyto",), facts)
-    return places
+    patched = PatchedFunctions(transfers, "numpy")
+    patched.functions(numpy, ("copyto",), facts)
+    return patched
 
 
 HOST_PLATFORMS = frozenset({"cpu"})
 """Platforms whose devices compute in the host's memory."""
 
 
-def _attach_jax(jax: Any, transfers: Transfers) -> Places:
+def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
     """Replace `jax.device_put` and the reading of arrays' values."""
-    places = Places(transfers, "jax")
+    patched = PatchedFunctions(transfers, "jax")
     array_type, leaves, tracer = jax.Array, jax.tree_util.tree_leaves, jax.core.Tracer
-    kept = [cls for cls in _implementations() if isinstance(vars(cls).get("_value"), property)]
+    array_classes = [cls for cls in _implementations() if isinstance(vars(cls).get("_value"), property)]
 
     def put(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        ways: Counter[str] = Counter()
+        directions: Counter[str] = Counter()
         pinned: set[bool | None] = set()
         for source, target in zip(leaves(argument(args, kwargs, 0, "x")), leaves(out), strict=False):
             if target is source or isinstance(target, tracer) or not isinstance(target, array_type):
                 continue
-            way = _way_of_jax(source, target, array_type)
-            if way is not None:
-                ways[way] += target.nbytes
+            direction = _direction_of_jax(source, target, array_type)
+            if direction is not None:
+                directions[direction] += target.nbytes
                 pinned.add(None if isinstance(source, array_type) else is_pinned(source))
-        if not ways:
+        if not directions:
             return None
-        way = ways.most_common(1)[0][0]
-        return Transfer(way, sum(ways.values()), False, pinned.pop() if len(pinned) == 1 else None)
+        direction = directions.most_common(1)[0][0]
+        return Transfer(direction, sum(directions.values()), False, pinned.pop() if len(pinned) == 1 else None)
 
     def read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         array = args[0]
@@ -88,26 +84,28 @@ def _attach_jax(jax: Any, transfers: Transfers) -> Places:
             return None
         return Transfer("h2h" if _is_host(array) else "d2h", array.nbytes, True, False)
 
-    places.functions(jax, ("device_put",), put)
-    for cls in kept:
-        places.value(cls, "_value", read, lambda array: array._npy_value is None)
-    return places
+    patched.functions(jax, ("device_put",), put)
+    for cls in array_classes:
+        patched.value(cls, "_value", read, lambda array: array._npy_value is None)
+    return patched
 
 
 def _implementations() -> list[Any]:
-    """Return the class of concrete arrays, which is only registered below `jax.Array` and no subclass of it."""
-    found = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)
-    return [] if found is None else [found]
+    """Return the class of concrete arrays, which is registered below `jax.Array` and is no subclass of it."""
+    array_class = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)
+    return [] if array_class is None else [array_class]
 
 
 def _is_host(array: Any) -> bool:
     return all(device.platform in HOST_PLATFORMS for device in array.devices())
 
 
-def _way_of_jax(source: Any, target: Any, array_type: Any) -> str | None:
+def _direction_of_jax(source: Any, target: Any, array_type: Any) -> str | None:
     on_device = isinstance(source, array_type) and not _is_host(source)
-    way = way_between(source.devices() if on_device else None, None if _is_host(target) else target.devices())
-    return None if way == "d2d" and _address(source) == _address(target) is not None else way
+    direction = direction_between(
+        source.devices() if on_device else None, None if _is_host(target) else target.devices()
+    )
+    return None if direction == "d2d" and _address(source) == _address(target) is not None else direction
 
 
 def _address(array: Any) -> int | None:
@@ -117,7 +115,7 @@ def _address(array: Any) -> int | None:
         return None
 
 
-def _attach_onnxruntime(module: Any, transfers: Transfers) -> Places:
+def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
     """Replace the methods of `OrtValue` and `IOBinding` that copy, and `copy_tensors`."""
     value_type = module.OrtValue
 
@@ -135,8 +133,8 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> Places:
         target, source = args[0], argument(args, kwargs, 1, "data", kwargs.get("np_arr"))
         from_value = isinstance(source, value_type)
         moved_bytes = source.tensor_size_in_bytes() if from_value else source.nbytes
-        way = way_between(_where(source) if from_value else None, _where(target))
-        return Transfer(way, moved_bytes, True, None if from_value else is_pinned(source))
+        direction = direction_between(_where(source) if from_value else None, _where(target))
+        return Transfer(direction, moved_bytes, True, None if from_value else is_pinned(source))
 
     def bound(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         binding, name = args[0], argument(args, kwargs, 1, "name")
@@ -145,9 +143,9 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> Places:
         return None if _input_is_on_host(binding, name) else Transfer("h2d", array.nbytes, True, is_pinned(array))
 
     def fetched(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        there = [_where(value) is not None for value in args[0].get_outputs()]
+        on_device = [_where(value) is not None for value in args[0].get_outputs()]
         arrays = [getattr(array, "nbytes", 0) for array in out]
-        moved_bytes = sum(nbytes for nbytes, is_there in zip(arrays, there, strict=False) if is_there)
+        moved_bytes = sum(nbytes for nbytes, is_there in zip(arrays, on_device, strict=False) if is_there)
         if moved_bytes:
             return Transfer("d2h", moved_bytes, True, False)
         return Transfer("h2h", sum(arrays), True, False)
@@ -158,16 +156,16 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> Places:
             return None
         moved_bytes = sum(value.tensor_size_in_bytes() for value in sources)
         sync = argument(args, kwargs, 2, "stream") is None
-        return Transfer(way_between(_where(sources[0]), _where(targets[0])), moved_bytes, sync)
+        return Transfer(direction_between(_where(sources[0]), _where(targets[0])), moved_bytes, sync)
 
-    places = Places(transfers, "onnxruntime")
-    places.factory(value_type, "ortvalue_from_numpy", made)
-    places.methods(value_type, ("numpy",), read)
-    places.methods(value_type, ("update_inplace",), updated)
-    places.methods(module.IOBinding, ("bind_cpu_input",), bound)
-    places.methods(module.IOBinding, ("copy_outputs_to_cpu",), fetched)
-    places.functions(module, ("copy_tensors",), sent)
-    return places
+    patched = PatchedFunctions(transfers, "onnxruntime")
+    patched.factory(value_type, "ortvalue_from_numpy", made)
+    patched.methods(value_type, ("numpy",), read)
+    patched.methods(value_type, ("update_inplace",), updated)
+    patched.methods(module.IOBinding, ("bind_cpu_input",), bound)
+    patched.methods(module.IOBinding, ("copy_outputs_to_cpu",), fetched)
+    patched.functions(module, ("copy_tensors",), sent)
+    return patched
 
 
 def _where(value: Any) -> tuple[str, int] | None:
@@ -182,14 +180,14 @@ def _where(value: Any) -> tuple[str, int] | None:
 
 
 def _input_is_on_host(binding: Any, name: str) -> bool:
-    """Return True where the session reads an input where the host put it."""
+    """Return True if the session reads an input from the host's memory."""
     session = binding._session
     if session.get_providers() == ["CPUExecutionProvider"]:
         return True
     try:
         names = [node.name for node in session.inputs_meta]
         return str(session.input_meminfos[names.index(name)].name).lower() == "cpu"
-    except Exception:  # too old to tell; a session with another provider takes its inputs there, as a rule
+    except Exception:  # an old version does not say; sessions with another provider mostly read device memory
         return False
 
 
@@ -198,8 +196,8 @@ READING = ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", 
 _KINDS = {0: "h2h", 1: "h2d", 2: "d2h", 3: "d2d"}
 
 
-def _attach_cupy(cupy: Any, transfers: Transfers) -> Places:
-    """Replace what copies between host and device. `cupy.asnumpy` calls `get`."""
+def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
+    """Replace the functions that copy between host and device. `cupy.asnumpy` calls `get`."""
     array_type = cupy.ndarray
 
     def got(out: Any, args: Any, kwargs: Any) -> Transfer:
@@ -223,21 +221,21 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> Places:
 
     def copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
-        # Of the host it takes single values only, which fill.
+        # A source on the host is a single value, and the call a fill.
         return _on_device(source, target) if isinstance(source, array_type) and source is not target else None
 
-    places = Places(transfers, "cupy", stream=lambda args, kwargs: None)
-    places.methods(array_type, ("get",), got, lambda args, kwargs: argument(args, kwargs, 1, "stream"))
-    places.methods(array_type, ("set",), put, lambda args, kwargs: argument(args, kwargs, 2, "stream"))
-    places.methods(array_type, READING, read)
-    places.functions(cupy, MAKING, made)
-    places.functions(cupy, ("copyto",), copied)
+    patched = PatchedFunctions(transfers, "cupy", stream=lambda args, kwargs: None)
+    patched.methods(array_type, ("get",), got, lambda args, kwargs: argument(args, kwargs, 1, "stream"))
+    patched.methods(array_type, ("set",), put, lambda args, kwargs: argument(args, kwargs, 2, "stream"))
+    patched.methods(array_type, READING, read)
+    patched.functions(cupy, MAKING, made)
+    patched.functions(cupy, ("copyto",), copied)
     runtime = cupy.cuda.runtime
     for name, facts in (("memcpy", _memcpy_by_kind), ("memcpyPeer", _memcpy_peer)):
         last = 4 if name == "memcpy" else 5
-        places.functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
-        places.functions(runtime, (f"{name}Async",), facts(False), _argument(last, "stream"))
-    return places
+        patched.functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
+        patched.functions(runtime, (f"{name}Async",), facts(False), _argument(last, "stream"))
+    return patched
 
 
 def _argument(index: int, name: str) -> Stream:
@@ -245,11 +243,11 @@ def _argument(index: int, name: str) -> Stream:
 
 
 def _on_device(source: Any, target: Any) -> Transfer:
-    return Transfer(way_between(source.device.id, target.device.id), target.nbytes, False)
+    return Transfer(direction_between(source.device.id, target.device.id), target.nbytes, False)
 
 
 def _is_of_the_host(source: Any, array_type: Any) -> bool:
-    """Return True where the data came from the host: a list of device arrays, or another framework's array, did not."""
+    """Return True if the data came from the host: not a list of device arrays, nor another framework's array."""
     while isinstance(source, (list, tuple)) and source:
         source = source[0]
     return not isinstance(source, array_type) and not hasattr(source, "__cuda_array_interface__")
@@ -258,8 +256,8 @@ def _is_of_the_host(source: Any, array_type: Any) -> bool:
 def _memcpy_by_kind(sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         # memcpy(dst, src, size, kind) and memcpyAsync(dst, src, size, kind, stream)
-        way = _KINDS.get(int(argument(args, kwargs, 3, "kind")))
-        return None if way is None else Transfer(way, int(argument(args, kwargs, 2, "size")), sync)
+        direction = _KINDS.get(int(argument(args, kwargs, 3, "kind")))
+        return None if direction is None else Transfer(direction, int(argument(args, kwargs, 2, "size")), sync)
 
     return facts
 
@@ -268,14 +266,14 @@ def _memcpy_peer(sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer:
         # memcpyPeer(dst, dstDevice, src, srcDevice, size)
         devices = (int(argument(args, kwargs, at, name)) for at, name in ((1, "dstDevice"), (3, "srcDevice")))
-        return Transfer(way_between(*devices), int(argument(args, kwargs, 4, "size")), sync)
+        return Transfer(direction_between(*devices), int(argument(args, kwargs, 4, "size")), sync)
 
     return facts
 
 
-def _attach_numba(module: Any, transfers: Transfers) -> Places:
+def _attach_numba(module: Any, transfers: Transfers) -> PatchedFunctions:
     """Replace the functions of the driver that copy."""
-    places = Places(transfers, "numba", stream=lambda args, kwargs: _arguments(args, kwargs)[3])
+    patched = PatchedFunctions(transfers, "numba", stream=lambda args, kwargs: _arguments(args, kwargs)[3])
 
     def to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
         _, source, size, stream = _arguments(args, kwargs)
@@ -287,12 +285,12 @@ def _attach_numba(module: Any, transfers: Transfers) -> Places:
 
     def on_device(out: Any, args: Any, kwargs: Any) -> Transfer:
         target, source, size, stream = _arguments(args, kwargs)
-        return Transfer(way_between(_device(source), _device(target)), size, not stream)
+        return Transfer(direction_between(_device(source), _device(target)), size, not stream)
 
-    places.functions(module, ("host_to_device",), to_device)
-    places.functions(module, ("device_to_host",), to_host)
-    places.functions(module, ("device_to_device",), on_device)
-    return places
+    patched.functions(module, ("host_to_device",), to_device)
+    patched.functions(module, ("device_to_host",), to_host)
+    patched.functions(module, ("device_to_device",), on_device)
+    return patched
 
 
 def _arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
@@ -301,7 +299,7 @@ def _arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
 
 
 def _device(array: Any) -> tuple[Any]:
-    """Return the number of an array's device, or None in its place where it does not show it."""
+    """Return a tuple with the number of an array's device, None if the array does not show it."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
 
@@ -311,25 +309,25 @@ _SIDES = {"H": "h", "D": "d", "A": "d"}  # an array is a texture's memory on the
 _MEMORY_TYPES = {1: "h", 2: "d", 3: "d"}  # CUmemorytype: host, device, array; unified is none of them
 
 
-def _attach_bindings(module: Any, transfers: Transfers) -> Places:
+def _attach_bindings(module: Any, transfers: Transfers) -> PatchedFunctions:
     """Replace the copy functions of the driver's or the runtime's module."""
-    places = Places(transfers, "cuda")
+    patched = PatchedFunctions(transfers, "cuda")
     for name in sorted(vars(module)):
         function = getattr(module, name)
         if "emcpy" not in name or isinstance(function, type) or not callable(function):
             continue
         facts = _facts(name, function)
         if facts is not None:
-            places.functions(module, (name,), _if_done(facts), _stream(function))
-    return places
+            patched.functions(module, (name,), _if_done(facts), _stream(function))
+    return patched
 
 
 def _facts(name: str, function: Any) -> Facts | None:
     typed = _TYPED.fullmatch(name)
     if typed:
-        way = f"{_SIDES[typed[1]]}2{_SIDES[typed[2]]}"
+        direction = f"{_SIDES[typed[1]]}2{_SIDES[typed[2]]}"
         amount, sync = _named(function, "ByteCount"), typed[3] is None
-        return lambda out, args, kwargs: Transfer(way, int(amount(args, kwargs)), sync)
+        return lambda out, args, kwargs: Transfer(direction, int(amount(args, kwargs)), sync)
     sync = not name.endswith("Async")
     base = name.removesuffix("Async")
     if base in ("cuMemcpyPeer", "cudaMemcpyPeer"):
@@ -348,8 +346,8 @@ def _peer(function: Any, sync: bool, place: str) -> Facts:
     source, target = _named(function, f"src{place}"), _named(function, f"dst{place}")
 
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer:
-        way = way_between(int(source(args, kwargs)), int(target(args, kwargs)))
-        return Transfer(way, int(amount(args, kwargs)), sync)
+        direction = direction_between(int(source(args, kwargs)), int(target(args, kwargs)))
+        return Transfer(direction, int(amount(args, kwargs)), sync)
 
     return facts
 
@@ -358,8 +356,8 @@ def _by_kind(function: Any, factors: tuple[str, ...], sync: bool) -> Facts:
     kind, sizes = _named(function, "kind"), [_named(function, factor) for factor in factors]
 
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        way = _KINDS.get(int(kind(args, kwargs)))
-        return None if way is None else Transfer(way, prod(int(size(args, kwargs)) for size in sizes), sync)
+        direction = _KINDS.get(int(kind(args, kwargs)))
+        return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
 
     return facts
 
@@ -377,7 +375,7 @@ def _described(sync: bool) -> Facts:
 
 
 def _named(function: Any, *names: str) -> Callable[[Any, Any], Any]:
-    """Return a reader of the argument with one of the names, at its place in the function."""
+    """Return a reader of the argument with the first of the names that the function has."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
     index = parameters.index(name)
@@ -385,7 +383,7 @@ def _named(function: Any, *names: str) -> Callable[[Any, Any], Any]:
 
 
 def _stream(function: Any) -> Stream:
-    """Return a reader of the stream: an argument of an asynchronous call, else the default stream."""
+    """Return a reader of a call's stream: its argument in an asynchronous call, else the default stream."""
     parameters = list(inspect.signature(function).parameters)
     name = next((name for name in ("hStream", "stream") if name in parameters), None)
     if name is None:
@@ -393,61 +391,61 @@ def _stream(function: Any) -> Stream:
     index = parameters.index(name)
 
     def stream(args: Any, kwargs: Any) -> Any:
-        found = argument(args, kwargs, index, name)
-        return 0 if found is None else int(found)
+        handle = argument(args, kwargs, index, name)
+        return 0 if handle is None else int(handle)
 
     return stream
 
 
 def _if_done(facts: Facts) -> Facts:
-    """Return the facts of calls without an error, for one with an error has moved nothing."""
+    """Return `facts` for calls that succeed. A call with an error code has moved nothing."""
     return lambda out, args, kwargs: facts(out, args, kwargs) if int(out[0]) == 0 else None
 
 
-NUMPY = Room(
+NUMPY = FrameworkAdapter(
     framework="numpy",
     modules=("numpy",),
-    ways=("h2h",),
+    directions=("h2h",),
     unseen="numpy.copy, which compilers know by identity, methods of arrays and assignments to slices",
     attach=_attach_numpy,
 )
 
-JAX = Room(
+JAX = FrameworkAdapter(
     framework="jax",
     modules=("jax",),
-    ways=DIRECTIONS,
+    directions=DIRECTIONS,
     unseen="arguments of the host that a compiled function takes, and what happens inside of one",
     attach=_attach_jax,
 )
 
-ONNXRUNTIME = Room(
+ONNXRUNTIME = FrameworkAdapter(
     framework="onnxruntime",
     modules=("onnxruntime.capi.onnxruntime_inference_collection",),
-    ways=DIRECTIONS,
+    directions=DIRECTIONS,
     unseen="what InferenceSession.run copies by itself; use an IOBinding to see it",
     attach=_attach_onnxruntime,
 )
 
-CUPY = Room(
+CUPY = FrameworkAdapter(
     framework="cupy",
     modules=("cupy",),
-    ways=DIRECTIONS,
+    directions=DIRECTIONS,
     unseen="assignments to slices, copy() and astype(), memory pointers' own copies, and what cupy's C code copies",
     attach=_attach_cupy,
 )
 
-NUMBA = Room(
+NUMBA = FrameworkAdapter(
     framework="numba",
     modules=("numba.cuda.cudadrv.driver",),
-    ways=DEVICE_DIRECTIONS,
+    directions=DEVICE_DIRECTIONS,
     unseen="arrays in mapped or managed memory, which the device reads in place",
     attach=_attach_numba,
 )
 
-CUDA = Room(
+CUDA = FrameworkAdapter(
     framework="cuda",
     modules=("cuda.bindings.driver", "cuda.bindings.runtime"),
-    ways=DIRECTIONS,
+    directions=DIRECTIONS,
     unseen=(
         "calls whose direction only the driver knows (cuMemcpy, cudaMemcpyDefault, batches), "
         "3D copies of the runtime, and cuda.core, which calls the driver in C"

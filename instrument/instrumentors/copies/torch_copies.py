@@ -1,10 +1,10 @@
 """torch: the methods of its tensors and storages that copy.
 
-Models move by their tensors (`Module.to`), and so do loaded checkpoints and the batches that a `DataLoader` pins, so
-each of those is the sum of such copies. Functions such as `torch.tensor` stay as they are: torch.compile knows them by
-identity, keeps what it finds when it first looks, and would break the graph at what it does not know.
+Models (`Module.to`), loaded checkpoints and the batches that a `DataLoader` pins move tensor by tensor, so each is the
+sum of such copies. Functions such as `torch.tensor` are not replaced. torch.compile knows them by identity, keeps the
+first one that it reads, and would break the graph at another one.
 
-Where torch has no device at all nothing is replaced, unless a rule asks for copies from host to host.
+If torch was built without a device nothing is replaced, unless a rule asks for copies from host to host.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from instrument.instrumentors.compilers import compiling_test
 from instrument.instrumentors.copies.transfers import (
     NOWHERE,
     Facts,
-    Places,
-    Room,
+    FrameworkAdapter,
+    PatchedFunctions,
     Transfer,
     Transfers,
     argument,
-    way_between,
+    direction_between,
 )
 from instrument.profile.model import DIRECTIONS
 from instrument.recording.spans import Work
@@ -31,15 +31,15 @@ READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__flo
 
 
 def why_absent(torch: Any) -> str:
-    """Return why this torch can make no copy to or from a device; "" where it can. Does not touch the driver."""
+    """Return the reason why this torch cannot copy to or from a device, "" if it can. Does not touch the driver."""
     return "" if _devices(torch) else "this torch is built without a device: no copy to or from one can happen"
 
 
-def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] | None = None) -> Places:
-    """Replace what copies.
+def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] | None = None) -> PatchedFunctions:
+    """Replace the methods that copy.
 
-    `initialised` is True once torch has begun to use its device; until then each method costs that one call more.
-    Left out, torch is asked: `torch.cuda.is_initialized` (also for HIP) takes about 40 ns.
+    `initialised` returns True once torch uses its device. Until then a replaced method costs that one call more. The
+    default asks torch: `torch.cuda.is_initialized` (also for HIP) takes about 40 ns.
     """
     used = _is_used(torch, transfers) if initialised is None else initialised
     compiling = compiling_test(torch)
@@ -50,17 +50,17 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _private_backend(torch)
-    places = Places(transfers, "torch", ready, _where)
-    places.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_converted, fake))
-    places.methods(tensor, ("copy_",), _if_real(_copied, fake))
-    places.methods(tensor, ("pin_memory",), _if_new(_pinned, fake), _nowhere)
-    # Most of these are of tensors that are on the host already.
-    places.methods(tensor, READING, _read, lambda args, kwargs: _where(args, kwargs) if args[0].is_cuda else NOWHERE)
+    patched = PatchedFunctions(transfers, "torch", ready, _where)
+    patched.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_converted, fake))
+    patched.methods(tensor, ("copy_",), _if_real(_copied, fake))
+    patched.methods(tensor, ("pin_memory",), _if_new(_pinned, fake), _nowhere)
+    # Most calls read tensors that are on the host already.
+    patched.methods(tensor, READING, _read, lambda args, kwargs: _where(args, kwargs) if args[0].is_cuda else NOWHERE)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
-        places.methods(storage, ("to", "cuda", "cpu"), _storage_moved)
-        places.methods(storage, ("copy_",), _storage_copied)
-        places.methods(storage, ("pin_memory",), _storage_pinned, _nowhere)
-    return places
+        patched.methods(storage, ("to", "cuda", "cpu"), _storage_moved)
+        patched.methods(storage, ("copy_",), _storage_copied)
+        patched.methods(storage, ("pin_memory",), _storage_pinned, _nowhere)
+    return patched
 
 
 def _nowhere(args: Any, kwargs: Any) -> Any:
@@ -68,9 +68,9 @@ def _nowhere(args: Any, kwargs: Any) -> Any:
 
 
 def _where(args: Any, kwargs: Any) -> Any:
-    """Return the device that a copy runs on: the source's, or the target's where the source is on the host.
+    """Return the device that runs a copy: the source's, or the target's if the source is on the host.
 
-    `tensor.to(...)` takes many things for its target; what is none of a device's leaves it the current one.
+    `tensor.to(...)` takes many kinds of target. None means the current device, if the target names no device.
     """
     source = args[0]
     if source.is_cuda:
@@ -87,42 +87,42 @@ def _where(args: Any, kwargs: Any) -> Any:
     return None
 
 
-def direction(source: Any, target: Any) -> str | None:
+def device_direction(source: Any, target: Any) -> str | None:
     """Return the direction between two torch devices; None where one of them has no data."""
     if "meta" in (source.type, target.type):
         return None
-    return way_between(*(None if device.type == "cpu" else device for device in (source, target)))
+    return direction_between(*(None if device.type == "cpu" else device for device in (source, target)))
 
 
-# ---------------------------------------------------------------- what a call has moved
+# ---------------------------------------------------------------- the bytes that a call has moved
 
 
 def _converted(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the copy of a method that gives a tensor, the very same where there was nothing to do."""
+    """Return the copy of a method that returns a tensor. It returns its own tensor if it had nothing to do."""
     if not hasattr(out, "device"):  # `type()` names the class
         return None
     return _between(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
 
 
 def _copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """`target.copy_(source)`."""
+    """Return the copy of `target.copy_(source)`."""
     source = argument(args, kwargs, 1, "src", kwargs.get("other"))
     if not hasattr(source, "device") or source is out:
         return None
-    return _between(source, out, out.device, _is_asynchronous(args[1:], kwargs), kept=True)
+    return _between(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
 
 
-def _between(source: Any, out: Any, target: Any, asynchronous: bool, kept: bool = False) -> Transfer | None:
-    way = direction(source.device, target)
-    if way is None or (way == "h2h" and not kept and _shares(source, out)):
+def _between(source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False) -> Transfer | None:
+    direction = device_direction(source.device, target)
+    if direction is None or (direction == "h2h" and not overwrites and _shares(source, out)):
         return None
     pinned = None
-    if way == "h2d":
+    if direction == "h2d":
         pinned = bool(source.is_pinned())
-    elif way == "d2h":
-        # What a call that waits makes on the host is pageable.
-        pinned = bool(out.is_pinned()) if asynchronous or kept else False
-    return Transfer(way, _nbytes(source), not asynchronous, pinned)
+    elif direction == "d2h":
+        # A call that waits makes pageable memory on the host.
+        pinned = bool(out.is_pinned()) if asynchronous or overwrites else False
+    return Transfer(direction, _nbytes(source), not asynchronous, pinned)
 
 
 def _pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -130,7 +130,7 @@ def _pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the copy of a method that brings values to Python, and waits for the device by itself."""
+    """Return the copy of a method that reads values into Python, which waits for the device."""
     source = args[0]
     if source.device.type in ("cpu", "meta"):
         return None
@@ -139,16 +139,16 @@ def _read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 def _storage_moved(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     source = args[0]
-    way = direction(source.device, out.device)
-    if out is source or way in (None, "h2h"):
+    direction = device_direction(source.device, out.device)
+    if out is source or direction in (None, "h2h"):
         return None
-    return Transfer(way or "", source.nbytes(), not _is_asynchronous(args[1:], kwargs))
+    return Transfer(direction or "", source.nbytes(), not _is_asynchronous(args[1:], kwargs))
 
 
 def _storage_copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     source = argument(args, kwargs, 1, "source")
-    way = direction(source.device, out.device)
-    return None if way is None else Transfer(way, source.nbytes(), not _is_asynchronous(args[1:], kwargs))
+    direction = device_direction(source.device, out.device)
+    return None if direction is None else Transfer(direction, source.nbytes(), not _is_asynchronous(args[1:], kwargs))
 
 
 def _storage_pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -156,12 +156,12 @@ def _storage_pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _if_real(facts: Facts, fake: Any) -> Facts:
-    """Return the facts of calls on real tensors, for those with which torch traces have no data."""
+    """Return `facts` for calls on real tensors. The fake tensors with which torch traces have no data."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
 
 
 def _if_new(facts: Facts, fake: Any) -> Facts:
-    """Do so for methods that return the very same tensor where there was nothing to do, at the least cost."""
+    """Return `facts` for calls that return a new real tensor. The identity test comes first, as it costs least."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
@@ -177,37 +177,37 @@ def _shares(source: Any, out: Any) -> bool:
 
 
 def _is_asynchronous(args: Any, kwargs: Any) -> bool:
-    """Return True where the call asked for `non_blocking`, by name or as the first truth value, before `copy`."""
+    """Return True if the call asks for `non_blocking`, by name or as its first boolean, which precedes `copy`."""
     return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
 
 
-# ---------------------------------------------------------------- which devices there are
+# ---------------------------------------------------------------- the kinds of device
 
 
 def _devices(torch: Any) -> list[Callable[[], bool]]:
-    """Return, for each kind of device that this torch was built for, a test that is true once the process uses it.
+    """Return a test for each kind of device that this torch was built for, true once the process uses that kind.
 
-    Does not touch a driver, which would spoil forked children. MPS has no such state: it is there or not.
+    Does not touch a driver, which would break forked children. MPS has no such state: its test says if it exists.
     """
     version = getattr(torch, "version", None)
-    found: list[Any] = []
+    tests: list[Any] = []
     if getattr(version, "cuda", None) or getattr(version, "hip", None):
-        found.append(torch.cuda.is_initialized)
+        tests.append(torch.cuda.is_initialized)
     if getattr(version, "xpu", None):
-        found.append(torch.xpu.is_initialized)
+        tests.append(torch.xpu.is_initialized)
     mps = getattr(getattr(torch, "backends", None), "mps", None)
     if mps is not None and mps.is_built():
-        found.append(mps.is_available)
+        tests.append(mps.is_available)
     private = _private_backend(torch)
     if private:
-        found.append(getattr(getattr(torch, private), "is_initialized", lambda: True))
-    return found
+        tests.append(getattr(getattr(torch, private), "is_initialized", lambda: True))
+    return tests
 
 
 def _private_backend(torch: Any) -> str:
     """Return the name of a device that another package has added to torch (`npu` and others), "" for none."""
-    tell = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
-    name = tell() if tell is not None else ""
+    read_name = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
+    name = read_name() if read_name is not None else ""
     return name if name and hasattr(torch, name) else ""
 
 
@@ -218,10 +218,10 @@ def _is_used(torch: Any, transfers: Transfers) -> Callable[[], bool]:
     return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)
 
 
-TORCH = Room(
+TORCH = FrameworkAdapter(
     framework="torch",
     modules=("torch",),
-    ways=DIRECTIONS,
+    directions=DIRECTIONS,
     unseen="torch.tensor, as_tensor and asarray with a device, indexing and masks between host and device, clone() and "
     "contiguous(), scatter and gather between devices, and what compiled regions, CUDA graphs and C++ code copy",
     attach=attach,

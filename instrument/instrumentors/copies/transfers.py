@@ -1,9 +1,9 @@
 """Transfers: the facts of one copy, and its span if a rule wants it.
 
-A room of this family knows the functions of one framework that copy, and returns for each call what it has moved. All
-rooms share one guard, so that calls inside of a call that copies (a subclass of a tensor, one framework that hands over
-to another) give one span. What a copy takes on the device is timed where the room can tell the stream beforehand: a
-pair of events around each call, given up again where the call did nothing.
+An adapter knows the functions of one framework that copy, and returns the transfer of each call. All adapters share one
+guard, so that nested calls that copy (a subclass of a tensor, one framework that calls another) give one span. The time
+on the device is measured where the adapter knows the stream before the call: a pair of events around each call, which
+is cancelled if the call copied nothing.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from instrument.runtime.faults import FAULTS
 class Transfer(NamedTuple):
     """The data that one call has moved.
 
-    `way` is one of `instrument.profile.model.DIRECTIONS`. `sync` is True for a call that waits for the copy, as far as
-    its arguments say; `pinned` for page-locked memory of the host, None where only the driver knows.
+    `direction` is one of `instrument.profile.model.DIRECTIONS`. `sync` is True for a call that waits for the copy, by
+    its arguments. `pinned` is True for page-locked memory of the host, None if only the driver knows.
     """
 
-    way: str
+    direction: str
     moved_bytes: int
     sync: bool
     pinned: bool | None = None
 
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
-"""Returns the data that a call has moved, from its result, its positional and its named arguments; None for no copy."""
+"""A reader of the transfer of a call, from its result, its positional and its named arguments. None means no copy."""
 
 
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""Returns the stream on which a call copies, from its positional and its named arguments: a stream or its address, None
-for the framework's current one, `Work` for that on another device, `NOWHERE` for none that can be known before."""
+"""A reader of the stream of a call, from its positional and its named arguments: a stream or its address, None for the
+framework's current stream, `Work` for the current stream of another device, `NOWHERE` if it is unknown before."""
 
 
 class _Inside(threading.local):
@@ -57,39 +57,41 @@ _INSIDE = _Inside()
 
 
 class Transfers:
-    """The copy rules of one session. `hits` counts copies by rule, `places` is what has been replaced for them."""
+    """The copy rules of one session. `hits` counts copies by rule, `patched` has the functions that were replaced."""
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
         self._at_work: tuple[tuple[CopyRule, ...], list[int]] = (tuple(rules), [0] * len(rules))
-        self.places: list[Places] = []
+        self.patched: list[PatchedFunctions] = []
         self._recorder = recorder
         self._sites: dict[tuple[str, str, Transfer], Site] = {}
 
     @property
     def rules(self) -> tuple[CopyRule, ...]:
-        """The rules at work, in the order of the profile."""
+        """The rules in force, in the order of the profile."""
         return self._at_work[0]
 
     @property
     def hits(self) -> list[int]:
-        """Return the count of copies of each rule."""
+        """The count of copies of each rule."""
         return self._at_work[1]
 
     def take_on(self, rules: Sequence[CopyRule]) -> None:
-        """Take on other rules at once; those that stay keep their count."""
+        """Replace the rules at once. A rule that stays keeps its count."""
         before = dict(zip(*self._at_work, strict=True))
         self._at_work = (tuple(rules), [before.get(rule, 0) for rule in rules])
 
-    def asks_for(self, framework: str, ways: Iterable[str]) -> bool:
-        """Return True where a rule asks for copies of a framework in one of the directions."""
-        return any(framework in rule.frameworks and not set(ways).isdisjoint(rule.directions) for rule in self.rules)
+    def asks_for(self, framework: str, directions: Iterable[str]) -> bool:
+        """Return True if a rule asks for copies of a framework in one of the directions."""
+        return any(
+            framework in rule.frameworks and not set(directions).isdisjoint(rule.directions) for rule in self.rules
+        )
 
     def watch(
         self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool], stream: Stream
     ) -> Any:
-        """Return the function with a copy span for each call that has moved something.
+        """Wrap a function so that each call that has moved data records a copy span.
 
-        `ready` is asked first at each call: False while the framework cannot copy yet, or while it traces the call
+        `ready` is called before each call. It returns False while the framework cannot copy yet, or traces the call
         instead of running it.
         """
         recorder, inside, now, site_of, timed = (
@@ -135,25 +137,25 @@ class Transfers:
             return wrapper
 
     def _timed(self, framework: str, stream: Stream, args: Any, kwargs: Any) -> Any:
-        """Return a timer of a call on the device, before it is known to copy; None for none."""
+        """Begin the device timer of a call, before the call is known to copy. Return None without a timer."""
         begin = self._recorder.begin_device
         try:
-            where = stream(args, kwargs)
-            if begin is None or where is NOWHERE:
+            stream_object = stream(args, kwargs)
+            if begin is None or stream_object is NOWHERE:
                 return None
-            if where is None or isinstance(where, Work):
-                return begin(None, {STREAM: where or Work(framework)}, 0)
-            return begin(None, {STREAM: stream_handle(where)}, 0)
+            if stream_object is None or isinstance(stream_object, Work):
+                return begin(None, {STREAM: stream_object or Work(framework)}, 0)
+            return begin(None, {STREAM: stream_handle(stream_object)}, 0)
         except Exception as fault:
             FAULTS.note("copy probe", fault)
             return None
 
     def _site_wanted(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
-        """Return the site of a call that has moved something, if a rule wants it, and count it for the rule."""
-        way, moved_bytes = transfer.way, transfer.moved_bytes
+        """Return the site of a call that has moved data, if a rule wants it, and count the copy for that rule."""
+        direction, moved_bytes = transfer.direction, transfer.moved_bytes
         rules, hits = self._at_work
         for index, rule in enumerate(rules if moved_bytes > 0 else ()):
-            if way in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
+            if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
                 hits[index] += 1
                 return self._site(framework, qualname, transfer)
         return None
@@ -162,21 +164,21 @@ class Transfers:
         key = (framework, qualname, transfer._replace(moved_bytes=0))
         site = self._sites.get(key)
         if site is None:
-            way, _, sync, pinned = transfer
-            facts: tuple[tuple[str, str | bool], ...] = (("direction", way), ("sync", sync))
+            direction, _, sync, pinned = transfer
+            facts: tuple[tuple[str, str | bool], ...] = (("direction", direction), ("sync", sync))
             if pinned is not None:
                 facts += (("pinned", pinned),)
-            # Copies of one call that wait and that do not are two places, or the tally would add them up.
+            # Copies of one call that wait and that do not have two sites, or the tally would add them up.
             modes = ["sync" if sync else "async", *([] if pinned is None else ["pinned" if pinned else "pageable"])]
-            name, instance = f"memcpy {way}", ", ".join(modes)
-            new = Site(name, "copy", framework, qualname, instance=instance, device=way != "h2h", attributes=facts)
-            # setdefault, because two threads may be first: one site for each key or the tally would split.
+            name, device = f"memcpy {direction}", direction != "h2h"
+            new = Site(name, "copy", framework, qualname, instance=", ".join(modes), device=device, attributes=facts)
+            # Two threads may be first: setdefault keeps one site per key, or the tally would split.
             site = self._sites.setdefault(key, new)
         return site
 
 
-class Places:
-    """The replaced functions of one framework, and the way back."""
+class PatchedFunctions:
+    """The functions of one framework that are replaced. `undo` restores them."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class Places:
         stream: Stream = lambda args, kwargs: NOWHERE,
     ) -> None:
         self.transfers = transfers
-        transfers.places.append(self)
+        transfers.patched.append(self)
         self.undos: list[Undo] = []
         self._framework = framework
         self._ready = ready
@@ -194,7 +196,7 @@ class Places:
         self._bound: list[tuple[Any, Any]] = []
 
     def methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace methods of a class, those that it has. `stream` is that of the room where it is left out."""
+        """Replace those methods that a class has. `stream` defaults to the adapter's."""
         for name in names:
             method = getattr(owner, name, None)
             if method is not None:
@@ -203,17 +205,17 @@ class Places:
                 )
 
     def factory(self, owner: Any, name: str, facts: Facts) -> None:
-        """Replace a classmethod of a class; `facts` gets the arguments with the class first."""
+        """Replace a classmethod of a class. `facts` gets the arguments with the class as the first."""
         raw = vars(owner).get(name)
         if isinstance(raw, classmethod):
             watched = self._watched(raw.__func__, f"{owner.__name__}.{name}", facts)
             self.undos.append(replace(owner, name, classmethod(watched)))
 
     def value(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
-        """Replace a property of a class; only reads for which `is_fresh(object)` is true can be copies."""
+        """Replace a property of a class. A read of an object can be a copy only if `is_fresh(object)` is true."""
         read = vars(owner)[name].fget
         watched = self._watched(read, f"{owner.__name__}.{name}", facts)
-        replacement = property(lambda own: watched(own) if is_fresh(own) else read(own), doc=vars(owner)[name].__doc__)
+        replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self.undos.append(replace(owner, name, replacement))
 
     def functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
@@ -233,7 +235,7 @@ class Places:
         rebind(self._bound)
 
     def undo(self) -> None:
-        """Give the framework its own functions back, also the names that were bound meanwhile."""
+        """Restore the framework's own functions, also under the names that were bound meanwhile."""
         undo_all(self.undos)
         rebind((watched, function) for function, watched in self._bound)
         self._bound.clear()
@@ -242,21 +244,21 @@ class Places:
         return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self._stream)
 
 
-class Room(NamedTuple):
-    """A framework: its name in rules, the modules after whose import it is attached, and the directions of its copies.
+class FrameworkAdapter(NamedTuple):
+    """An adapter: a framework's name in rules, the modules whose import attaches it, and the directions of its copies.
 
-    `unseen` are the copies that cannot be seen. `attach` replaces the functions of one of the modules that copy.
+    `unseen` names the copies that cannot be seen. `attach` replaces the functions of one of the modules that copy.
     """
 
     framework: str
     modules: Sequence[str]
-    ways: Sequence[str]
+    directions: Sequence[str]
     unseen: str
-    attach: Callable[[Any, Transfers], Places]
+    attach: Callable[[Any, Transfers], PatchedFunctions]
 
 
-def way_between(source: object, target: object) -> str:
-    """Return the direction of a copy between two places: None for the host, anything else for a device."""
+def direction_between(source: object, target: object) -> str:
+    """Return the direction of a copy between two memories: None is the host, any other object a device."""
     if source is None or target is None:
         return f"{'h' if source is None else 'd'}2{'h' if target is None else 'd'}"
     return "d2d" if source == target else "p2p"
@@ -272,7 +274,7 @@ _PINNED_OWNERS = frozenset({"PinnedMemoryPointer", "PinnedMemory", "MappedMemory
 
 
 def is_pinned(array: Any) -> bool | None:
-    """Return True for a numpy array in page-locked memory, None where its owner does not show it."""
+    """Return True for a numpy array in page-locked memory, None if its owner does not show it."""
     owner = getattr(array, "base", None)
     if owner is None:
         return False if hasattr(array, "base") else None

@@ -56,22 +56,22 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
     if exchange is None:
         return await app(scope, receive, send)
     is_http = scope["type"] == "http"
-    talk = Http() if is_http else Websocket()
-    talk.exchange, talk.server_receive, talk.server_send = exchange, receive, send
+    channel = Http() if is_http else Websocket()
+    channel.exchange, channel.server_receive, channel.server_send = exchange, receive, send
     try:
-        answer = app(scope, receive if is_http else talk.receive, talk.send)
+        answer = app(scope, receive if is_http else channel.receive, channel.send)
         result = await exchange.stepped(answer)
     except BaseException as error:
-        if not isinstance(error, Exception) and getattr(talk, "is_complete", False):
-            talk.end()
+        if not isinstance(error, Exception) and getattr(channel, "is_complete", False):
+            channel.end()
         exchange.fail(error)
         raise
     if exchange.frame is not None:
-        talk.end() if not is_http or getattr(talk, "is_complete", False) else exchange.broken_off()
+        channel.end() if not is_http or getattr(channel, "is_complete", False) else exchange.broken_off()
     return result
 
 
-class Talk:
+class AsgiChannel:
     """The messages between the server and the app for one exchange.
 
     An exchange has no reference to it, since contexts keep exchanges for long. An `__init__` would take 0.05 us.
@@ -96,7 +96,7 @@ class Talk:
         self.exchange.end()
 
 
-class Http(Talk):
+class Http(AsgiChannel):
     """The messages of one HTTP request. The app calls the server's own `receive`."""
 
     __slots__ = ("_headers", "_is_events", "is_complete")
@@ -167,7 +167,7 @@ class Http(Talk):
             exchange.end_of_parts()
 
 
-class Websocket(Talk):
+class Websocket(AsgiChannel):
     """The messages of one websocket. Its items are those that the app sends."""
 
     __slots__ = ()

@@ -219,28 +219,28 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.found(metadata.route)
         except Exception as fault:
             FAULTS.note("route of a request of Ray Serve", fault)
-        talk = _Answer() if scope["type"] == "http" else asgi.Websocket()
-        talk.exchange, talk.server_receive, talk.server_send = exchange, receive, _sent
+        channel = _Answer() if scope["type"] == "http" else asgi.Websocket()
+        channel.exchange, channel.server_receive, channel.server_send = exchange, receive, _sent
         batches = SteppedItems(exchange, batches)
         try:
             async for messages in batches:
-                await read_messages(talk, messages)
+                await read_messages(channel, messages)
                 yield messages
         except BaseException as error:
-            if isinstance(error, GeneratorExit) and isinstance(talk, _Answer) and talk.is_complete:
-                talk.end()
+            if isinstance(error, GeneratorExit) and isinstance(channel, _Answer) and channel.is_complete:
+                channel.end()
             exchange.fail(error)
             if isinstance(error, GeneratorExit):
                 await batches.aclose()
             raise
-        if isinstance(talk, _Answer) and talk.is_complete:
-            talk.end()
+        if isinstance(channel, _Answer) and channel.is_complete:
+            channel.end()
         exchange.end()
 
-    async def read_messages(talk: asgi.Talk, messages: Any) -> None:
+    async def read_messages(channel: asgi.AsgiChannel, messages: Any) -> None:
         try:
             for message in messages:
-                await talk.send(message)
+                await channel.send(message)
         except Exception as fault:
             FAULTS.note("answer of Ray Serve", fault)
 
