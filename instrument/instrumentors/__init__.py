@@ -1,1 +1,1 @@
-"""Instrumentors: how targets are found and made to record, and the way back."""
+"""Instrumentors find the targets of a profile's rules, attach probes to them and remove the probes again."""

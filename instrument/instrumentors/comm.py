@@ -1,12 +1,12 @@
-"""Communication between processes by torch.distributed, each call a span of kind `comm`.
+"""Communication between processes by torch.distributed. Each call is a span of kind `comm`.
 
-A process group's own methods are replaced, below the functions of `torch.distributed`: those stay the very same, for
-compilers and torch itself know them by identity. A collective that waits is one span, `all_reduce`. An asynchronous one
-is the span of the call, and `all_reduce.wait` where its work is waited for, with `in_flight_ns` from the call to the
-end of the wait. Sends and receives do not tell which they are, so that they always have both.
+The methods of process groups are replaced, below the functions of `torch.distributed`, which compilers and torch itself
+know by identity. A synchronous collective is one span, such as `all_reduce`. An asynchronous one is the span of the
+call, and a span `all_reduce.wait` for the wait, with `in_flight_ns` from the call to the end of the wait. Sends and
+receives do not show if they are asynchronous, so they always have both spans.
 
-Spans carry operation, bytes (the larger of what this rank hands over and gets), backend, group, rank and world size,
-and never an address or the contents of a tensor. Device time is what the stream that calls has to wait.
+Spans carry operation, bytes (the larger of this rank's input and output), backend, group, rank and world size, and
+never an address or the contents of a tensor. Device time is the wait of the calling stream.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OPERATIONS: Mapping[str, str] = {
     "recv_anysource": "recv",
     "_end_coalescing": "coalesced",
 }
-"""The names in `torch.distributed` for a method of a process group, in one version of torch or another."""
+"""The names in `torch.distributed` by the methods of a process group, of all supported versions of torch."""
 
 PEERS = frozenset({"send", "recv"})
 
@@ -71,7 +71,7 @@ UNSEEN = (
 
 @dataclass(slots=True)
 class _Issued:
-    """A communication that has begun. `waits` is True where the wait for it is a part of its call, and of its span."""
+    """A communication that has begun. `waits` is True if its call, and so its span, includes the wait."""
 
     site: Site
     wait_site: Site
@@ -87,7 +87,7 @@ class _Issued:
 
 
 class Comm(Switch):
-    """The profile's `comm: auto` at work. `hits` counts the calls of each operation."""
+    """The instrumentor of `comm: auto`. `hits` counts the calls of each operation."""
 
     key = "comm"
     module = MODULE
@@ -100,7 +100,7 @@ class Comm(Switch):
         self._why = "torch.distributed not imported"
 
     def imported(self, module: Any) -> bool:
-        """Replace the methods of process groups and of their work, as torch.distributed has been imported."""
+        """Replace the methods of process groups and of their work objects, after the import of torch.distributed."""
         if self._attached:
             return False
         group, work = getattr(module, "ProcessGroup", None), getattr(module, "Work", None)
@@ -115,18 +115,18 @@ class Comm(Switch):
             if hasattr(group, name)
         ]
         around.append((work, "wait", self._around(work.wait, self._begin_wait, self._end_wait)))
-        own = (*vars(Comm).values(), *vars(_Issued).values(), _attempt, _facts, _amount)
-        run_as_they_are(module.torch, (*own, *(wrapper for _, _, wrapper in around)))
+        functions = (*vars(Comm).values(), *vars(_Issued).values(), _attempt, _facts, _amount)
+        run_as_they_are(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
         self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
         return False
 
     def undo(self) -> None:
-        """Give process groups and their work their own methods back."""
+        """Restore the methods of process groups and of their work objects."""
         super().undo()
         self._issued.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the operations that were called, and on those that cannot be seen."""
+        """Return the verdicts on the called operations, and on those that cannot be seen."""
         if not self.rules:
             return []
         if not self._met:
@@ -139,7 +139,7 @@ class Comm(Switch):
     # ---------------------------------------------------------------- calls
 
     def _around(self, method: Callable[..., Any], begin: Callable[..., _Issued | None], end: Callable[..., Any]) -> Any:
-        """Return a method with `begin` before each call, and `end` after it."""
+        """Wrap a method: call `begin` before each call, and `end` after it."""
         recorder, is_compiling = self._recorder, self._is_compiling
 
         @functools.wraps(method)
@@ -158,8 +158,8 @@ class Comm(Switch):
         return wrapper
 
     def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued:
-        """Return the facts of a call before it is made."""
-        waits = any(getattr(one, "asyncOp", None) is False for one in (*args, *kwargs.values()))
+        """Return the communication of a call that begins."""
+        waits = any(getattr(argument, "asyncOp", None) is False for argument in (*args, *kwargs.values()))
         moved_bytes, on_device = _amount(args[1:])
         attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
         if operation in PEERS and len(args) > 2 and isinstance(args[2], int):
@@ -170,7 +170,7 @@ class Comm(Switch):
         return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
 
     def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None) -> None:
-        """Record a call that has returned, unless the wait for its work is a part of it."""
+        """Record a call that has returned, unless its span includes the wait."""
         if issued is None:
             return
         may_wait = error is None and hasattr(work, "wait")
@@ -180,7 +180,7 @@ class Comm(Switch):
             self._issued[work] = issued
 
     def _begin_wait(self, args: Any, kwargs: Any) -> _Issued | None:
-        """Return the facts of the call that a wait is for; None for a call that was not seen."""
+        """Return the communication for which a wait begins, None if its call was not seen."""
         issued = self._issued.pop(args[0], None)
         if issued is not None:
             if not issued.waits:
@@ -189,7 +189,7 @@ class Comm(Switch):
         return issued
 
     def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
-        """Record a wait for work that has ended, with its call, or alone where the call has had its own span."""
+        """Record a wait that has ended: with its call, or alone if the call has its own span."""
         if issued is None:
             return
         if issued.waits:
@@ -207,14 +207,14 @@ class Comm(Switch):
         self._recorder.record(issued.site, start_ns, attributes or None, pair)
 
     def _pair(self, site: Site) -> Any:
-        """Return a timer of the calling stream from now on; None where nothing times it."""
+        """Return a timer of the calling stream from now on, None if nothing times it."""
         begin = self._recorder.begin_device
         return begin(None, None, 0) if site.device and begin is not None else None
 
     # ---------------------------------------------------------------- sites
 
     def _sites_of(self, operation: str, group: Any, on_device: bool) -> tuple[Site, Site]:
-        """Return the sites of calls of an operation in a group, and of the waits for them."""
+        """Return the site of an operation's calls in a group, and the site of the waits for them."""
         key = operation, id(group), on_device
         sites = self._sites.get(key)
         if sites is None:
@@ -233,15 +233,15 @@ class Comm(Switch):
                 (("op", operation), *facts),
             )
             wait = dataclasses.replace(call, name=f"{operation}.wait", qualname="Work.wait")
-            # setdefault, because two threads may be first: one site for each key or the tally would split.
+            # Two threads may be first: setdefault keeps one site per key, or the tally would split.
             sites = self._sites.setdefault(key, (call, wait))
         return sites
 
 
-def _attempt(call: Callable[..., _Issued | None], *given: Any) -> _Issued | None:
-    """Return the answer of a call; None for a fault of ours, which is counted."""
+def _attempt(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued | None:
+    """Return the result of a call, None for a fault of ours, which is counted."""
     try:
-        return call(*given)
+        return call(*arguments)
     except Exception as fault:
         FAULTS.note("communication probe", fault)
         return None
@@ -259,7 +259,7 @@ def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
 
 
 def _amount(arguments: Sequence[Any]) -> tuple[int, bool]:
-    """Return the bytes of the larger of a call's arguments, and True where any of their tensors is on a device."""
+    """Return the bytes of a call's largest argument, and True if a tensor of its arguments is on a device."""
     most, on_device = 0, False
     for argument in arguments:
         size, waiting = 0, [argument]

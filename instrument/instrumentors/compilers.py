@@ -1,8 +1,8 @@
-"""Compilers and CUDA graphs of torch: no compiler looks into a probe, and each replay of a graph is one span.
+"""Compilers and CUDA graphs of torch: no compiler compiles a probe, and each replay of a graph is one span.
 
-Where a compiled function falls back to Python in its middle, each call there is compiled in turn, frame by frame.
-Frames of torch's own are left out by their place; those of probes have to be named. While a graph is captured, the
-probes inside of it run once and record no events. At a replay they do not run, so nothing inside of one can be timed.
+If a compiled function falls back to Python in its middle, each call there is compiled in turn, frame by frame. torch
+skips its own frames by their place; the frames of probes must be named. While a graph is captured, the probes inside
+run once and record no events. At a replay they do not run, so nothing inside of it can be timed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from instrument.runtime import imports
 
 
 def run_as_they_are(torch: Any, functions: Iterable[Any]) -> None:
-    """Have Python run the frames of functions from now on, whatever compiles their callers."""
+    """Have Python run the frames of functions from now on, even if their callers are compiled."""
     evaluation = _eval_frame(torch)
-    codes = [code for code in (getattr(one, "__code__", None) for one in functions) if isinstance(code, CodeType)]
+    codes = [code for code in (getattr(call, "__code__", None) for call in functions) if isinstance(code, CodeType)]
     if hasattr(evaluation, "set_code_exec_strategy"):
         action = evaluation._FrameAction
         strategy = evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)
@@ -33,15 +33,15 @@ def run_as_they_are(torch: Any, functions: Iterable[Any]) -> None:
 
 
 def compiling_test(torch: Any) -> Callable[[], bool]:
-    """Return a test that is true while torch compiles the running code, where no probe may be."""
-    found: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-    return found or (lambda: False)
+    """Return a test that is true while torch compiles the running code, which may contain no probe."""
+    is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+    return is_compiling or (lambda: False)
 
 
 def evaluator(torch: Any) -> Callable[[Any], Any]:
-    """Return a call that sets the evaluator of this thread's frames, None for Python, and returns the one before."""
-    found: Callable[[Any], Any] | None = getattr(_eval_frame(torch), "set_eval_frame", None)
-    return found or (lambda evaluate: None)
+    """Return a call that sets the evaluator of this thread's frames, None for Python, and returns the earlier one."""
+    set_evaluator: Callable[[Any], Any] | None = getattr(_eval_frame(torch), "set_eval_frame", None)
+    return set_evaluator or (lambda evaluate: None)
 
 
 def _eval_frame(torch: Any) -> Any:
@@ -52,7 +52,7 @@ SITE = Site("CUDA graph replay", "op", "torch.cuda", "CUDAGraph.replay", device=
 
 
 def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
-    """Record the replays of torch's CUDA graphs, also where torch is imported later. Return the detach."""
+    """Record the replays of torch's CUDA graphs, even if torch is imported later. Return the undo."""
     undos: list[Undo] = []
 
     def imported(torch: ModuleType) -> None:

@@ -1,19 +1,19 @@
-"""Copied contexts, and work that is handed over to other threads, of which the recorder learns.
+"""Copies of contexts, and work that is handed to other threads, reported to the recorder.
 
-To know the current span of each context at any time, the recorder would have to write a variable twice a span, which
-costs more than the rest of it. Contexts are copied by `contextvars.copy_context`, and by asyncio in C where it makes a
-task: by `loop.create_task`, which all of asyncio's own ways to a task and those of its users go through. So both inform
-the recorder, of asyncio's loops and of uvloop's. A loop of another kind does not: there each span is written down as it
-begins and ends. What copies a context past these, as `asyncio.Task` itself and uvloop's `call_soon` do, has the copy
-find the nearest request, for those are written down wherever a loop runs.
+To publish the current span of each context at any time, the recorder would write a variable twice per span, which costs
+more than the rest of a span. Instead it is informed of copies. `contextvars.copy_context` copies contexts, and so does
+asyncio in C when it makes a task by `loop.create_task`, which all functions that make tasks call. Both inform the
+recorder, for asyncio's loops and uvloop's. With a loop of another kind each span is published as it begins and ends.
+Other copies, such as those of `asyncio.Task` itself and of uvloop's `call_soon`, find the nearest request, since
+requests are always published while a loop runs.
 
-A context that is given to two tasks is one to its variables as well: a span of one task may hang below one of the
-other. Which task it ran in is asked for at each step there, for self times go by that.
+Two tasks that share a context share its variables: a span of one task may be the child of a span of the other. Self
+times need the task of each span, so the recorder reads the task at each step there.
 
-Work for other threads has its spans below the request that was open where it was handed over.
-`ThreadPoolExecutor.submit`, by which `loop.run_in_executor` goes, and the start of a thread are met. The work runs in
-the context of its own thread, as without us. The wait in the pool is a phase of the request. A thread of an executor
-belongs to no request, whichever was the first to use it.
+Spans of work for other threads are children of the request that was open at the hand-off.
+`ThreadPoolExecutor.submit`, which `loop.run_in_executor` calls, and the start of a thread are recorded. The work runs
+in the context of its own thread, as it does without us. The wait in the pool is a phase of the request. A thread of an
+executor belongs to no request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from instrument.runtime import imports
 
 
 def watch(recorder: Recorder = RECORDER) -> Undo:
-    """Inform the recorder of copies from now on. Return the detach."""
+    """Inform the recorder of copies of contexts from now on. Return the undo."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
     recorder.tells_of_tasks = _Tasks(recorder, undos).are_known
@@ -51,23 +51,23 @@ def watch(recorder: Recorder = RECORDER) -> Undo:
 
 
 LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
-"""The kinds of loop that are made to inform the recorder, each by its module."""
+"""The classes of loops that inform the recorder, each with its module."""
 
 
 class _Tasks:
-    """The loops that inform the recorder of their tasks, from the first span under one of their kind on."""
+    """The loops that inform the recorder of their tasks, from the first span under a loop of their class on."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
         self._publish, self._share = recorder.publish, recorder.share
         self._given: WeakValueDictionary[int, Context] = WeakValueDictionary()
         self._undos = undos
-        self._informing: dict[Any, Any] = {}  # by kind of loop: the function that makes its tasks, and informs
+        self._informing: dict[Any, Any] = {}  # the informing `create_task` by class of loop
         self._attach()
 
     def are_known(self) -> bool:
-        """Return True where the running loop informs the recorder of its tasks."""
+        """Return True if the running loop informs the recorder of its tasks."""
         loop = sys.modules["asyncio.events"]._get_running_loop()
-        # Of a class that makes its tasks in another way, or of an instance, nothing is known.
+        # A class or an instance with another `create_task` does not.
         return self._informs(type(loop)) and "create_task" not in vars(loop)
 
     def _informs(self, kind: Any) -> bool:
@@ -82,15 +82,15 @@ class _Tasks:
                 self._informing[kind] = self._make_informing(kind)
 
     def _make_informing(self, kind: Any) -> Any:
-        original, publish, share, given = kind.create_task, self._publish, self._share, self._given
+        original, publish, share, contexts = kind.create_task, self._publish, self._share, self._given
 
         @functools.wraps(original)
         def create_task(self: Any, *args: Any, **kwargs: Any) -> Any:
             publish()
             context = kwargs.get("context")
             if type(context) is Context:
-                share(context, id(context) in given)
-                given[id(context)] = context
+                share(context, id(context) in contexts)
+                contexts[id(context)] = context
             return original(self, *args, **kwargs)
 
         self._undos.append(replace(kind, "create_task", create_task))
@@ -100,19 +100,19 @@ class _Tasks:
 MODULE = "concurrent.futures.thread"
 
 QUEUE = Site("queue (executor)", "phase")
-"""The wait of a request's work in a pool."""
+"""The site of the wait of a request's work in a pool."""
 
 STARTS = ("_start_new_thread", "_start_joinable_thread")
-"""The functions by which `threading` starts threads: up to Python 3.12, and from 3.13 on."""
+"""The functions that start threads for `threading`: up to Python 3.12, and from 3.13 on."""
 
 
 def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
-    """Carry open requests over to other threads from now on; returns the way back."""
+    """Hand open requests to other threads with their work from now on. Return the undo."""
     undos: list[Undo] = []
 
     def meet(owner: Any, name: str, form: str) -> None:
-        made = recorder.make_function(getattr(owner, name), QUEUE, form=FORMS.index(form))
-        undos.append(replace(owner, name, made))
+        function = recorder.make_function(getattr(owner, name), QUEUE, form=FORMS.index(form))
+        undos.append(replace(owner, name, function))
 
     def imported(module: ModuleType) -> None:
         meet(module.ThreadPoolExecutor, "submit", "submit")

@@ -1,4 +1,4 @@
-"""Functions: how `@profiled` and the profile's function rules make a function record, and the way back."""
+"""Probes on functions, for `@profiled` and for the profile's function rules, and their removal."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
-"""Reference counts beyond this count nothing: the object is never freed."""
+"""The least reference count of an object that is never freed, whose count says nothing."""
 
 Undo = Callable[[], None]
 T = TypeVar("T")
 
 
 class Probe:
-    """A target made to record, and the way back: `undo` leaves alone what others have set since."""
+    """A probe on a target. `undo` restores the function, unless other code has replaced it since."""
 
     __slots__ = ("_aliases", "_places", "is_set", "site", "target", "wrapped")
 
@@ -55,30 +55,30 @@ class Probe:
         self.is_set = False
 
     def set(self) -> None:
-        """Put it into the target's place. Raises what the owner raises that lets nothing be set."""
+        """Replace the target's function by the probe. Raises the error of an owner that refuses to be changed."""
         target = self.target
         self.is_set = True
-        made = self._put(self.wrapped)
-        if target.raw is not None and made is not target.raw:
-            self._places.append(Assignment(target.owner, target.attribute, made))
+        value = self._put(self.wrapped)
+        if target.raw is not None and value is not target.raw:
+            self._places.append(Assignment(target.owner, target.attribute, value))
         for owner, attribute in self._aliases:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def _put(self, function: Any) -> Any:
-        """Put a function into the target's place. A property forgets its name then, which error messages show."""
-        made = self.target.put(function)
+        """Put a function into the target's place. A property loses its name then, so it is set again for messages."""
+        value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
-        return made
+        return value
 
     def set_in_class(self, owner: type, attribute: str) -> None:
-        """Put it where another class has a name for the function."""
+        """Replace the function under a name of another class."""
         if type_namespace(owner).get(attribute) is self.target.function:
             self._aliases.append((owner, attribute))
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def undo(self) -> None:
-        """Put the very object of before back."""
+        """Restore the original objects."""
         if not self.is_set:
             return
         self.is_set = False
@@ -88,7 +88,7 @@ class Probe:
 
 
 class Assignment:
-    """An attribute of a module or class that has been set, and what it was before."""
+    """An attribute of a module or class that has been set, with its earlier value."""
 
     __slots__ = ("_attribute", "_before", "_new", "_own", "_owner")
 
@@ -102,7 +102,7 @@ class Assignment:
         return type_namespace(self._owner) if isinstance_of(self._owner, type) else vars(self._owner)
 
     def undo(self) -> None:
-        """Set what was there before, unless somebody else has set something since."""
+        """Restore the earlier value, unless other code has set another one since."""
         if self._names().get(self._attribute) is not self._new:
             return
         if self._own:
@@ -112,18 +112,18 @@ class Assignment:
 
 
 def replace(owner: Any, attribute: str, new: Any) -> Undo:
-    """Set an attribute of a module or class; the way back leaves alone what somebody else has set since."""
+    """Set an attribute of a module or class. Return the undo, which keeps a value that other code has set since."""
     return Assignment(owner, attribute, new).undo
 
 
 def takes_place(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
-    """Decorate a function that takes the place of another, under that one's name. Makes the way back of it."""
+    """Return a decorator that replaces an attribute by the function, under its name, and returns the undo."""
     original = getattr(owner, attribute)
     return lambda function: replace(owner, attribute, functools.wraps(original)(function))
 
 
 def undo_all(undos: list[Undo]) -> None:
-    """Go every way back, last first. One that fails keeps none of the others from being gone."""
+    """Call every undo, last first. A failure is counted and stops none of the others."""
     while undos:
         try:
             undos.pop()()
@@ -132,10 +132,10 @@ def undo_all(undos: list[Undo]) -> None:
 
 
 def references_elsewhere(target: Target) -> int:
-    """Return the number of references to a function besides that of the target's own place.
+    """Return the number of references to a function, without the target's own.
 
-    A name that a class inherits means the class alone, so the function stays where it is defined. Functions in a
-    `singledispatchmethod` are called by way of it alone.
+    It is 0 for a name that a class inherits, as the rule means that class alone, and for functions of a
+    `singledispatchmethod`, which are called through it alone.
     """
     names = type_namespace(target.owner) if isinstance_of(target.owner, type) else own_names(target.owner)
     if (
@@ -147,7 +147,7 @@ def references_elsewhere(target: Target) -> int:
 
 
 def references(target: Target) -> int:
-    """Return the number of references to a function by objects, the target's own among them."""
+    """Return the number of references to a function by objects, including the target's own."""
     return references_elsewhere(target) + 1 + (target.raw is target.function)
 
 
@@ -158,7 +158,7 @@ def _references(target: Target) -> int:
 
 @lru_cache(maxsize=1)
 def _usual_references() -> int:
-    """Return the references to a function that nobody but its module has, as `references_elsewhere` meets it."""
+    """Return the references that `references_elsewhere` counts for a function that only its module refers to."""
     module = ModuleType("usual")
     namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find(module, "usual:usual")
@@ -176,16 +176,16 @@ def profiled(name: T, *, kind: str | None = None, device: bool = False, phase: s
 
 
 def profiled(name: Any = None, *, kind: str | None = None, device: bool = False, phase: str | None = None) -> Any:
-    """Record each call of a function, or of each public method of a class.
+    """Record each call of a function, or each call of the public methods of a class.
 
         @profiled  # named after the function
         @profiled("conv_layer")
         @profiled(phase="compute", device=True)
 
-    `kind` (left out: "op"), `phase` and `device` are those of `scope`. Works on functions, coroutines, generators,
-    async generators and methods; above or below `classmethod`, `staticmethod`, `property`, `cached_property`,
-    `lru_cache`, `singledispatchmethod` and `contextmanager`. Returns the very same object when `INSTRUMENT=off`. Raises
-    `TargetError` for what cannot be recorded.
+    `kind` (default "op"), `phase` and `device` are those of `scope`. Works on functions, coroutines, generators, async
+    generators and methods; above or below `classmethod`, `staticmethod`, `property`, `cached_property`, `lru_cache`,
+    `singledispatchmethod` and `contextmanager`. Returns the object itself when `INSTRUMENT=off`. Raises `TargetError`
+    for an object that cannot be recorded.
     """
     if kind is not None and kind not in KINDS:
         raise TargetError(f"profiled: found kind {kind!r}; allowed: {', '.join(KINDS)}")
@@ -208,8 +208,8 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
         return target
     parts = list(parts_of(target))
     for suffix, function, put in parts:
-        own = name + suffix if name else qualname_of(function) + suffix if suffix else None
-        site = site_of(function, name=own, kind=kind, device=device, phase=phase)
+        span_name = name + suffix if name else qualname_of(function) + suffix if suffix else None
+        site = site_of(function, name=span_name, kind=kind, device=device, phase=phase)
         wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
         _note_decorated(site, wrapped)
         if function is target:
@@ -227,7 +227,7 @@ _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary
 
 
 def _note_decorated(site: Site, wrapper: Any) -> None:
-    """Remember a function that has been decorated."""
+    """Register a decorated function by its site."""
     _promise_hint()
     _decorated[site] = wrapper
 
@@ -238,7 +238,7 @@ def _promise_hint() -> None:
 
 
 def _say_hint(pid: int) -> None:
-    """Say at a program's exit, once, how to see its decorated functions; not in what it has forked or spawned."""
+    """Print one hint at a program's exit: how to record its decorated functions. Child processes print none."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
     if _decorated and os.getpid() == pid and parent is None and sys.stderr is not None:
         functions = f"@profiled on {len(_decorated)} function{'s' * (len(_decorated) != 1)}"
@@ -248,16 +248,16 @@ def _say_hint(pid: int) -> None:
 
 
 def withdraw_hint() -> None:
-    """Say nothing at the exit: there is a session."""
-    _promise_hint()  # or a later decorator would
+    """Cancel the hint at the exit: there is a session."""
+    _promise_hint()  # or a later decorator would register it
     atexit.unregister(_say_hint)
 
 
 def detach_decorated(site: Site) -> Callable[[], object] | None:
-    """Take the wrapper of a site off its names for a while; returns the way back.
+    """Remove the wrapper of a site from its names for a while. Return the call that restores it.
 
-    None where it has no name that can be changed, or where a function is not made in Python. Other references to it go
-    on calling the wrapper.
+    Returns None if no name of it can be changed, or if the function is not made in Python. Other references continue to
+    call the wrapper.
     """
     wrapper = _decorated.get(site)
     bare = None if wrapper is None else bare_of(wrapper)
@@ -268,15 +268,15 @@ def detach_decorated(site: Site) -> Callable[[], object] | None:
 
 
 def _rename(first: Any, second: Any) -> bool:
-    """Give all names of the first in modules, and its own in a class, to the second. Return True where it had one."""
+    """Bind all names of `first` in modules, and its own in a class, to `second`. Return True if there was a name."""
     owner: Any = sys.modules.get(first.__module__)
     *path, last = first.__qualname__.split(".")
     for name in path:
         owner = (type_namespace(owner) if isinstance(owner, type) else own_names(owner) or {}).get(name)
     names = type_namespace(owner) if isinstance(owner, type) else own_names(owner) or {}
     part = next((part for part in parts_of(names.get(last)) if part.function is first), None)
-    if part is not None and (made := part.put(second)) is not names[last]:
-        setattr(owner, last, made)
+    if part is not None and (value := part.put(second)) is not names[last]:
+        setattr(owner, last, value)
     return rebind([(first, second)]) or part is not None
 
 
@@ -289,14 +289,14 @@ def _twin(bare: FunctionType, wrapper: Any) -> FunctionType:
 
 
 class Switch(ABC):
-    """A `key` of the profile at work: `rules` is empty where it is off.
+    """The instrumentor of a `key` of the profile that is on or off; `rules` is empty if it is off.
 
-    `_attached` while it is; `_met` is True, also afterwards, where the module was there.
+    `_attached` is True while the probes are attached. `_met` stays True once the module has been imported.
     """
 
     key: ClassVar[str]
     module: ClassVar[str]
-    """The name of the module that has what is to be recorded."""
+    """The name of the module with the recorded functions."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         self.rules = tuple(rules)
@@ -306,7 +306,7 @@ class Switch(ABC):
         self._met = False
 
     def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
-        """Turn it on or off; `modules` are those that the host has imported."""
+        """Attach or detach the probes. `modules` are the imported ones."""
         self.rules = tuple(rules)
         if not rules:
             self.undo()
@@ -316,11 +316,11 @@ class Switch(ABC):
                 self.imported(module)
 
     def probed(self) -> Mapping[str, Any]:
-        """Return the key, where it is at work."""
+        """Return the key if the probes are attached."""
         return {self.key: True} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:
-        """Return True where that module is the one."""
+        """Return True for the recorded module."""
         return module_name == self.module
 
     def _attach(self) -> None:
@@ -328,9 +328,9 @@ class Switch(ABC):
 
     @abstractmethod
     def imported(self, module: Any) -> bool:
-        """Put the probes on, as the module is imported."""
+        """Attach the probes to the imported module."""
 
     def undo(self) -> None:
-        """Give everything its own functions back."""
+        """Restore all functions."""
         undo_all(self._undos)
         self._attached = False

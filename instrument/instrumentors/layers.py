@@ -1,8 +1,8 @@
 """Layers of torch models: selected by path in the module tree or by class, recorded around `forward`.
 
 The class's `forward` is replaced, never an instance's: a closure on an instance would follow `copy.deepcopy` with the
-original's weights and break `pickle`. Which instances record is decided once for each, at its first call, and kept
-beside the module and not in it. A compiler sees the original's code, or our wrapper's first line: graphs do not break.
+original's weights and break `pickle`. The first call of an instance decides once if it records, which is stored outside
+of the module. A compiler sees the original's code, or our wrapper's first line: graphs do not break.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from instrument.runtime.faults import FAULTS
 
 
 class Layers:
-    """The layer rules of one session at work in torch. `hits` counts the layers that each rule selected.
+    """The instrumentor of one session's layer rules in torch.
 
-    Another framework's layers may be selected by the same rules: it makes itself known in `known`, which holds for each
-    framework that the rules mean its layer classes, or None while it is not imported, and `select`s. Classes that are
-    layers of both are `left_out` here.
+    The same rules may select another framework's layers. It registers itself in `known`, which has a call for the layer
+    classes of each framework, None while it is not imported, and then calls `select`. `left_out` returns True for
+    classes that are layers of both frameworks.
     """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
@@ -57,7 +57,7 @@ class Layers:
         self._take_on(rules)
 
     def _take_on(self, rules: Sequence[LayerRule]) -> None:
-        # Each rule with the sites that it has selected. Replaced as a whole, for calls read it while rules change.
+        # Each rule with its selected sites. The list is replaced as a whole, as calls read it while rules change.
         self._at_work: list[Selected] = [(rule, {}) for rule in rules]
         self._patched: set[type[Any]] = set()
         self._types = frozenset(name for rule in rules for name in rule.types)
@@ -68,8 +68,8 @@ class Layers:
         return tuple(rule for rule, _ in self._at_work)
 
     def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
-        """Take on other rules: a layer that is recorded as before keeps its site, a class that no rule means its own
-        `forward` again. Walks the heap, tens of milliseconds in a large process.
+        """Apply other rules. A layer that is recorded as before keeps its site; a class without a rule gets its own
+        `forward` back. Walks the heap, tens of milliseconds in a large process.
         """
         self._take_on(rules)
         if not rules:
@@ -94,15 +94,15 @@ class Layers:
             undo_all([self._patches.pop(cls)])
 
     def probed(self) -> Mapping[str, Any]:
-        """Return the rules at work, by their text."""
+        """Return the rules by their text, empty while torch is not imported."""
         return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
 
     def wants(self, module_name: str) -> bool:
-        """Return True where layers come from that module."""
+        """Return True for torch's module and its compiler's."""
         return module_name in ("torch", DYNAMO)
 
     def imported(self, module: ModuleType) -> bool:
-        """Begin to observe: torch has been imported, or later the part of it that compiles."""
+        """Attach to torch, or to its compiler's module, which is imported later."""
         if module.__name__ == DYNAMO:
             if self._torch is not None:
                 self._regions.attach_dynamo(module)
@@ -112,7 +112,7 @@ class Layers:
         return False
 
     def attach(self, torch: Any) -> Undo:
-        """Begin to observe; `torch` has been imported. Returns the way back."""
+        """Attach to `torch`, which has been imported. Return the undo."""
         module_type = torch.nn.Module
         self._unseen = None
         self._module_type = module_type
@@ -132,8 +132,8 @@ class Layers:
         return self.undo
 
     def undo(self) -> None:
-        """Give every class its own `forward` back and stop watching."""
-        # Reported afterwards, too, when a layer no longer shows that it was observed.
+        """Restore every class's own `forward` and stop watching."""
+        # The verdicts are asked for afterwards, too, when a layer no longer shows that it was observed.
         if self._unseen is None and self._torch is not None:
             try:
                 self._unseen = self._regions.unseen()
@@ -152,7 +152,7 @@ class Layers:
             self._patch(cls)
 
     def _registered(self, parent: Any, name: str, child: Any) -> None:
-        """torch's registration hook. Returns None, which leaves the child as it is."""
+        """Note a child for torch's registration hook. Returns None, which leaves the child as it is."""
         try:
             if child is not None:
                 self._paths.place(parent, name, child)
@@ -161,7 +161,7 @@ class Layers:
             FAULTS.note("module registration hook", fault)
 
     def _placed(self, name: str, child: Any) -> None:
-        """Patch the class of a module whose last name a path rule could mean; paths are complete only later."""
+        """Patch the class of a module whose last name a path rule could mean. Its whole path is known only later."""
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
         ):
@@ -188,7 +188,7 @@ class Layers:
         return self._recorder.wrap_method(forward, self._sites, self._decide, self._evaluate)
 
     def _decide(self, module: Any) -> Site | None:
-        """Return the site of a layer that records: once for each instance, as soon as its path is known."""
+        """Return the site of a layer, None if it does not record. Decides once per instance, when its path is known."""
         at_work = self._at_work
         try:
             path = self._paths.of(module)
@@ -208,11 +208,12 @@ class Layers:
         return site
 
     def detach(self, site: Site) -> Undo | None:
-        """Let the layers of a site pass for a while, which are then not counted; gives the way back, None without any.
+        """Stop recording the layers of a site for a while. Return the call that resumes it, None without a layer.
 
-        The method of their class stays replaced: their calls cost what those of a layer cost that no rule selects.
+        Their calls are not counted meanwhile. The method of their class stays replaced, so a call costs as much as one
+        of a layer that no rule selects.
         """
-        layers = [key for key, known in list(self._sites.items()) if known is site]
+        layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         for key in layers:
             self._sites[key] = None
 
@@ -228,25 +229,27 @@ class Layers:
         self._sites.pop(key, None)
 
     def _first(self, class_name: str, path: str) -> Selected | None:
-        """Return the first rule that selects a layer of a class at a path, and the sites selected so far."""
-        return next((found for found in self._at_work if selects(found[0], class_name, path)), None)
+        """Return the first rule that selects a layer of a class at a path, with the rule's sites so far."""
+        return next((selection for selection in self._at_work if selects(selection[0], class_name, path)), None)
 
     def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
-        """Return the site of a layer that a rule selects, None without a rule. `method` does the work of the class.
+        """Return the site of a layer that a rule selects, None without a rule. `method` names the recorded method.
 
-        A rule that asks for device time has a site for each set of devices that a `module` works on.
+        A rule that asks for device time has a site for each set of devices on which a `module` works.
         """
-        found = self._first(known_as(cls), path)
-        if found is None:
+        selection = self._first(known_as(cls), path)
+        if selection is None:
             return None
-        rule = found[0]
+        rule = selection[0]
         tensors = self._tensors_of(module) if rule.device and module is not None else []
-        return self._shared.select(found, (cls, path), tensors, lambda: self._site(rule, cls, path, method))
+        return self._shared.select(selection, (cls, path), tensors, lambda: self._site(rule, cls, path, method))
 
     def _tensors_of(self, module: Any) -> Sequence[Any]:
-        """Return the tensors on whose devices a layer works: its own, else one of its neighbours'."""
-        own = tensors_of(module)
-        return own or tensors_near(module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values())
+        """Return the tensors whose devices a layer uses: its own, else one of a neighbour."""
+        own_tensors = tensors_of(module)
+        return own_tensors or tensors_near(
+            module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
+        )
 
     @staticmethod
     def _site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
@@ -268,13 +271,13 @@ class Layers:
         if not imported:
             why = f"{' and '.join(self.known)} not imported"
             return [Verdict(rule.text, "waiting", why=why) for rule in self.rules]
-        known = sorted({cls.__name__ for classes in imported for cls in classes()})
+        class_names = sorted({cls.__name__ for classes in imported for cls in classes()})
         unseen = self._unseen
         if unseen is None:
             unseen = self._regions.unseen() if self._torch is not None else []
         verdicts: list[Verdict] = []
         for rule, selected in self._at_work:
-            found = [
+            verdicts_of_rule = [
                 Verdict(
                     rule.text,
                     "attached",
@@ -283,15 +286,15 @@ class Layers:
                 )
                 for site in list(selected)
             ] + [verdict for verdict in unseen if verdict.rule == rule.text]
-            verdicts += found or [self._missed(rule, known)]
+            verdicts += verdicts_of_rule or [self._missed(rule, class_names)]
         return verdicts
 
-    def _missed(self, rule: LayerRule, known: Sequence[str]) -> Verdict:
-        unknown = [name for name in rule.types if name not in known]
+    def _missed(self, rule: LayerRule, class_names: Sequence[str]) -> Verdict:
+        unknown = [name for name in rule.types if name not in class_names]
         if rule.types and len(unknown) == len(rule.types):
             # A package that is not imported yet may define it.
             why = f"no class of that name is defined yet: {', '.join(unknown)}"
-            return Verdict(rule.text, "waiting", why=why + _nearest(unknown[0], known))
+            return Verdict(rule.text, "waiting", why=why + _nearest(unknown[0], class_names))
         why = "no layer that it selects has run"
         paths = self._paths.known()
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
@@ -299,8 +302,8 @@ class Layers:
         return Verdict(rule.text, "waiting", why=why)
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
+def _nearest(word: str, names: Sequence[str]) -> str:
     from instrument.profile.document import nearest
 
-    meant = nearest(word, known)
-    return f"; nearest is {meant}" if meant else ""
+    nearest_name = nearest(word, names)
+    return f"; nearest is {nearest_name}" if nearest_name else ""

@@ -1,7 +1,7 @@
-"""Loaders, for which a service waits before it can compute: each `next` is a span of kind `loader`.
+"""Loaders, for whose items a service waits before it can compute. Each `next` is a span of kind `loader`.
 
-`loader(iterable)` takes the place of any iterable, iterator or generator, also asynchronous ones. The profile's
-`loaders: auto` does the same for every `DataLoader` of torch, by the class of its iterators.
+`loader(iterable)` returns a proxy of any iterable, iterator or generator, also of asynchronous ones. The profile's
+`loaders: auto` records every `DataLoader` of torch, by the class of its iterators.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _TORCH = "torch.utils.data.dataloader"
 
 
 def loader(iterable: T, name: str | None = None) -> T:
-    """Record how long each item of an iterable takes: ``for batch in loader(batches, "read"):``.
+    """Record the time of each item of an iterable: ``for batch in loader(batches, "read"):``.
 
-    Takes iterables, iterators and generators, also asynchronous ones, and gives what behaves like the very same:
+    Takes iterables, iterators and generators, also asynchronous ones. Returns a proxy that behaves like the iterable:
     length, items, attributes, `isinstance`, repeated iteration, exceptions, `send`, `throw` and `close`. Each `next` is
-    a span of kind `loader`, also the last one, which finds nothing more. `name` groups the spans; left out, the name of
-    the generator or class. Costs one branch while recording is off, and is the very same object when `INSTRUMENT=off`.
-    Raises `TargetError` for what cannot be iterated.
+    a span of kind `loader`, also the last one, which finds the end. `name` groups the spans and defaults to the name of
+    the generator or class. Costs one branch while recording is off. Returns the iterable itself when `INSTRUMENT=off`.
+    Raises `TargetError` for an object that cannot be iterated.
     """
     if OFF:
         return iterable
@@ -47,11 +47,11 @@ def loader(iterable: T, name: str | None = None) -> T:
         )
     if name is not None and (not isinstance(name, str) or not name):
         raise TargetError(f"loader: found name {name!r}; allowed: text that says what is loaded")
-    own = getattr(iterable, "__name__", None)
-    site = RECORDER.scope_site(name or (own if isinstance(own, str) and own else kind.__name__), "loader")
+    title = getattr(iterable, "__name__", None)
+    site = RECORDER.scope_site(name or (title if isinstance(title, str) and title else kind.__name__), "loader")
     RECORDER.may_mute(site, shape="wrapper")
-    made: T = _stand_in(iterable, site)
-    return made
+    proxy: T = _stand_in(iterable, site)
+    return proxy
 
 
 def _stand_in(source: Any, site: Site) -> Any:
@@ -60,12 +60,12 @@ def _stand_in(source: Any, site: Site) -> Any:
 
 
 def _reloaded(source: Any, name: str) -> Any:
-    """Make a proxy anew, in a copy or from a pickle."""
+    """Return a new proxy, in a copy or from a pickle."""
     return loader(source, name)
 
 
 class StandIn:
-    """A proxy of its source; classes below it add the methods of the source's class."""
+    """A proxy of its source. Subclasses add the methods of the source's class."""
 
     __slots__ = ("__weakref__", "_instrument_site", "_instrument_source")
 
@@ -121,7 +121,7 @@ def _self(self: Any) -> Any:
 
 
 def _resuming(name: str) -> Callable[..., Any]:
-    """`__next__` of an iterator, or `send` or `throw` of a generator."""
+    """Return a recorded `__next__` of an iterator, or `send` or `throw` of a generator."""
 
     def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
@@ -145,7 +145,7 @@ def _resuming_async(name: str) -> Callable[..., Any]:
 
 
 class _Next:
-    """A wait for the next item: a span unless its site is muted. The end is no failure."""
+    """A wait for the next item, recorded as a span unless its site is muted. The end of the items is no failure."""
 
     __slots__ = ("_frame", "_recorder", "_site", "_waiting")
 
@@ -167,7 +167,7 @@ class _Next:
 # -------------------------------------------------------------------- waits of a loop
 
 Listener = Callable[[int, int, object], object]
-"""A call with the native id of a thread, the ns that it waited for a loader, and the object that waits, if known."""
+"""A call with the native id of a thread, the ns that it waited for a loader, and the waiting object, if known."""
 
 _listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
 _listeners_lock = Lock()
@@ -175,19 +175,19 @@ _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=Fals
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Have a bound method called for each wait for a loader, the outermost of nested ones. Return the undo.
+    """Call a bound method for each wait for a loader, the outermost of nested waits. Return the undo.
 
-    The method is referred to weakly.
+    The reference to the method is weak.
     """
     global _listeners
-    known = weakref.WeakMethod(listener)
+    reference = weakref.WeakMethod(listener)
     with _listeners_lock:
-        _listeners = (*(one for one in _listeners if one() is not None), known)
+        _listeners = (*(other_reference for other_reference in _listeners if other_reference() is not None), reference)
 
     def undo() -> None:
         global _listeners
         with _listeners_lock:
-            _listeners = tuple(one for one in _listeners if one is not known)
+            _listeners = tuple(other_reference for other_reference in _listeners if other_reference is not reference)
 
     return undo
 
@@ -201,15 +201,15 @@ class Waiting:
         self._start_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """End the wait: the item is there, or will not come."""
+        """End the wait, with an item or without."""
         if self._token is not None:
             try:
                 _is_waiting.reset(self._token)
             except ValueError:
-                return  # in another context, as where a coroutine that nobody awaits any more is closed
+                return  # in another context, such as the close of an abandoned coroutine
             waited_ns, thread_id = time.monotonic_ns() - self._start_ns, threading.get_native_id()
-            for known in _listeners:
-                listener = known()
+            for reference in _listeners:
+                listener = reference()
                 if listener is not None:
                     listener(thread_id, waited_ns, self._of)
 
@@ -218,7 +218,7 @@ _FORWARDED = (
     "__len__", "__length_hint__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__reversed__",
     "__bool__", "__call__", "__enter__", "__exit__", "__aenter__", "__aexit__",
 )  # fmt: skip
-"""The methods that Python looks up on the class and not on the object."""
+"""The methods that Python looks up in the class, not in the object."""
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
@@ -230,13 +230,13 @@ def _forwarding(name: str) -> Callable[..., Any]:
 
 
 def _has(kind: Any, method: str) -> bool:
-    """Return True where objects of a class have a method; `hasattr` would find the metaclass's, such as `__call__`."""
+    """Return True if objects of a class have a method. `hasattr` would find the metaclass's, such as `__call__`."""
     return any(vars(base).get(method) is not None for base in kind.__mro__)
 
 
 @functools.lru_cache(maxsize=256)
 def _class_for(kind: Any) -> type[StandIn]:
-    """Return the class of proxies for objects of a class, with the methods of these and no others."""
+    """Return the class of proxies for objects of a class, with the methods of that class alone."""
     methods: dict[str, Any] = {name: _forwarding(name) for name in _FORWARDED if _has(kind, name)}
     if _has(kind, "__next__"):
         methods["__iter__"] = _self
@@ -252,7 +252,7 @@ def _class_for(kind: Any) -> type[StandIn]:
 
 
 class Loaders(Switch):
-    """The profile's `loaders: auto` at work: every `DataLoader` of torch, each dataset's class a site of its own."""
+    """The instrumentor of `loaders: auto`: every `DataLoader` of torch, with a site per class of dataset."""
 
     key = "loaders"
     module = _TORCH
@@ -285,7 +285,7 @@ class Loaders(Switch):
 
     def _make_site(self, dataset: type[Any]) -> Site:
         new = Site("DataLoader", "loader", _TORCH, "_BaseDataLoaderIter.__next__", instance=dataset.__name__)
-        # setdefault, because two threads may be first: one site for each class or the tally would split.
+        # Two threads may be first: setdefault keeps one site per class, or the tally would split.
         site = self._sites.setdefault(dataset, new)
         self._recorder.may_mute(site, shape="wrapper")
         return site

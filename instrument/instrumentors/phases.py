@@ -1,11 +1,11 @@
 """Phases of a training loop with torch: forward, backward and optimizer, each a span of kind `phase`.
 
 Forward is the outermost call of a module on its thread, backward a run of the autograd engine (`backward`, `grad`), and
-optimizer the `step` of any optimizer. What runs within a phase belongs to it, with two exceptions. The closure of an
-optimizer (LBFGS, Lightning) calls forward and backward, and these are phases of their own. A module that is called
-within backward computes again what a checkpoint did not keep: that is `recompute`, a part of backward.
+optimizer the `step` of any optimizer. Calls within a phase belong to it, with two exceptions. The closure of an
+optimizer (LBFGS, Lightning) calls forward and backward, which are phases of their own. A module that is called within
+backward recomputes activations that a checkpoint did not store: `recompute`, a part of backward.
 
-A compiled model is one call as any other; what a compiler traces never meets a probe.
+The call of a compiled model is a call like any other. Traced code never calls a probe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
 }
-"""The phases of the same thread in which a call of each passes as a part of them."""
+"""The phases of a thread that include a call of each phase, without a span of its own."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -41,19 +41,19 @@ _WRAPPED_IN: Mapping[str, str] = {
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""Classes that wrap a model, and the name under which they have it."""
+"""Classes that wrap a model, and the model's name in them."""
 
 UNSEEN = "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
 
 
 class _Inside(threading.local):
-    """The phase that this thread is in."""
+    """The current phase of a thread."""
 
     phase: str | None = None
 
 
 class Phases(Switch):
-    """The profile's `phases: auto` at work. `hits` are the phases that were seen, with the names of their classes."""
+    """The instrumentor of `phases: auto`. `hits` has the recorded phases, each with the names of its classes."""
 
     key = "phases"
     module = "torch"
@@ -71,7 +71,7 @@ class Phases(Switch):
         self._run_as_they_are: Callable[[Iterable[Any]], None] = lambda functions: None
 
     def imported(self, torch: Any) -> bool:
-        """Wrap modules, the engine and the optimizers, as torch has been imported."""
+        """Wrap modules, the engine and the optimizers, after the import of torch."""
         if self._attached:
             return False
         self._attach()
@@ -85,19 +85,19 @@ class Phases(Switch):
         module_type = torch.nn.Module
         self._undos.append(replace(module_type, "__call__", self._forward(module_type.__call__)))
         autograd = torch.autograd
-        # Both backward() and grad() end in it, and no compiler knows it by identity as it knows those two.
+        # Both backward() and grad() call it. Compilers know those two by identity, but not this one.
         engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
         self._undos.append(replace(autograd, engine, self._around(BACKWARD, getattr(autograd, engine))))
         self._watch_optimizers(torch.optim.Optimizer)
         return False
 
     def undo(self) -> None:
-        """Give modules, engine and optimizers their own functions back."""
+        """Restore the functions of modules, engine and optimizers."""
         super().undo()
         self._recordings.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the phases that have run, and on those that cannot be seen."""
+        """Return the verdicts on the recorded phases, and on those that cannot be seen."""
         if not self.rules:
             return []
         if not self.hits:
@@ -113,18 +113,18 @@ class Phases(Switch):
     # ---------------------------------------------------------------- wrappers
 
     def _forward(self, method: Callable[..., Any]) -> Any:
-        """Return the wrapper around the call of every module, and around no other function.
+        """Return the wrapper of `Module.__call__`, which wraps no other function.
 
-        torch.profiler (`with_stack`) knows calls of modules by the code of `Module.__call__`, ours as well,
-        and reads the module from its local `self`: without one the process would die, and an optimizer would be asked
-        for what only a module has.
+        torch.profiler (`with_stack`) identifies calls of modules by the code of `Module.__call__`, which is our
+        wrapper's, and reads the module from the local `self`. Without that local the process would die. With an
+        optimizer as `self` it would read attributes that only a module has.
         """
         recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[FORWARD]
         is_compiling = self._is_compiling
 
         @functools.wraps(method)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # A compiler reads this line alone: it knows the answer, and goes on with the method.
+            # A compiler evaluates this line alone, with a known result, and continues with the method.
             if is_compiling() or not recorder.on or inside.phase in passes:
                 return method(self, *args, **kwargs)
             return run(FORWARD, method, self, (self, *args), kwargs)
@@ -134,7 +134,7 @@ class Phases(Switch):
         return wrapper
 
     def _around(self, phase: str, function: Callable[..., Any]) -> Any:
-        """Return the wrapper around the `step` of an optimizer or the engine's function, which is of no object."""
+        """Return the wrapper of an optimizer's `step`, or of the engine's function, which has no object."""
         recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[phase]
         is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
 
@@ -149,8 +149,8 @@ class Phases(Switch):
         return wrapper
 
     def _run(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call that may be a phase. The engine's own threads are in backward, too, and know its task."""
-        if not self._attached:  # what was made for a compiled model is still called when it is off
+        """Run a call that may be a phase. Threads of the engine are in backward, too, by their graph task."""
+        if not self._attached:  # a compiled model still calls its wrapper afterwards
             return function(*args, **kwargs)
         inside = self._inside
         before = inside.phase
@@ -177,14 +177,14 @@ class Phases(Switch):
             inside.phase = before
 
     def _decide(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
-        """Return the function with the site of a phase of objects of a class, at their first call."""
+        """Return the recording function of a phase for objects of a class, at the first call."""
         key = phase, id(subject), id(function)
         site = self._site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
-        made = self._recorder.make_function(function, site, works)
-        recording = self._recordings.setdefault(key, made)
-        if recording is made:  # two threads may be first
-            self._recorder.may_mute(site, made)
+        new_recording = self._recorder.make_function(function, site, works)
+        recording = self._recordings.setdefault(key, new_recording)
+        if recording is new_recording:  # two threads may be first
+            self._recorder.may_mute(site, new_recording)
             if subject is not None:
                 weakref.finalize(subject, self._recordings.pop, key, None)
             self.hits.setdefault(phase, set()).add(site.instance)
@@ -212,10 +212,10 @@ class Phases(Switch):
     # ---------------------------------------------------------------- optimizers
 
     def _watch_optimizers(self, base: type[Any]) -> None:
-        """Wrap the `step` of every class of optimizers with an object, now or later.
+        """Wrap the `step` of every class of optimizers that has an object, now or later.
 
-        torch itself wraps the `step` of a class when its first object is made, and we wrap both, so that the class has
-        the same function again when we go.
+        torch itself wraps the `step` of a class when its first object is made. We wrap the result, so the class gets
+        torch's function back afterwards.
         """
         patch = getattr(base, "_patch_step_function", None)
         if not isinstance(patch, FunctionType):
@@ -252,9 +252,9 @@ class Phases(Switch):
 
 
 def _unwrapped(thing: Any) -> Any:
-    """Return the model inside of its compiled or distributed form."""
-    while (held := _WRAPPED_IN.get(type(thing).__name__)) is not None:
-        inner = (vars(thing).get("_modules") or {}).get(held)
+    """Return the model inside of its compiled or distributed wrapper."""
+    while (attribute := _WRAPPED_IN.get(type(thing).__name__)) is not None:
+        inner = (vars(thing).get("_modules") or {}).get(attribute)
         if inner is None:
             break
         thing = inner

@@ -1,4 +1,4 @@
-"""The cost of a probe on this machine: measured at the start of a session, by the shape of the probe."""
+"""The cost of a probe on this machine, measured at the start of a session by the shape of the probe."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from instrument.recording.spans import Site
 from instrument.runtime import atomic, run_folder
 
 AMONG = 1.3
-"""The factor by which a span takes longer among other work of Python's than after another span: 1.2 to 1.5."""
+"""The factor by which a span takes longer among other Python code than after another span, measured as 1.2 to 1.5."""
 
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, the calls of each, and the calls per request, which takes as much longer."""
+"""The rounds of a measurement, the calls per round, and the calls in the time of a request, which takes longer."""
 
 
 class ProbeCost(NamedTuple):
     """The time that a span adds to the recorded work, and the part of it outside of the span, in ns.
 
-    Both are the least that it takes. `usual_ns` is what it takes as a rule, among other work and with what the machine
-    does beside: memory that comes from farther away, interrupts, another process on the same core.
+    Both are minima. `usual_ns` is the typical time among other work, with distant memory, interrupts and other
+    processes on the same core.
     """
 
     added_ns: float
@@ -49,10 +49,10 @@ class _Timed(NamedTuple):
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     """Return the cost of a span on this machine, by the shape of the probe.
 
-    `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block. `method`
-    is that of layers, `wrapper` that of functions that are requests, `request` that of a request over ASGI. `step` is
-    that of each further step of a generator. Each is the best of several short rounds over the bare thing.
-    4 ms in all. Spans are timed by the time stamp counter where `with_ticks`.
+    `call` is a function, `coroutine` and `generator` (with one step) are such functions, `scope` is a `with` block.
+    `method` is a layer, `wrapper` a function that is a request, `request` a request over ASGI, `step` each further step
+    of a generator. Each is the difference to the bare call, the best of several short rounds, which take 4 ms in all.
+    `with_ticks` times spans by the time stamp counter.
     """
     return copy_context().run(_measure_costs, with_ticks)
 
@@ -82,11 +82,11 @@ SCOPE: dict[str, Any] = {
 }
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 BODY = {"type": "http.response.body", "body": b"{}"}
-"""The messages of an ASGI server and its app for a request that is measured."""
+"""The messages of an ASGI server and its app for a measured request."""
 
 
 class _Probes:
-    """A probe of each shape around nothing: `by_shape` has what calls it so often, and the same for what is bare."""
+    """A probe of each shape around an empty function. `_by_shape` has the calls of a probe and of its bare function."""
 
     def __init__(self, recorder: Recorder) -> None:
         from instrument.instrumentors.requests import asgi
@@ -166,7 +166,7 @@ class _Probes:
         }
 
     def timed(self, leave_out: str = "") -> dict[str, _Timed]:
-        """Return the times of calls by shape but one, of several rounds."""
+        """Return the times of calls by shape over several rounds, without the shape `leave_out`."""
         by_shape = {shape: runs for shape, runs in self._by_shape.items() if shape != leave_out}
         spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in by_shape}
         for _ in range(ROUNDS):
@@ -191,7 +191,7 @@ class _Probes:
 def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
     recorder = _fresh_recorder(with_ticks)
     timed = _Probes(recorder).timed()
-    # The part inside of a span is the length of a span of nothing; a step has none of its own.
+    # The part inside of a span is the length of an empty span; a step has no span of its own.
     lengths: dict[str, list[int]] = {}
     for ring in recorder.rings():
         for row in unpacked_rows(ring.copied(0)):
@@ -206,7 +206,7 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
 
 
 def measure_passed_ns() -> dict[str, float]:
-    """Return the usual cost of a muted call by the shape of its probe, except requests, which are never muted. 2 ms."""
+    """Return the usual cost of a muted call by the shape of its probe, in 2 ms. Requests are never muted."""
     recorder = _fresh_recorder(False)
     probes = _Probes(recorder)
     for site in probes.sites:
@@ -215,14 +215,14 @@ def measure_passed_ns() -> dict[str, float]:
 
 
 SWEPT_BYTES = 2 << 20
-"""The memory that is read, and as much written, so that nothing of ours is in the nearer caches of 1 to 2 MiB."""
+"""The memory that is read, and as much written, to remove our data from the nearer caches of 1 to 2 MiB."""
 
 
 def measure_cold_ns(*, with_ticks: bool = False) -> float:
-    """Return the time that a layer's span adds, where other work uses the caches before and within the call.
+    """Return the time that a layer's span adds if other work uses the caches before and within the call.
 
-    The median of 16 calls with recording on, less that with it off; within a third of what hundreds give. 8 ms in all,
-    and 18 MiB meanwhile.
+    It is the median of 16 calls with recording on, minus the median with it off. Hundreds of calls differ by less than
+    a third. It takes 8 ms, and 18 MiB meanwhile.
     """
     return copy_context().run(_measure_cold_ns, with_ticks)
 
@@ -246,7 +246,7 @@ def _measure_cold_ns(with_ticks: bool) -> float:
     method = recorder.wrap_method(sweeping, sites, lambda _: None)
     outside_ns: dict[bool, list[int]] = {True: [], False: []}
     for layer in layers:
-        method(layer)  # what the first call of a site costs more is not looked for
+        method(layer)  # the first call of a site costs more
     for layer in layers:
         for recorder.on in (True, False):
             into[:] = next(parts)
@@ -270,9 +270,9 @@ class Costs:
         """The cost of a muted call, by the shape of the probe."""
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure it, once in a run: 11 ms. Spans are timed as the session's are.
+        """Measure the costs in 11 ms, with the session's clock, once in a run.
 
-        The processes of a run that begin later take what the first one has measured.
+        Later processes of a run read the measurements of the first one.
         """
         path = run_folder.shared_file(f"costs{'-ticks' * with_ticks}")
         if path is None or not self._take_over(path):
@@ -285,7 +285,7 @@ class Costs:
                     file.write(json.dumps((costs, self.passed_ns, self.cold_ns)).encode())
 
     def _take_over(self, path: Path) -> bool:
-        """Take what another process of the run has measured; whether there is any."""
+        """Read the measurements of another process of the run. Return False without any."""
         try:
             costs, self.passed_ns, self.cold_ns = json.loads(path.read_bytes())
         except (OSError, ValueError, TypeError):
@@ -298,7 +298,7 @@ class Costs:
         return {shape: cost.added_ns for shape, cost in self.by_shape.items()}
 
     def usual_ns(self) -> dict[str, float]:
-        """Return the usual time that a span adds, by the shape of the probe: the budget counts it."""
+        """Return the usual time that a span adds, by the shape of the probe, for the budget."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
     def of(self, site: Site) -> ProbeCost:
@@ -312,5 +312,5 @@ class Costs:
         return [added_ns[shape_of(site, "scope")] for site in sites]
 
     def sum_ns(self, calls: Mapping[str, int]) -> float:
-        """Return the time that these counts of spans add, by the shape of the probe."""
+        """Return the time that spans add, from their counts by the shape of the probe."""
         return sum(count * self.by_shape[shape].added_ns for shape, count in calls.items())

@@ -1,8 +1,8 @@
-"""The names of modules and classes, and the other objects that refer to functions.
+"""The names that modules and classes have for functions, and the other objects that refer to functions.
 
-Namespaces are read without running code of the host: no attribute hook, property or `__class__` of its classes.
-A probe replaces its function where a module or a class has a name for it. Other objects keep the function as it is:
-tables that decorators fill, tuples, closures, defaults. The verdict on the rule names them with their place.
+Namespaces are read without running code of the service: no attribute hook, property or `__class__` of its classes.
+A probe replaces its function under the names of modules and classes. Other objects keep the bare function: tables that
+decorators fill, tuples, closures, defaults. The verdict on the rule names them with their place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDTH = 200
 """The most objects of one depth that are followed."""
 
 MANY = 200
-"""The collector compares each object of the heap with each one looked for; for more of them a set is faster."""
+"""The most objects whose referrers the collector finds, as it compares each with the whole heap. More need a set."""
 
 HIDDEN = "something that Python does not show, such as a local variable or an object made in C"
 
@@ -48,7 +48,7 @@ class Kept(list[Any]):
 
 
 class Name(NamedTuple):
-    """A name that a module or class has for one of the things, by the thing's identity."""
+    """A name that a module or class has for an object, `key` by the object's identity."""
 
     owner: Any
     name: str
@@ -56,26 +56,26 @@ class Name(NamedTuple):
 
 
 def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
-    """Return the names that modules imported so far have for things, except modules of the packages in `spared`.
+    """Return the names that the imported modules have for objects, except modules of the packages in `spared`.
 
-    One pass over all names, some milliseconds in a large process.
+    It reads all names once, some milliseconds in a large process.
     """
-    wanted, spared = set(map(id, things)), {"instrument", *spared}
-    found: list[Name] = []
+    ids, spared = set(map(id, things)), {"instrument", *spared}
+    result: list[Name] = []
     spawned = spawned_main()
     behind = [] if spawned is None else [(MAINS[1], spawned)]
-    for name, module in [*loaded_modules(), *behind] if wanted else ():
+    for name, module in [*loaded_modules(), *behind] if ids else ():
         names = namespace(module)
-        # One loop in C, for hardly any module has such a name.
-        if not wanted.isdisjoint(map(id, list(names.values()))) and name.partition(".")[0] not in spared:
-            found += [Name(module, bound, id(value)) for bound, value in list(names.items()) if id(value) in wanted]
-    return found
+        # One loop in C, as hardly any module has such a name.
+        if not ids.isdisjoint(map(id, list(names.values()))) and name.partition(".")[0] not in spared:
+            result += [Name(module, bound, id(value)) for bound, value in list(names.items()) if id(value) in ids]
+    return result
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
-    """Bind the names of the first thing of a pair to the second, in all modules imported so far.
+    """Bind the names of each pair's first object to its second, in all imported modules.
 
-    Modules of the packages in `spared`, and our own, keep theirs. Returns True where there was such a name.
+    Modules of this package and of the packages in `spared` are left out. Returns True if there was such a name.
     """
     pairs = list(pairs)
     seconds = {id(first): second for first, second in pairs}
@@ -87,11 +87,11 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
 
 
 class Search:
-    """A search of the heap for what refers to things besides names in modules.
+    """A search of the heap for references to objects, except names in modules.
 
-    `in_classes` are the names in classes. `others` has, by identity of the thing, the other objects in words. One pass
-    over the heap for each depth, about 70 ns an object. `counts` are the references besides those of names in modules,
-    by identity of the thing; `is_ours` says which objects are the instrumentation's.
+    `in_classes` has the names in classes, `others` descriptions of the other referrers by the object's identity.
+    `counts` has the expected references per object's identity, without names in modules. `is_ours` returns True for
+    objects of this package. It reads the heap once per depth, about 70 ns an object.
     """
 
     def __init__(self, things: Kept, counts: Mapping[int, int], is_ours: Callable[[Any], bool]) -> None:
@@ -104,11 +104,11 @@ class Search:
         unknown = {id(thing) for thing in things if getattr(thing, "__code__", None) in running}
         shown: Counter[int] = Counter()
         for depth in range(DEPTH + 1) if things else ():
-            wanted, above = set(map(id, level)), Kept()
+            level_ids, above = set(map(id, level)), Kept()
             for holder in _referrers(level):
                 if type(holder) is Kept or _is_frame_of_ours(holder):
                     continue
-                parts = Kept(part for part in gc.get_referents(holder) if id(part) in wanted)
+                parts = Kept(part for part in gc.get_referents(holder) if id(part) in level_ids)
                 shown.update(map(id, parts if depth or not _is_namespace(holder) else ()))
                 if is_ours(holder) or not parts:
                     continue
@@ -131,7 +131,7 @@ class Search:
                 roots[id(holder)] = reached
                 above.append(holder)
                 visited.append(holder)
-            for key in wanted:
+            for key in level_ids:
                 if shown[key] < counts.get(key, 1) and key not in unknown:
                     self._note(roots[key], kinds.get(key, HIDDEN))
             level = above
@@ -140,20 +140,20 @@ class Search:
 
     def _note(self, reached: Iterable[int], words: str) -> None:
         for key in reached if words else ():
-            if words not in (known := self.others.setdefault(key, [])):
-                known.append(words)
+            if words not in (descriptions := self.others.setdefault(key, [])):
+                descriptions.append(words)
 
 
 def _referrers(things: Kept) -> list[Any]:
-    """Return the objects that refer to the things. From 3.13 the tuple of the arguments is among them, too."""
+    """Return the objects that refer to the things. Python 3.13 also finds the tuple of arguments, which is left out."""
     arguments = tuple(things)
     if len(arguments) <= MANY:
         return [holder for holder in gc.get_referrers(*arguments) if holder is not arguments and holder is not things]
-    wanted = set(map(id, arguments))
+    ids = set(map(id, arguments))
     return [
         thing
         for thing in gc.get_objects()
-        if thing is not arguments and not wanted.isdisjoint(map(id, gc.get_referents(thing)))
+        if thing is not arguments and not ids.isdisjoint(map(id, gc.get_referents(thing)))
     ]
 
 
@@ -166,7 +166,7 @@ def _is_of_class(holder: Any) -> bool:
 
 
 def _named(names: dict[str, Any], part: Any) -> str:
-    """Return an object in words by the name that a module or class has for it."""
+    """Describe an object by the name that a module or class has for it."""
     name = next((name for name, value in list(names.items()) if value is part), "")
     module = sys.modules.get(names.get("__module__", ""))
     of_module = names if module is None else namespace(module)
@@ -181,7 +181,7 @@ def _kind(thing: Any) -> str:
 
 
 def _place(holder: Any, parts: Kept) -> str | None:
-    """Return an object in words with its place; None where the objects that refer to it say more."""
+    """Describe an object with its place. Return None if its own referrers describe it better, "" to leave it out."""
     if type(holder) is FunctionType:
         code = holder.__code__
         return f"the function {holder.__qualname__} in {_shown(code.co_filename, code.co_firstlineno)}"
@@ -198,19 +198,19 @@ def _place(holder: Any, parts: Kept) -> str | None:
 
 
 def _shown(file: str, line: int) -> str:
-    here = f"{Path.cwd()}/"
-    return file.removeprefix(here) + (f":{line}" if line else "")
+    folder = f"{Path.cwd()}/"
+    return file.removeprefix(folder) + (f":{line}" if line else "")
 
 
 def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
-    """Return the number of the first line that begins with a name, or defines it; 0 where there is none."""
+    """Return the number of the first line that begins with a name or defines it, 0 without one."""
     indent = r"[ \t]+" if is_indented else ""
     begins = re.compile(rf"{indent}(?:async def |def |class |[\w, ]+, )?{re.escape(name)}\b")
     return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
 
 
 def _running_codes() -> set[Any]:
-    """Return the code of all calls under way, each of which refers to its own function."""
+    """Return the code of all running calls, each of which refers to its own function."""
     return {frame.f_code for top in sys._current_frames().values() for frame, _ in walk_stack(top)}
 
 
@@ -220,7 +220,7 @@ def _is_frame_of_ours(holder: Any) -> bool:
 
 
 def is_of_package(holder: Any) -> bool:
-    """Return True where an object is of a class of this package, or has the names of one of its modules."""
+    """Return True for an object of a class of this package, or the namespace of a module of it."""
     if isinstance_of(holder, ModuleType):
         return False
     home = type.__dict__["__module__"].__get__(type(holder))
@@ -229,16 +229,16 @@ def is_of_package(holder: Any) -> bool:
 
 
 def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Do as `isinstance`, by the thing's own type: its `__class__` may be foreign code."""
+    """Test as `isinstance` by the object's type, without its `__class__`, which may run foreign code."""
     return issubclass(type(thing), kinds)
 
 
 def own_names(thing: Any) -> dict[str, Any] | None:
-    """Return the thing's own `__dict__`, or None."""
+    """Return the object's own `__dict__`, or None."""
     if issubclass(type(thing), ModuleType):
         return namespace(thing)
-    found = type_attribute(type(thing), "__dict__")
-    names = found.__get__(thing) if type(found) is GetSetDescriptorType else None
+    descriptor = type_attribute(type(thing), "__dict__")
+    names = descriptor.__get__(thing) if type(descriptor) is GetSetDescriptorType else None
     return names if type(names) is dict else None
 
 
@@ -249,7 +249,7 @@ def type_namespace(kind: type) -> Mapping[str, Any]:
 
 
 def type_attribute(kind: type, name: str) -> Any:
-    """Return the raw value that a class or its bases have for a name; None where there is none."""
+    """Return the raw value that a class or its bases have for a name, None without one."""
     for base in type.__dict__["__mro__"].__get__(kind):
         if name in type_namespace(base):
             return type_namespace(base)[name]
@@ -257,7 +257,7 @@ def type_attribute(kind: type, name: str) -> Any:
 
 
 def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
-    """Yield name and module of everything in `sys.modules` now that is a module."""
+    """Yield the name and the module of each entry of `sys.modules` that is a module."""
     for module in sys.modules.copy().values():
         if issubclass(type(module), ModuleType):
             name = namespace(module).get("__name__")
@@ -266,6 +266,6 @@ def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
 
 
 def namespace(module: ModuleType) -> dict[str, Any]:
-    """Return a module's own names. `vars` would wake a module that loads itself when it is first touched."""
+    """Return a module's own names. `vars` would load a lazy module."""
     names: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return names

@@ -1,12 +1,12 @@
-"""The places of modules in their models, and regions: parts of a model that torch runs as one thing.
+"""The paths of modules in their models, and regions: parts of a model that torch runs in one call.
 
-Paths come from torch's own module registration hook, which costs nothing when a model runs. Modules that no hook
-saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by a walk of the heap. A model
-may make a new layer in every call, which sits nowhere: for such a class walks take at most a hundredth of the time.
+Paths come from torch's own module registration hook, which costs nothing while a model runs. A walk of the heap finds
+modules that no hook saw: built before the session started, or made by `copy.deepcopy` or `pickle`. A model may make a
+new layer in every call, without a parent: for such a class walks take at most a hundredth of the time.
 
 A module under `torch.compile`, a `ScriptModule` and a `GraphModule` are called from Python once and run their layers in
-C or in generated code. The call is recorded where a rule selects the module; what a rule selects inside cannot be, and
-`unseen` says so.
+C or in generated code. The call is recorded if a rule selects the module. Layers inside cannot be recorded, and
+`unseen` reports those that a rule selects.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module that has the class of compiled models; torch imports it when something is compiled."""
+"""The module of the class of compiled models. torch imports it when it compiles for the first time."""
 
 WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names under which torch.compile, FSDP and checkpointing put the module that they wrap: no part of a path."""
+"""Attributes with the module that torch.compile, FSDP and checkpointing wrap. They are no part of a path."""
 
 _COMPILED = "inside a compiled region"
 _SCRIPTED = "inside a ScriptModule"
@@ -49,15 +49,15 @@ _UNREGISTERED = "put in place past torch's registration"
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""The walks that may fail to find a layer of a class, and the pause after each further one, in times of its own
-length."""
+"""The walks that may fail to find a layer of a class, and the pause after each further walk, as a multiple of its
+duration."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
-"""Classes that put the module that they wrap under the name `module`."""
+"""Classes that wrap a module in their attribute `module`."""
 
 
 class Paths:
-    """The place of each module: its parent and its name there, held weakly. `children` are a module's, by name."""
+    """The parent and the name of each module, by weak references. `children` returns a module's children by name."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
@@ -68,19 +68,19 @@ class Paths:
         self._next_walk_ns = 0
 
     def place(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`; the first place counts, as long as that parent lives."""
+        """Note that `parent.name` is `child`. A child's first parent counts as long as it lives."""
         if id(parent) not in self._parents:
             key = id(parent)
             self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
         child_key = id(child)
-        known = self._places.get(child_key)
-        if known is None:
+        entry = self._places.get(child_key)
+        if entry is None:
             weakref.finalize(child, self._places.pop, child_key, None)
-        if known is None or known[0]() is None:
+        if entry is None or entry[0]() is None:
             self._places[child_key] = (weakref.ref(parent), name)
 
     def of(self, module: Any) -> str | None:
-        """Return the dotted path from the module's root; "" for a root, None where that is not known yet."""
+        """Return the dotted path from the module's root: "" for a root, None if it is not known yet."""
         if self._is_lost(module):
             cls = type(module)
             if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
@@ -102,18 +102,18 @@ class Paths:
         return ".".join(reversed(names))
 
     def parent_of(self, module: Any) -> Any:
-        """Return the module in which another sits, None where that is not known."""
+        """Return the parent of a module, None if it is not known."""
         place = self._places.get(id(module))
         return None if place is None else place[0]()
 
     def known(self) -> set[str]:
-        """Return the paths of all layers that have been placed."""
+        """Return the paths of all modules with a parent."""
         return {self._from_root(key) for key in list(self._places)} - {""}
 
     def _is_lost(self, module: Any) -> bool:
-        """Return True where no place is known for a module, or a parent on the way up has gone without it.
+        """Return True if a module's parent is not known, or if a parent above it no longer lives.
 
-        Also a module with children may sit somewhere: code that writes into `_modules` (quantisation) calls no hook.
+        A module with children may have a parent, too: code that writes into `_modules` (quantisation) calls no hook.
         """
         for depth in range(100):
             place = self._places.get(id(module))
@@ -125,19 +125,19 @@ class Paths:
         return False
 
     def look_again(self) -> None:
-        """Place the modules that came without registration, at most a hundredth of the time."""
+        """Find the modules that were not registered, in at most a hundredth of the time."""
         if time.monotonic_ns() >= self._next_walk_ns:
             self.walk_heap()
 
     def roots(self) -> Iterator[Any]:
-        """Yield the modules alive that have children and sit in no other."""
+        """Yield the live modules that have children and no parent."""
         for key, reference in list(self._parents.items()):
             module = reference()
             if module is not None and key not in self._places:
                 yield module
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
-        """Place every module that is alive, and yield each name and child. Tens of milliseconds on a large heap."""
+        """Note every live module's children, and yield each name and child. Tens of milliseconds on a large heap."""
         start_ns = time.monotonic_ns()
         # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
@@ -157,7 +157,7 @@ def torch_children(module: Any) -> Iterable[tuple[str, Any]]:
 
 
 def selects(rule: LayerRule, class_name: str, path: str) -> bool:
-    """Return True where a rule means a layer of a class at a path."""
+    """Return True if a rule selects a layer of a class at a path."""
     if rule.types and class_name not in rule.types:
         return False
     if rule.match and not any(matches(text, path) for text in rule.match):
@@ -168,7 +168,7 @@ def selects(rule: LayerRule, class_name: str, path: str) -> bool:
 def known_as(cls: type[Any]) -> str:
     """Return the class name by which rules select a layer.
 
-    torch swaps an instance's class for one made on the spot, `ParametrizedLinear` or `FSDPLinear`, above its own.
+    torch replaces an instance's class by a generated subclass, such as `ParametrizedLinear` or `FSDPLinear`.
     """
     for prefix in ("Parametrized", "FSDP"):
         for base in cls.__mro__[1:]:
@@ -178,23 +178,23 @@ def known_as(cls: type[Any]) -> str:
 
 
 Selected = tuple[LayerRule, dict[Site, None]]
-"""A rule, and the sites that it has selected."""
+"""A rule, and its selected sites."""
 
 
 class SharedSites:
-    """The sites of layers or regions by rule, place and devices: equal ones share a site."""
+    """The sites of layers or regions by rule, place and devices. Equal ones share a site."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._sites: dict[tuple[Any, ...], Site] = {}
         self.clear = self._sites.clear
 
-    def select(self, found: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
-        """Return the site of a place that a rule selects, which `make` makes where it is new.
+    def select(self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
+        """Return the site of a place that a rule selects. `make` returns it for a new place.
 
         A rule that asks for device time has a site for each set of devices of `tensors`.
         """
-        rule, selected = found
+        rule, selected = entry
         work = ModuleWork(tensors) if tensors else None
         key = (rule.name, rule.device, *place, () if work is None else work.devices)
         site = self._sites.get(key)
@@ -208,10 +208,10 @@ class SharedSites:
 
 
 class Regions:
-    """The layer rules of one session at work on compiled, scripted and exported modules.
+    """The instrumentor of one session's layer rules for compiled, scripted and exported modules.
 
     `first` returns the first rule that selects a layer of a class at a path. `forget` gets the identity of a module
-    that has become a region: its own `forward` is not recorded again inside the span of the region.
+    that has become a region: its own `forward` is not recorded again inside the region's span.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Regions:
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
 
     def attach(self, torch: Any, paths: Paths) -> None:
-        """Record the calls of regions, as torch has been imported."""
+        """Record the calls of regions, after the import of torch."""
         self._torch, self._paths = torch, paths
         self._is_compiling = compiling_test(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
@@ -245,11 +245,11 @@ class Regions:
             self.attach_dynamo(sys.modules[DYNAMO])
 
     def attach_dynamo(self, module: Any) -> None:
-        """Record the calls of compiled models, as the compiler's module has been imported."""
+        """Record the calls of compiled models, after the import of the compiler's module."""
         self._replace_call(module.OptimizedModule)
 
     def undo(self) -> None:
-        """Give everything its own call back."""
+        """Restore the calls of all classes and modules."""
         undo_all(self._undos)
         for reference in self._compiled:
             module = reference()
@@ -261,13 +261,13 @@ class Regions:
         self._shared.clear()
 
     def forget(self) -> None:
-        """Decide anew about every region: the rules have changed."""
+        """Drop the decisions on all regions, after a change of the rules."""
         self._sites.clear()
 
     # ---------------------------------------------------------------- calls
 
     def _replace_call(self, cls: Any, place: int = 0) -> None:
-        """Record the calls of a class's objects; the module is at a place among the arguments."""
+        """Record the calls of a class's objects. `place` is the position of the module among the arguments."""
         self._undos.append(replace(cls, "__call__", self._around(cls.__call__, itemgetter(place))))
 
     def _around(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
@@ -281,7 +281,7 @@ class Regions:
         return recorded
 
     def _watch_compile(self, module_type: Any) -> None:
-        """`Module.compile()` keeps the compiled call in the instance, from where it is not copied or pickled."""
+        """Wrap `Module.compile()`, which stores the compiled call in the instance. Copies and pickles leave it out."""
         compile_ = module_type.compile
         take = self._take
 
@@ -302,8 +302,8 @@ class Regions:
         call = vars(module).get("_compiled_call_impl")
         if call is None or hasattr(call, "__instrument_region__"):
             return
-        own = weakref.ref(module)
-        compiled_call = self._around(call, lambda args: own())
+        reference = weakref.ref(module)
+        compiled_call = self._around(call, lambda args: reference())
         compiled_call.__instrument_region__ = True
         module._compiled_call_impl = compiled_call
         self._compiled.append(weakref.ref(module))
@@ -317,7 +317,7 @@ class Regions:
             return call(*args, **kwargs)
 
     def _decide(self, module: Any) -> Site | None:
-        """Return the site of a region that records: once for each instance."""
+        """Return the site of a region, None if it does not record. Decides once per instance."""
         try:
             site = self._site(module, self._paths.of(module) or "")
         except Exception as fault:
@@ -334,22 +334,22 @@ class Regions:
         return site
 
     def holds(self, module: Any) -> bool:
-        """Return True where the calls of a module are those of a region."""
+        """Return True for a module whose calls are a region's."""
         return id(module) in self._roots
 
     def _site(self, module: Any, path: str) -> Site | None:
         name, kind = self._name(module), self._kind(module)
-        found = self._first(name, path)
-        if found is None:
+        selection = self._first(name, path)
+        if selection is None:
             return None
-        rule, facts = found[0], (("region", kind),)
+        rule, facts = selection[0], (("region", kind),)
 
         def make() -> Site:
             return Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts)
 
-        return self._shared.select(found, (name, kind, path), tensors_of(module) if rule.device else [], make)
+        return self._shared.select(selection, (name, kind, path), tensors_of(module) if rule.device else [], make)
 
-    # ---------------------------------------------------------------- what is what
+    # ---------------------------------------------------------------- kinds of region
 
     def _kind(self, module: Any) -> str:
         if isinstance(module, self._torch.jit.ScriptModule):
@@ -357,7 +357,7 @@ class Regions:
         return "graph" if isinstance(module, self._torch.fx.GraphModule) else "compiled"
 
     def _name(self, module: Any) -> str:
-        """Return the class name by which rules select a module, that of the compiled or scripted one."""
+        """Return the class name by which rules select a module: the compiled or scripted module's."""
         if isinstance(module, self._torch.jit.ScriptModule):
             return str(getattr(module, "original_name", type(module).__name__))
         if isinstance(module, self._torch.fx.GraphModule):
@@ -366,16 +366,16 @@ class Regions:
         return known_as(type(module if inner is None else inner))
 
     def _inside(self, module: Any) -> str:
-        """Return the reason why the children of a module are not called from Python, "" where they are."""
+        """Return the reason why the children of a module are not called from Python, "" if they are."""
         torch, kind = self._torch, type(module)
         if isinstance(module, torch.jit.ScriptModule):
             return _SCRIPTED
         compiled = getattr(sys.modules.get(DYNAMO), "OptimizedModule", ())
-        own = vars(module).get("forward")
+        own_forward = vars(module).get("forward")
         if (
             isinstance(module, compiled)
             or vars(module).get("_compiled_call_impl") is not None
-            or hasattr(own, "_torchdynamo_orig_callable")
+            or hasattr(own_forward, "_torchdynamo_orig_callable")
         ):
             return _COMPILED
         if kind is torch.nn.MultiheadAttention:
@@ -383,15 +383,15 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield every module but those that torch.compile adds: itself, its path, and why it is not called, or ""."""
-        # Beside each module's own reason the one that its children have at least.
+        """Yield every module except those of torch.compile, its path, and the reason why it is not called, if any."""
+        # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
-        seen: set[int] = set()
+        visited: set[int] = set()
         while waiting:
             module, path, reason, below = waiting.pop()
-            if id(module) in seen:
+            if id(module) in visited:
                 continue
-            seen.add(id(module))
+            visited.add(id(module))
             children = vars(module).get("_modules") or {}
             if "_orig_mod" not in children:
                 yield module, path, reason
@@ -403,14 +403,14 @@ class Regions:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
     def unseen(self) -> list[Verdict]:
-        """Return, for each rule, the count of its layers that cannot be recorded, and the reasons."""
+        """Return a verdict per rule and reason on the count of layers that cannot be recorded."""
         self._paths.look_again()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk():
-            found = self._first(self._name(module), path)
-            if found is not None:
+            selection = self._first(self._name(module), path)
+            if selection is not None:
                 why = reason or self._missed(module)
-                counts[found[0].text, why] += bool(why)
+                counts[selection[0].text, why] += bool(why)
         return [
             Verdict(
                 rule, "compiled" if why == _COMPILED else "unreachable", f"{count} layers", f"{why}: not observable"
@@ -420,13 +420,13 @@ class Regions:
         ]
 
     def _missed(self, module: Any) -> str:
-        """Return why a module that is called from Python is not recorded, "" where it is, or has no `forward`."""
+        """Return the reason why a module called from Python is not recorded, "" if it is or has no `forward`."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return ""
-        own = vars(module).get("forward")
-        if own is not None:
-            return "" if hasattr(own, "_torchdynamo_orig_callable") else _OWN_FORWARD
+        own_forward = vars(module).get("forward")
+        if own_forward is not None:
+            return "" if hasattr(own_forward, "_torchdynamo_orig_callable") else _OWN_FORWARD
         forward = getattr(kind, "forward", None)
         if forward is torch.nn.Module.forward:
             return _EXPORTED if kind is torch.nn.Module and vars(module).get("_parameters") else ""

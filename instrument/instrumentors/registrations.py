@@ -1,8 +1,8 @@
-"""Registrations: tables of handlers get the probe of a function that a rule names; others stay picklable.
+"""Registrations: frameworks' tables of handlers get the probe of a function that a rule names.
 
 A decorator such as `@app.get` hands the function to its table before a module has a name for it. So does a list of
-routes below the handlers, in their own module. A function in any other table is not the one that its module has a name
-for then, which pickling it asks for.
+routes in the handlers' own module. Other tables keep the bare function, while its module has the probe under its name.
+Pickling compares the two, so `keep_picklable` pickles the bare function by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Seam(NamedTuple):
-    """A method by which a framework takes a handler, and the name and position of that argument."""
+    """A method that registers a handler with a framework, and the name and position of that argument."""
 
     owner: str
     method: str
@@ -44,13 +44,13 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "django.urls.resolvers": (Seam("URLPattern", "__init__", "callback", 2),),
     "litestar.handlers.base": (Seam("BaseRouteHandler", "__call__", "fn", 1),),
     "bottle": (Seam("Route", "__init__", "callback", 4),),
-    "celery.app.base": (Seam("Celery", "_task_from_fun", "fun", 1),),  # as the app is asked for a task, long after
+    "celery.app.base": (Seam("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
 }
 """The seams of each module of a framework."""
 
 
 def install(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
-    """Have each handler replaced by what `registered` returns for it, as its framework takes it."""
+    """Replace each handler by the result of `registered(handler)` when it is registered with its framework."""
     undos = []
     for seam in SEAMS[module.__name__]:
         owner = getattr(module, seam.owner, None)
@@ -66,8 +66,8 @@ def _taking(seam: Seam, original: FunctionType, registered: Callable[[FunctionTy
             if seam.argument in kwargs:
                 kwargs[seam.argument] = _probed(kwargs[seam.argument], registered)
             elif len(args) > seam.position:
-                made = _probed(args[seam.position], registered)
-                args = (*args[: seam.position], made, *args[seam.position + 1 :])
+                handler = _probed(args[seam.position], registered)
+                args = (*args[: seam.position], handler, *args[seam.position + 1 :])
         except Exception as fault:
             FAULTS.note("registration of a handler", fault)
         return original(*args, **kwargs)
@@ -77,13 +77,13 @@ def _taking(seam: Seam, original: FunctionType, registered: Callable[[FunctionTy
 
 def _probed(handler: Any, registered: Callable[[FunctionType], Any]) -> Any:
     if type(handler) is MethodType and type(handler.__func__) is FunctionType:
-        made = registered(handler.__func__)
-        return handler if made is handler.__func__ else MethodType(made, handler.__self__)
+        probe = registered(handler.__func__)
+        return handler if probe is handler.__func__ else MethodType(probe, handler.__self__)
     return registered(handler) if type(handler) is FunctionType else handler
 
 
 def keep_picklable() -> Undo:
-    """Have pools of processes pickle a function by its name, though its module has the probe of it there."""
+    """Have pools of processes pickle a function by its name, although its module has the probe under that name."""
     from multiprocessing.reduction import ForkingPickler
 
     if hasattr(ForkingPickler, "reducer_override"):
@@ -93,10 +93,10 @@ def keep_picklable() -> Undo:
 
 def _reduced(_: Any, thing: Any) -> Any:
     if isinstance(thing, FunctionType):
-        named: Any = sys.modules.get(thing.__module__)
+        value: Any = sys.modules.get(thing.__module__)
         path: str = thing.__qualname__
         for name in path.split("."):
-            named = getattr(named, name, None)
-        if getattr(named, "__instrument_function__", None) is thing:
+            value = getattr(value, name, None)
+        if getattr(value, "__instrument_function__", None) is thing:
             return resolve_name, (f"{thing.__module__}:{path}",)
     return NotImplemented

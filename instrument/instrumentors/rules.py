@@ -1,7 +1,8 @@
-"""The function rules of a profile: which targets each has matched, and how they are made to record.
+"""The function rules of a profile: they match targets, and attach a probe to each.
 
-The first rule that matches a target has it. A function that carries a probe already, by `@profiled` or of a framework,
-keeps that one. Its names in modules and classes are the probe's from then on. Other references to it are named.
+A target belongs to the first rule that matches it. A function that has a probe already, by `@profiled` or of a
+framework, keeps it. A probe replaces its function under all names in modules and classes. Verdicts name the other
+references to the function.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Functions:
-    """The function rules of one session at work."""
+    """The instrumentor of one session's function rules."""
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER, watches: bool = False) -> None:
         self._recorder = recorder
@@ -72,15 +73,15 @@ class Functions:
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
     def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
-        """Take on other rules: what the same probe serves stays as it is, the rest is undone or attached.
+        """Apply other rules. A probe that the new rules want too stays as it is; the rest is detached or attached.
 
-        `modules` are those that are imported now.
+        `modules` are the imported ones.
         """
         with self._lock:
             self._change(rules, modules)
 
     def _change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
-        before = {label: verdict for found in self._found.values() for label, verdict in found.items() if verdict.site}
+        before = {label: verdict for table in self._found.values() for label, verdict in table.items() if verdict.site}
         self._take_on(rules)
         undo_all(self._seams)
         modules = list(modules)
@@ -91,10 +92,10 @@ class Functions:
         self._modules = {names_of(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
         for module in modules:
-            for index, label in sorted(self._selected(module), key=lambda found: found[0]):
+            for index, label in sorted(self._selected(module), key=lambda table: table[0]):
                 owners.setdefault(label, index)
         stay: dict[Probe, FunctionRule] = {}
-        gone = []
+        obsolete = []
         for probe, rule in self._probes.items():
             label = probe.target.label
             owner = owners.get(label)
@@ -104,14 +105,14 @@ class Functions:
                 or probe.site.kind != self._kind(label, self.rules[owner])
                 or self._is_in_lineage(probe, before_lineages) != self._is_in_lineage(probe, self._lineages)
             ):
-                gone.append(probe)
+                obsolete.append(probe)
                 continue
             stay[probe] = self.rules[owner]
             self._taken[label] = owner
-            known = before.get(label) or Verdict("", "attached", label, site=probe.site)
-            self._found[owner][label] = replace(known, rule=self.rules[owner].text)
-        # In this order, for a fork in between: the child must know of every probe that is there.
-        self._take_off(gone)
+            known_verdict = before.get(label) or Verdict("", "attached", label, site=probe.site)
+            self._found[owner][label] = replace(known_verdict, rule=self.rules[owner].text)
+        # In this order, as a fork may happen in between: the child must know of every probe.
+        self._take_off(obsolete)
         self._probes = stay
         for key, lineage in before_lineages.items():
             if key in self._lineages:
@@ -126,24 +127,24 @@ class Functions:
         return any(lineage.holds(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
 
     def probed(self) -> Mapping[str, Any]:
-        """Return the labels of the targets that carry a probe, with the site of each."""
+        """Return the site of each target with a probe, by the target's label."""
         return {probe.target.label: probe.site for probe in self._probes}
 
     def sites_of(self, label: str) -> set[Site]:
         """Return the sites of the calls of a function."""
-        found = (targets.get(label) for targets in list(self._found.values()))
-        return {verdict.site for verdict in found if verdict is not None and verdict.site is not None}
+        verdicts = (targets.get(label) for targets in list(self._found.values()))
+        return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
     def wants(self, module_name: str) -> bool:
-        """Return True where a rule could have a target in that module, or where its functions take handlers."""
+        """Return True if a rule could have a target in that module, or if functions of it register handlers."""
         return module_name in registrations.SEAMS or self.is_named(module_name)
 
     def is_named(self, module_name: str) -> bool:
-        """Return True where a rule could have a target in that module."""
+        """Return True if a rule could have a target in that module."""
         return any(matches(text, module_name) for text in self._module_patterns)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to the functions of a module that rules name. Return True where there were such."""
+        """Attach to the functions of a module that rules name. Return True if there were any."""
         with self._lock:
             self._take_registrations(module)
             return any(map(self.is_named, names_of(module))) and self._imported(module)
@@ -157,16 +158,16 @@ class Functions:
         attachable = list(self._attachable(self._selected(module)))
         shared = [target for _, target in attachable if functions.references_elsewhere(target) > 0]
         names = names_in_modules(target.function for target in shared)
-        left = [target for target in shared if functions.references_elsewhere(target) > _count_others(target, names)]
-        counts = {id(target.function): functions.references(target) - _count_others(target, names) for target in left}
-        raws = {id(target.raw) for target in left}
-        search = Search(Kept(target.function for target in left), counts, lambda one: id(one) in raws or _is_ours(one))
+        tied = [target for target in shared if functions.references_elsewhere(target) > _count_others(target, names)]
+        counts = {id(target.function): functions.references(target) - _count_others(target, names) for target in tied}
+        raws = {id(target.raw) for target in tied}
+        search = Search(Kept(target.function for target in tied), counts, lambda obj: id(obj) in raws or _is_ours(obj))
         probes: dict[int, tuple[int, Probe]] = {}
         for index, target in attachable:
-            others = search.others.get(id(target.function), ())
-            if others and id(target.function) not in self._early and self._is_swept(index, target):
-                why = f"{_references(others)}, which code may compare: a rule without * in its module's name takes it"
-                self._tell(index, "unreachable", target.label, why)
+            holders = search.others.get(id(target.function), ())
+            if holders and id(target.function) not in self._early and self._is_swept(index, target):
+                why = f"{_references(holders)}, which code may compare: a rule without * in its module's name takes it"
+                self._note_verdict(index, "unreachable", target.label, why)
             elif (probe := self._attach(index, target)) is not None:
                 probes.setdefault(id(target.function), (index, probe))
         for owner, name, key in names:
@@ -180,21 +181,21 @@ class Functions:
         return bool(probes)
 
     def _registered(self, function: FunctionType) -> Any:
-        """Return the probe of a function that a rule names, for a table that takes it, else the function itself."""
+        """Return the probe of a function that is being registered, if a rule names it, else the function itself."""
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
-            known = next((probe for probe in self._probes if probe.target.function is function), None)
-            if known is not None or not self._seams or not isinstance_of(module, ModuleType):
-                return function if known is None else known.wrapped
-            found = {}
+            probe_of_function = next((probe for probe in self._probes if probe.target.function is function), None)
+            if probe_of_function is not None or not self._seams or not isinstance_of(module, ModuleType):
+                return function if probe_of_function is None else probe_of_function.wrapped
+            selected = {}
             for index, rule in enumerate(self.rules):
                 for text in rule.match:
                     for name in _called_by(text, module):
                         target = Target(module, function.__name__, None, function, name, function.__qualname__)
-                        wanted = text.partition(":")[2].removesuffix(targets.SUBCLASSES)
-                        if matches(wanted, target.qualname) and not _is_excluded(rule, target):
-                            found[index, target.label] = target
-            for index, target in list(self._attachable(found)):
+                        qualname = text.partition(":")[2].removesuffix(targets.SUBCLASSES)
+                        if matches(qualname, target.qualname) and not _is_excluded(rule, target):
+                            selected[index, target.label] = target
+            for index, target in list(self._attachable(selected)):
                 self._found[index].pop(target.label, None)  # it was out of reach inside an object up to now
                 if (probe := self._attach(index, target)) is not None:
                     self._early[id(function)] = probe
@@ -202,7 +203,7 @@ class Functions:
             return function
 
     def undo(self) -> None:
-        """Take every probe off its names, last first. Other references to a probe call the bare function."""
+        """Remove every probe from its names, last first. Other references to a probe call the bare function."""
         with self._lock:
             undo_all(self._seams)
             undo_all(self._pickling)
@@ -213,15 +214,15 @@ class Functions:
             self._take_off(probes)
 
     def after_fork_in_child(self) -> None:
-        """Replace a lock that another thread of the parent may have held."""
+        """Replace the lock, which another thread of the parent may have locked."""
         self._lock = RLock()
         if self.watch is not None:
             self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
-        """Take the probes of a site off their names for a while; returns the way back, None where there are none.
+        """Remove the probes of a site from their names for a while. Return the call that restores them, None for none.
 
-        Other references to a probe go on calling it.
+        Other references to a probe continue to call it.
         """
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
@@ -230,7 +231,7 @@ class Functions:
         return partial(self._put_on, probes) if probes else None
 
     def _put_on(self, probes: Sequence[Probe]) -> None:
-        """Put probes on again that are off for a while, and that nobody has given up since."""
+        """Restore probes that were removed for a while, unless their rules have gone since."""
         off = [probe for probe in probes if not probe.is_set and probe in self._probes]
         for probe in off:
             probe.set()
@@ -247,19 +248,19 @@ class Functions:
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
     def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
-        """Return the targets of the rules in a module, and below its classes, by index of the rule and label."""
+        """Return the targets of the rules in a module and in subclasses of its classes, by rule index and label."""
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
                 for name in _called_by(text, module):
-                    found = list(targets.find(module, text, name))
+                    things = list(targets.find(module, text, name))
                     if text.endswith(targets.SUBCLASSES):
-                        found += [thing for one in found for thing in self._overrides(index, one)]
-                    selected.update(((index, thing.label), thing) for thing in found if not _is_excluded(rule, thing))
+                        things += [thing for base_thing in things for thing in self._overrides(index, base_thing)]
+                    selected.update(((index, thing.label), thing) for thing in things if not _is_excluded(rule, thing))
         return selected
 
     def _overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
-        """Yield the overrides of a method in subclasses. The lineage of the method is made where it is new."""
+        """Yield the overrides of a method in subclasses. Makes the method's lineage if it is new."""
         if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
         key = (id(thing.owner), thing.attribute)
@@ -273,39 +274,39 @@ class Functions:
             yield from targets.override(cls, thing.attribute)
 
     def _subclassed(self, cls: type[Any]) -> None:
-        """Attach to a class that has been defined below one whose overrides a rule wants."""
+        """Attach to a new subclass of a class whose overrides a rule wants."""
         with self._lock:
-            found = {
+            selected = {
                 (index, thing.label): thing
                 for index, rule in enumerate(self.rules)
                 for attribute in self._wanted_below(index, cls)
                 for thing in targets.override(cls, attribute)
                 if not _is_excluded(rule, thing)
             }
-            for index, target in list(self._attachable(found)):
+            for index, target in list(self._attachable(selected)):
                 self._attach(index, target)
 
     def _wanted_below(self, index: int, cls: type[Any]) -> Iterator[str]:
-        """Yield the methods that a class defines itself and that a rule wants there, as overrides."""
+        """Yield the methods of a class that are overrides and that a rule wants."""
         for key, lineage in self._lineages.items():
             is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
             if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
                 yield lineage.attribute
 
     def _attachable(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
-        """Yield the targets that are to get a probe now, each with its rule. Note the verdicts on the others."""
+        """Yield the targets that get a probe now, each with its rule's index. Note the verdicts on the others."""
         labels: dict[tuple[int, int], str] = {}
         for (index, label), thing in selected.items():
             if isinstance(thing, Unreachable):
-                self._tell(index, "unreachable", label, thing.why)
+                self._note_verdict(index, "unreachable", label, thing.why)
                 continue
             owner = self._taken.setdefault(label, index)
             if owner != index:
-                self._tell(index, "attached", label, f"{self.rules[owner].text} has it")
+                self._note_verdict(index, "attached", label, f"{self.rules[owner].text} has it")
                 continue
             framework = getattr(thing.function, "__instrument_framework__", None)
             if isinstance(framework, str):
-                self._tell(index, "attached", label, f"frameworks: {framework} has it")
+                self._note_verdict(index, "attached", label, f"frameworks: {framework} has it")
                 continue
             existing = targets.site_on(thing.function) or self._site_inside(thing)
             if existing is not None:
@@ -313,17 +314,17 @@ class Functions:
                 why = (
                     f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {existing.name!r}"
                 )
-                self._tell(index, "attached", label, why, existing)
+                self._note_verdict(index, "attached", label, why, existing)
                 continue
-            # A class that inherits a function gets a probe of its own; a second name for the same thing does not.
+            # A class that inherits a function gets a probe of its own; a second name of the same owner does not.
             first = labels.setdefault((id(thing.function), id(thing.owner)), label)
             if first != label:
-                self._tell(index, "attached", label, f"it is the same function as {first}")
+                self._note_verdict(index, "attached", label, f"it is the same function as {first}")
                 continue
             yield index, thing
 
     def _site_inside(self, target: Target) -> Site | None:
-        """Return the site of the target's own probe, which another function wraps by now (`functools.wraps`)."""
+        """Return the site of the target's probe if another function wraps it now (`functools.wraps`), else None."""
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
@@ -366,7 +367,7 @@ class Functions:
             probe.set()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
-            self._tell(index, "unreachable", target.label, why)
+            self._note_verdict(index, "unreachable", target.label, why)
             return None
         self._probes[probe] = rule
         if results is not None and self.watch is None and self._recorder.shapes.get(site) == "generator":
@@ -377,7 +378,7 @@ class Functions:
         return probe
 
     def _passes(self, target: Target) -> Passes | None:
-        """Return a test for the calls that another probe of the same lineage records, where the target is of one."""
+        """Return a test for calls that another probe of the target's lineage records, None without a lineage."""
         for lineage in self._lineages.values():
             if lineage.holds(target.owner, target.attribute):
                 if target.owner is lineage.base:
@@ -388,19 +389,19 @@ class Functions:
     def _kind(self, label: str, rule: FunctionRule) -> str:
         return "step" if rule.kind == "op" and label in self._counted else rule.kind
 
-    def _tell(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
+    def _note_verdict(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
     def _is_swept(self, index: int, target: Target) -> bool:
-        """Return True for a function of a module, where only patterns with a wildcard for the module find it."""
-        found = [text for text in self.rules[index].match if _means(text, target.label)]
-        return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in found)
+        """Return True for a function of a module that only patterns with a wildcard in the module's name match."""
+        texts = [text for text in self.rules[index].match if _means(text, target.label)]
+        return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in texts)
 
-    def _note_references(self, index: int, probe: Probe, others: Sequence[str]) -> None:
-        """Name other references to a function in the verdict on it. They can be pickled as before."""
+    def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
+        """Add other references to a function to its verdict. Pools of processes pickle it as before."""
         if not self._pickling:
             self._pickling.append(registrations.keep_picklable())
-        why = f"{_references(others)}, and calls through {'it are' if len(others) == 1 else 'them are'} not recorded: "
+        why = f"{_references(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
         why += "use @profiled where it is defined, or a rule for a function that it calls"
         verdict = self._found[index][probe.target.label]
         why = "; ".join(filter(None, [why, verdict.why]))
@@ -411,15 +412,15 @@ class Functions:
         with self._lock:
             for lineage in list(self._lineages.values()):
                 for cls in list(lineage.overrides()):
-                    self._subclassed(cls)  # one whose base does not tell of it
+                    self._subclassed(cls)  # its base may not have reported it
             verdicts: list[Verdict] = []
             for index, rule in enumerate(self.rules):
-                found = [self._with_overrides(index, verdict) for verdict in self._found[index].values()]
-                verdicts.extend([*found, *self._missed_of_main(rule, index)] if found else [self._missed(rule)])
+                rows = [self._with_overrides(index, verdict) for verdict in self._found[index].values()]
+                verdicts.extend([*rows, *self._missed_of_main(rule, index)] if rows else [self._missed(rule)])
             return verdicts
 
     def _with_overrides(self, index: int, verdict: Verdict) -> Verdict:
-        """Add the overrides in subclasses without a probe to a verdict, where a rule names the one method."""
+        """Add the overrides without a probe to a verdict, if the rule names that one method."""
         rule = self.rules[index]
         probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
         if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:
@@ -441,25 +442,25 @@ class Functions:
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
     def _missed_of_main(self, rule: FunctionRule, index: int) -> Iterator[Verdict]:
-        """Yield a verdict for each function of the main program that a rule names and that was not found."""
+        """Yield a verdict for each function of the main program that a rule names and that does not exist."""
         for text in rule.match:
             if text.partition(":")[0] in MAINS and "*" not in text and text not in self._found[index]:
                 yield replace(self._missed(replace(rule, match=(text,))), target=text)
 
     def _missed(self, rule: FunctionRule) -> Verdict:
         names = list(dict.fromkeys(text.partition(":")[0] for text in rule.match))
-        there = [module for module in self._modules.values() if any(_called_by(text, module) for text in rule.match)]
-        if not there and set(names) <= set(MAINS):
+        modules = [module for module in self._modules.values() if any(_called_by(text, module) for text in rule.match)]
+        if not modules and set(names) <= set(MAINS):
             why = "__main__ is the program that runs; instrument check P -- script.py runs one"
             return Verdict(rule.text, "waiting", why=why)
-        if not there:
+        if not modules:
             why = f"{' and '.join(names)} not imported"
             if (script := script_name()) in names:
                 why += f", but run as the program: a rule calls it __main__, not {script}"
             return Verdict(rule.text, "waiting", why=why)
-        if main := next((module for module in there if is_main(module) and self._defined_unseen(rule, module)), None):
-            own = names_of(main)[0]
-            why = "__main__" if own == "__main__" else f"{own} runs as __main__, and"
+        if main := next((module for module in modules if is_main(module) and self._defined_unseen(rule, module)), None):
+            program = names_of(main)[0]
+            why = "__main__" if program == "__main__" else f"{program} runs as __main__, and"
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
             why += "@profiled, or put it into a module of its own"
             return Verdict(rule.text, "unreachable", why=why)
@@ -470,39 +471,39 @@ class Functions:
             return Verdict(rule.text, "unreachable", why=why)
         from instrument.profile.document import nearest
 
-        meant = next(filter(None, (nearest(text, targets.unmatched(text, there)) for text in rule.match)), "")
-        return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {meant}" if meant else ""))
+        label = next(filter(None, (nearest(text, targets.unmatched(text, modules)) for text in rule.match)), "")
+        return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {label}" if label else ""))
 
     def _defined_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
-        """Return True where a module has the functions that a rule names, and no hook has seen them."""
-        found = (thing for text in rule.match for thing in targets.find(module, text))
-        return any(isinstance(thing, Target) for thing in found)
+        """Return True if a module has functions that a rule names, which no import hook has seen."""
+        things = (thing for text in rule.match for thing in targets.find(module, text))
+        return any(isinstance(thing, Target) for thing in things)
 
 
 def _count_others(target: Target, names: Sequence[Name]) -> int:
-    """Return how many of the names for a target's function are not the target's own."""
-    own = None if isinstance_of(target.owner, type) else own_names(target.owner)
+    """Count the names for a target's function that are not the target's own."""
+    space = None if isinstance_of(target.owner, type) else own_names(target.owner)
     of_function = [name for name in names if name.key == id(target.function)]
-    return sum(namespace(name.owner) is not own or name.name != target.attribute for name in of_function)
+    return sum(namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
 
 
 def _is_ours(holder: Any) -> bool:
-    """Return True where an object is the instrumentation's, and no probe that is off and that others still have."""
+    """Return True for an object of this package, except a detached probe that other objects still refer to."""
     return is_of_package(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 
-def _references(others: Sequence[str]) -> str:
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f"also referenced by {' and '.join(sorted(others)[:3])}{more}"
+def _references(references: Sequence[str]) -> str:
+    more = f" and {len(references) - 3} more" if len(references) > 3 else ""
+    return f"also referenced by {' and '.join(sorted(references)[:3])}{more}"
 
 
-def _serves(rule: FunctionRule, other: FunctionRule) -> bool:
-    """Return True where two rules make the very same probe of a target."""
-    return replace(rule, match=other.match, exclude=other.exclude, text=other.text) == other
+def _serves(rule: FunctionRule, second: FunctionRule) -> bool:
+    """Return True if two rules make equal probes of a target."""
+    return replace(rule, match=second.match, exclude=second.exclude, text=second.text) == second
 
 
 def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
-    """Return the name by which a pattern means a module, () for no such."""
+    """Return a tuple of the name by which a pattern means a module, empty without one."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 
 

@@ -1,8 +1,8 @@
-"""The profile's rules at work in this process: what each has matched so far, and what it cannot reach.
+"""The selection of a profile's targets in this process: it attaches each family of rules to the modules it wants.
 
-Targets are found when their module is imported, before the importer can bind their names, or at once where the module
-is there already. Each family of rules knows which modules it wants and what to do with them. A family sleeps, its code
-is not loaded, until one of its packages is imported.
+Targets are found when their module is imported, before the importer can bind their names, or at once in an imported
+module. A family of rules handles one key of the profile. It sleeps, without loading its code, until one of its packages
+is imported.
 """
 
 from __future__ import annotations
@@ -35,59 +35,59 @@ if TYPE_CHECKING:
 
 
 class Probes(Protocol):
-    """A family of a profile's rules. All methods are called by one thread at a time."""
+    """The protocol of a family of a profile's rules. One thread at a time calls its methods."""
 
     @property
     def rules(self) -> tuple[Any, ...]:
-        """The rules at work, in the order of the profile."""
+        """The rules in force, in the order of the profile."""
 
     def wants(self, module_name: str) -> bool:
-        """Return True where a rule could have a target in that module. Asked at each import, before it."""
+        """Return True if a rule could have a target in that module. Called before each import."""
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to a wanted module, whose code has run. Return True where functions were replaced."""
+        """Attach to a wanted module, whose code has run. Return True if functions were replaced."""
 
     def change(self, rules: Sequence[Any], modules: Iterable[ModuleType]) -> None:
-        """Take on other rules, with these modules imported: probes that they want too stay as they are, untouched.
+        """Apply other rules to the imported modules. Probes that the new rules want too stay untouched.
 
-        Without rules nothing of the family stays in the process.
+        Without rules no probe of the family stays in the process.
         """
 
     def probed(self) -> Mapping[str, Any]:
-        """Return the probes by name, each as a value that is equal for the same probe alone."""
+        """Return the probes by name. Values are equal for the same probe alone."""
 
     def undo(self) -> None:
-        """Take every probe off, last first."""
+        """Remove every probe, last first."""
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on every rule up to now, in the order of the profile."""
 
 
 class Family(NamedTuple):
-    """The module and class of a family, and the top-level packages in which its rules may have targets.
+    """A family's module and class, and the top-level packages in which its rules may have targets.
 
-    The standard library's packages are left out, except its servers. A service imports another of the packages before
-    it needs the family there.
+    The standard library's packages are left out, except its servers: a service imports another package of the family
+    before it needs the family.
     """
 
-    room: str
+    module: str
     name: str
     packages: frozenset[str]
 
 
-def _family(room: str, name: str, packages: str) -> Family:
-    return Family(f"instrument.instrumentors.{room}", name, frozenset(packages.split()))
+def _family(module: str, name: str, packages: str) -> Family:
+    return Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
 
 
 FAMILIES: Mapping[str, Family] = {
-    "functions": _family("rules", "Functions", ""),  # whose rules name their packages
+    "functions": _family("rules", "Functions", ""),  # its rules name their packages
     # After functions: the span of a rule for a server's own function is within the request.
     "requests": _family(
         "requests",
         "Requests",
         "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray litserve"
         " mosec starlette fastapi litestar flask quart django falcon bottle"
-        # What serves without being met, of which the verdict says so; `http.server` imports `socketserver`.
+        # Servers without instrumentation, which the verdict names; `http.server` imports `socketserver`.
         " sanic tornado robyn twisted socketserver blacksheep pyramid cherrypy celery rq dramatiq arq huey",
     ),
     "layers": _family("layers", "Layers", "torch"),
@@ -104,12 +104,12 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
-    """Return the top-level packages in which rules of a key may have targets; None where any module may have some."""
+    """Return the top-level packages in which rules of a key may have targets, None for any module."""
     if key == "functions":
         texts = (text.lstrip("!") for rule in profile.functions for text in rule.match)
-        named = {text.partition(":")[0].partition(".")[0] for text in texts}
-        is_anywhere = any("*" in name for name in named) or named.intersection(main_module.MAINS)
-        return None if is_anywhere else frozenset(named)
+        package_names = {text.partition(":")[0].partition(".")[0] for text in texts}
+        is_anywhere = any("*" in name for name in package_names) or package_names.intersection(main_module.MAINS)
+        return None if is_anywhere else frozenset(package_names)
     packages = FAMILIES[key].packages
     if key == "copies" and not any("h2h" in rule.directions for rule in profile.copies):
         packages -= {"numpy"}
@@ -117,27 +117,26 @@ def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
 
 
 def awaited(profile: Profile) -> frozenset[str] | None:
-    """Return the packages whose import a process may await before it begins to record; None where it may await none."""
-    found: set[str] = set()
+    """Return the packages whose import starts the recording in a process, None if it must record at once."""
+    awaited_packages: set[str] = set()
     for key in FAMILIES:
         packages = packages_of(profile, key) if _rules(profile, key) else frozenset()
         if packages is None:
             return None
-        found |= packages
+        awaited_packages |= packages
     engines = ENGINES if profile.engines == "auto" else ()
-    return frozenset(found.union(name.partition(".")[0] for name in engines))
+    return frozenset(awaited_packages.union(name.partition(".")[0] for name in engines))
 
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The variables by which a command asks each process what became of all rules: none sleep then."""
+"""The variables by which a command asks each process for the verdicts on all rules. No family sleeps then."""
 
 
 class Selection:
-    """Attaches the probes of a profile and takes them off again. One for each session.
+    """An object that attaches the probes of a profile and removes them again, one for each session.
 
-    `late` names the modules with targets that had been imported before. `noted` is called when a module has been
-    imported that rules for functions name, once these are attached. `begun` is called with the package of an engine
-    whose import begins.
+    `late` names the modules with targets that had been imported before. `noted` is called when the function rules are
+    attached to an imported module. `begun` is called with the package of an engine whose import begins.
     """
 
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
@@ -147,9 +146,9 @@ class Selection:
         self._undo_imports: Undo | None = None
         self._watch: main_module.Watch | None = None
         self._families: dict[str, Any] = {}
-        """The families that are awake, in the order of `FAMILIES`. Each has the protocol `Probes`."""
+        """The awake families, in the order of `FAMILIES`, with the protocol `Probes`."""
         self._asleep: dict[str, frozenset[str]] = {}
-        """The packages that wake each of the others."""
+        """The packages that wake each sleeping family."""
         for key in FAMILIES:
             self._lay_down(key)
         self._unfinished: list[ModuleType] = []
@@ -159,7 +158,7 @@ class Selection:
         self.begun: Callable[[str], object] = lambda _: None
 
     def _lay_down(self, key: str) -> None:
-        """Let the rules of a key sleep, or make their family now where any module may have a target."""
+        """Let the rules of a key sleep, or make their family now if any module may have a target."""
         if not _rules(self.profile, key):
             return
         packages = packages_of(self.profile, key)
@@ -169,29 +168,29 @@ class Selection:
             self._asleep[key] = packages
 
     def _make(self, key: str) -> Probes:
-        """Load the code of a family and make it, without a probe yet."""
+        """Load the code of a family and make the family, still without a probe."""
         rules = _rules(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
             options.append(lambda: self._awake("layers"))
         if key == "functions":
             options.append(environment.INIT_FOLDER in os.environ)
-        room, name, _ = FAMILIES[key]
-        made: Probes = getattr(import_module(room), name)(rules, self._recorder, *options)
+        module, name, _ = FAMILIES[key]
+        family: Probes = getattr(import_module(module), name)(rules, self._recorder, *options)
         self._asleep.pop(key, None)
-        awake = {**self._families, key: made}
-        self._families = {each: awake[each] for each in FAMILIES if each in awake}
-        return made
+        awake = {**self._families, key: family}
+        self._families = {name_of_key: awake[name_of_key] for name_of_key in FAMILIES if name_of_key in awake}
+        return family
 
     def _awake(self, key: str) -> Any:
-        """Return the family of a key, also where it has slept until now; None where the profile has no such rules."""
+        """Return the family of a key, and wake it if it sleeps; None if the profile has no such rules."""
         if key in self._asleep:
             self.wake(key)
         return self._families.get(key)
 
     def wake(self, key: str) -> None:
-        """Make the family of a key, and attach it to what is imported."""
-        import_module(FAMILIES[key].room)  # not under our lock: another thread that imports may wait for that
+        """Make the family of a key, and attach it to the imported modules."""
+        import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
             if key not in self._asleep:
                 return
@@ -208,7 +207,7 @@ class Selection:
     def _wakened_by(self, module_name: str) -> list[str]:
         """Return the keys of the families that a module wakes.
 
-        Those of requests also watch event loops, and Triton names a model's module by a number.
+        The requests family also watches event loops. Triton names a model's module by a number.
         """
         package = module_name.partition(".")[0]
         is_of_requests = package == "asyncio" or package.isdigit()
@@ -219,9 +218,9 @@ class Selection:
         ]
 
     def attach(self, *, main: bool = True) -> Undo:
-        """Attach to what is imported, watch for the rest; returns the way back.
+        """Attach to the imported modules and watch imports from now on. Return the undo.
 
-        Without `main` the module that runs as `__main__` is left alone.
+        `main` is False to leave out the module that runs as `__main__`.
         """
         with self._lock:
             for _, module in loaded_modules():
@@ -240,12 +239,12 @@ class Selection:
         return self.undo
 
     def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
-        """Take on the rules of another profile; returns the names of what was attached and of what was undone.
+        """Apply the rules of another profile. Return the names of the attached and of the detached probes.
 
-        `anew` looks also at rules that seem to be at work, after a change that did not come to its end.
+        `anew` also applies rules that seem to be in force, after a change that failed half-way.
 
-        What both profiles want recorded in the same way keeps its probe, its site and its place in the tally. Thread
-        safe; the caller's thread looks through the modules, and for layers through the heap, some ten milliseconds.
+        Targets that both profiles record in the same way keep their probe, site and place in the tally. Thread-safe.
+        The caller's thread searches the modules, and for layers the heap, which takes some ten milliseconds.
         """
         with self._lock:
             before = self._probed()
@@ -264,7 +263,7 @@ class Selection:
                     for module in loaded:
                         if _is_wanted(family, module):
                             family.imported(module)
-            # Modules whose import had begun when nobody wanted them: no hook will tell of their end.
+            # Modules whose import began before a rule wanted them: no hook will report its end.
             self._unfinished = [
                 module for module in loaded if _is_being_imported(module) and any(map(self.wants, names_of(module)))
             ]
@@ -275,12 +274,12 @@ class Selection:
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
     def _is_wakened(self, key: str, modules: Iterable[ModuleType]) -> bool:
-        """Return True where a family is awake already, or where one of the modules wakes it."""
+        """Return True if a family is awake, or if one of the modules wakes it."""
         names = (name for module in modules for name in names_of(module))
         return key in self._families or any(key in self._wakened_by(name) for name in names)
 
     def settle(self) -> bool:
-        """Attach to modules whose import a change of the rules met half-way, if it has ended; whether some wait yet."""
+        """Attach to modules whose import had not ended at a change of the rules. Return True if some are unfinished."""
         with self._lock:
             waiting, self._unfinished = self._unfinished, []
             for module in waiting:
@@ -294,14 +293,14 @@ class Selection:
         return {name: probe for family in self._families.values() for name, probe in family.probed().items()}
 
     def after_fork_in_child(self) -> None:
-        """Replace a lock that another thread of the parent may have held."""
+        """Replace the lock, which another thread of the parent may have locked."""
         self._lock = RLock()
         if (functions := self._families.get("functions")) is not None:
             functions.after_fork_in_child()
         self._ports = frozenset()
 
     def undo(self) -> None:
-        """Take every probe off, last first."""
+        """Remove every probe, last first."""
         with self._lock:
             if self._undo_imports is not None:
                 self._undo_imports()
@@ -313,7 +312,7 @@ class Selection:
                 family.undo()
 
     def wants(self, module_name: str) -> bool:
-        """Wake the families of a module. Return True where a rule could have a target in the module."""
+        """Wake the families of a module. Return True if a rule could have a target in the module."""
         for key in self._wakened_by(module_name) if self._asleep else ():
             self.wake(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
@@ -326,7 +325,7 @@ class Selection:
             self.begun(module_name)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to a module, whose code has run. Return True where functions were replaced."""
+        """Attach to a module, whose code has run. Return True if functions were replaced."""
         copied = False
         with self._lock:
             for family in list(self._families.values()):
@@ -341,7 +340,7 @@ class Selection:
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
         """Return the verdict on every rule so far, in the order of the profile.
 
-        Without `of_all`, return only those of families that are awake.
+        `of_all` is False for the verdicts of awake families alone.
         """
         for key in list(self._asleep) if of_all else ():
             self.wake(key)
@@ -352,9 +351,9 @@ class Selection:
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_of_preset(self) -> set[str]:
-        """Return the names of the rules that only a preset asks for, and of which a target has met nothing yet.
+        """Return the names of the rules of a preset with a target that waits.
 
-        Requests are not among them: they are the reason for a preset.
+        Rules for requests are not among them: they are the reason for a preset.
         """
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
@@ -366,7 +365,7 @@ class Selection:
         return names
 
     def has_requests(self) -> bool:
-        """Return True where a request has been recorded, of a server or by a rule."""
+        """Return True if a server or a rule has recorded a request."""
         family = self._families.get("requests")
         return family is not None and bool(family.has_begun())
 
@@ -376,18 +375,18 @@ class Selection:
         return {} if family is None else family.blockers()
 
     def note_connections(self, ports: Iterable[int]) -> None:
-        """Take down at which ports of this process connections have been seen from outside."""
+        """Note the ports of this process at which the agent has seen connections."""
         self._ports |= frozenset(ports)
 
     def look_for_connections(self) -> None:
-        """Look at which ports of this process connections came, where no request has been recorded."""
+        """Note the ports of this process with connections, if no request has been recorded."""
         is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
         if is_asked and listening.listens():
-            found = listening.connections_of(Path("/proc/self"))
-            self.note_connections(found.open | found.closed)
+            connections = listening.connections_of(Path("/proc/self"))
+            self.note_connections(connections.open | connections.closed)
 
     def argument_watch(self) -> ArgumentWatch | None:
-        """Return the watch of the arguments of calls, where `instrument init` asks for it."""
+        """Return the watch of arguments if `instrument init` asks for it, else None."""
         functions: Functions | None = self._families.get("functions")
         return None if functions is None else functions.watch
 
@@ -398,7 +397,7 @@ class Selection:
             return set() if functions is None else functions.sites_of(label)
 
     def detach(self, site: Site) -> Undo | None:
-        """Take the probes of a function or layer off for a while; gives the way back, None where there are none."""
+        """Remove the probes of a function or layer for a while. Return the call that restores them, None for none."""
         with self._lock:
             for key in ("functions", "layers"):
                 family: Functions | Layers | None = self._families.get(key)
@@ -417,11 +416,11 @@ def _is_wanted(family: Probes, module: ModuleType) -> bool:
 
 
 def _rules(profile: Profile, key: str) -> tuple[Any, ...]:
-    """Return the rules of a key of the profile, none where it is `off`."""
-    found = getattr(profile, key)
+    """Return the rules of a key of the profile, none if it is `off`."""
+    rules = getattr(profile, key)
     if key == "requests":
-        return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in found)
-    return found if isinstance(found, tuple) else () if found == "off" else (found,)
+        return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in rules)
+    return rules if isinstance(rules, tuple) else () if rules == "off" else (rules,)
 
 
 def _is_being_imported(module: ModuleType) -> bool:

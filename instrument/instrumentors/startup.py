@@ -1,14 +1,14 @@
-"""Startup: the functions that make a model ready, and how long imports took.
+"""Startup: the functions that prepare a model, and the durations of imports.
 
-The profile's `startup: auto` means function rules of them, whose spans are declared to be of the phase `load` or
-`compile`; rules of the profile's own may declare others so. What `torch.compile` compiles is found where it happens,
-which is within the first calls of a model.
+The profile's `startup: auto` adds function rules for them, with spans of the phase `load` or `compile`. The profile's
+own rules may add others. `torch.compile` compiles within the first calls of a model, and its compilations are recorded
+there.
 
 Python calls one function of its import system for every module that is not in `sys.modules` yet. While imports are
-watched, that function is ours, and calls the real one; loaders, specs and modules are as they would be. A module that
-its own package imports costs 0.3 us more, one of another package 2.6 us. Each top-level package has a time by itself,
-and one with all that it imports in turn. What we import ourselves, such as the bindings of a driver, is no doing of
-the service: it goes by the name of this package, with its own in brackets.
+watched, our function replaces it and calls it; loaders, specs and modules do not change. A module that its own package
+imports costs 0.3 us more, one of another package 2.6 us. Each top-level package has a time for itself, and a time with
+all that it imports in turn. Imports of our own, such as the bindings of a driver, are not the service's. They have the
+name of this package, with the imported package in brackets.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ COMPILES = {
     "torch.jit._freeze:freeze": "torch.jit.freeze",
     "torch.export:export": "torch.export.export",
 }
-"""The names of each function's spans. `torch.jit.trace` and `script` are left alone: they look names up in the
-frame that calls them, which must be the host's."""
+"""The span names by function. `torch.jit.trace` and `script` are left out: they look names up in the calling frame,
+which must be the service's."""
 
 RULES = tuple(
     FunctionRule((target,), name=name, kind="phase", phase=phase, text="startup")
@@ -70,7 +70,7 @@ RULES = tuple(
 
 
 class StartupWatch:
-    """The profile's `startup: auto` at work."""
+    """The instrumentor of `startup: auto`."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         self.rules = tuple(rules)
@@ -82,7 +82,7 @@ class StartupWatch:
         self._dynamo: Verdict | None = None
 
     def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
-        """Begin or end to record."""
+        """Attach or detach the probes."""
         self.rules = tuple(rules)
         loaded = list(modules)
         self._functions.change(RULES if rules else (), loaded)
@@ -93,32 +93,32 @@ class StartupWatch:
                 self._watch_dynamo(module)
 
     def probed(self) -> Mapping[str, Any]:
-        """Return the functions that record."""
+        """Return the probes on functions."""
         return self._functions.probed()
 
     def wants(self, module_name: str) -> bool:
-        """Return True where that module has functions that load or compile."""
+        """Return True if that module has functions that load or compile."""
         return module_name == _DYNAMO or self._functions.is_named(module_name)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to what a module of a framework has."""
+        """Attach to the functions of a framework's module."""
         if module.__name__ == _DYNAMO:
             self._watch_dynamo(module)
             return False
         return self._functions.imported(module)
 
     def undo(self) -> None:
-        """Give every framework its own functions back."""
+        """Restore every framework's own functions."""
         self._leave_dynamo()
         self._functions.undo()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the functions that record. Frameworks that are not imported are not missed."""
-        found = [verdict for verdict in self._functions.verdicts() if verdict.state not in ("waiting", "not found")]
+        """Return the verdicts on the recorded functions. Frameworks that are not imported have none."""
+        verdicts = [verdict for verdict in self._functions.verdicts() if verdict.state not in ("waiting", "not found")]
         if self._dynamo is not None:
-            found.append(self._dynamo)
-        # Without their sites, for nobody has to call all of them.
-        return [dataclasses.replace(verdict, site=None) for verdict in found]
+            verdicts.append(self._dynamo)
+        # Without their sites, as no service has to call all of them.
+        return [dataclasses.replace(verdict, site=None) for verdict in verdicts]
 
     def _leave_dynamo(self) -> None:
         undo_all(self._undos)
@@ -127,7 +127,7 @@ class StartupWatch:
     def _watch_dynamo(self, module: ModuleType) -> None:
         """Record each compilation as a span of the thread that waits for it.
 
-        torch runs its callbacks by this method; of several threads only the first and the last call them.
+        torch runs its callbacks by this method. Among several threads only the first and the last call them.
         """
         if self._undos:
             return
@@ -155,23 +155,23 @@ class StartupWatch:
 # The durations of imports
 
 LIMIT = 2_000
-"""The most packages with a row of their own; the rest are one more."""
+"""The most packages with a row of their own; all others share one."""
 
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The most newest imports that are remembered by their begin; 0.1 KB each."""
+"""The newest imports whose begin is kept, 0.1 KB each."""
 
 OWN = __name__.partition(".")[0]
 
 _IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
-"""The packages whose frames lie between who asks for an import and the function that is ours."""
+"""The packages whose frames are between the importing code and our function."""
 
 _clock = time.monotonic_ns
 
 
 class _Importing:
-    """A package that a thread is importing; `others_ns` went into other packages' modules below it."""
+    """A package that a thread is importing. `others_ns` is the time of other packages' modules within it."""
 
     __slots__ = ("began_ns", "is_ours", "is_outermost", "others_ns", "package")
 
@@ -189,7 +189,7 @@ class _Local(threading.local):
 
 
 class ImportTimes:
-    """The imports since `install`. `is_inside` is True while a span of the recorder is open on the calling thread."""
+    """The imports since `install`. `is_inside` returns True while the calling thread has an open span."""
 
     def __init__(self, is_inside: Callable[[], object]) -> None:
         self._is_inside = is_inside
@@ -197,14 +197,14 @@ class ImportTimes:
         self.why_not = ""
 
     def after_fork_in_child(self) -> None:
-        """Begin anew: what the parent imported is there already."""
+        """Drop all imports: the parent's modules are loaded already."""
         self._local = _Local()
         self._lock = Lock()
         self._packages: dict[str, list[int]] = {}
         self._newest: deque[tuple[int, str, int]] = deque(maxlen=NEWEST)
 
     def install(self) -> Undo:
-        """Watch imports from now on; returns the way back. Where Python has no such function, `why_not` says so."""
+        """Watch imports from now on. Return the undo. `why_not` gives the reason if this Python cannot be watched."""
         bootstrap: Any = sys.modules.get("_frozen_importlib")
         original = getattr(bootstrap, "_find_and_load", None)
         if not isinstance(original, FunctionType):
@@ -213,20 +213,20 @@ class ImportTimes:
         watching = True
         end = self._end
 
-        def _find_and_load(name: str, *rest: Any) -> Any:
+        def _find_and_load(name: str, *import_arguments: Any) -> Any:
             stack = self._local.stack
             package = name.partition(".")[0]
             if (stack and stack[-1].package == package) or not watching:
-                return original(name, *rest)
+                return original(name, *import_arguments)
             is_ours = (bool(stack) and stack[-1].is_ours) or _asked_by_us(sys._getframe().f_back)
             importing = _Importing(package, all(above.package != package for above in stack), is_ours)
             stack.append(importing)
             try:
-                return original(name, *rest)
+                return original(name, *import_arguments)
             finally:
                 end(stack, importing)
 
-        # Python leaves frames of the import system out of tracebacks, which it knows by this name of their file.
+        # Python omits frames of the import system from tracebacks, by this name of their file.
         _find_and_load.__code__ = _find_and_load.__code__.replace(co_filename=original.__code__.co_filename)
         functools.update_wrapper(_find_and_load, original)
         bootstrap._find_and_load = _find_and_load
@@ -261,9 +261,9 @@ class ImportTimes:
             self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
     def packages(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
-        """Return the imports up to now, by package. Modules that are being imported are not in it.
+        """Return the finished imports, by package.
 
-        `request_ns` is when the first request began; of the imports after it the `NEWEST` are known.
+        `request_ns` is the begin of the first request. Only the `NEWEST` imports after it are known.
         """
         late: Counter[str] = Counter()
         with self._lock:
@@ -277,9 +277,9 @@ class ImportTimes:
 
 
 def _asked_by_us(frame: FrameType | None) -> bool:
-    """Return True where the frame that asked for an import, below those of the import system, runs a module of ours.
+    """Return True if the importing frame, below those of the import system, runs a module of this package.
 
-    There is none where the interpreter itself asks, for `python -m`.
+    `python -m` imports without such a frame.
     """
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]

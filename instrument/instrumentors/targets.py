@@ -1,16 +1,16 @@
 """Targets: the functions that the pattern of a profile's rule names in a module.
 
-A rule names `module:qualname`, where `*` stays within a segment and `**` crosses dots. A pattern with a wildcard finds
-what was defined in the module itself: `text:*` does not reach into the modules that `text` imports. A name without
-wildcards is taken wherever it comes from. Of the names that Python itself calls a wildcard finds
-`__init__` and `__call__`; a pattern that begins with two underscores, such as `Engine.__*`, finds them all. A name
-without wildcards that ends in `+` means a method and its overrides in subclasses, wherever those are defined.
+A rule names `module:qualname`, where `*` matches within a segment and `**` crosses dots. A pattern with a wildcard
+finds functions that the module itself defines: `text:*` does not reach into the modules that `text` imports. A name
+without wildcards means the function, wherever it was defined. A wildcard finds only `__init__` and `__call__` among
+the names that Python calls; a pattern that begins with two underscores, such as `Engine.__*`, finds them all. A name
+without wildcards that ends in `+` means a method and its overrides in all subclasses.
 
-A function is found inside what a decorator of the standard library, wrapt or a framework has made of it: a property
-is still a property whose getter records, a context manager's body records as the generator that it is. A wildcard
-passes over properties and partial objects, which their users take for data; a name without wildcards means them.
-A wildcard in the module's name passes over functions made in C: other code in C may ask for their exact type. It passes
-over functions of the module that other objects refer to: code may compare them with what the module has.
+A function is found inside an object that a decorator of the standard library, wrapt or a framework has made of it. A
+property stays a property, whose getter records; the body of a context manager records as a generator. A wildcard skips
+properties and partial objects, which their users treat as data; a name without wildcards means them. A wildcard in the
+module's name skips functions made in C, as other code in C may test their exact type. It also skips functions of the
+module that other objects refer to, as code may compare them with the module's own.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from instrument.runtime.cheap_start import dataclass, field, late_pattern
 from instrument.runtime.main_module import names_of
 
 Put = Callable[[Any], Any]
-"""A call that puts another function in the place of one in an object. Returns the object, or one made anew."""
+"""A call that replaces the function in an object by another one. It returns the object, or a new one."""
 
 _NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
 _MADE_IN_C = (MethodDescriptorType, WrapperDescriptorType)
 _CONTEXT_MANAGERS = tuple(
     code
-    for made in (contextlib.contextmanager, contextlib.asynccontextmanager)
-    for code in made.__code__.co_consts
+    for decorator in (contextlib.contextmanager, contextlib.asynccontextmanager)
+    for code in decorator.__code__.co_consts
     if isinstance(code, CodeType)
 )
 """Code of the functions that make a context manager from a generator function."""
@@ -66,19 +66,19 @@ _CONTEXT_MANAGERS = tuple(
 _FIELD = late_pattern(r"\{(module|qualname|class|function)\}")
 
 SUBCLASSES = "+"
-"""The end of a pattern that means a method's overrides in subclasses, too."""
+"""The end of a pattern that also means a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The most objects that a decorator has put around a function and that are looked at to find it."""
+"""The most objects around a decorated function that are searched for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """A function where it can be replaced.
 
-    `raw` is the value of the attribute of a module or class: the function itself, or an object with the function, in
-    which `put` replaces it. A target whose `raw` is None is deeper, and `put` does all. `note` says what a user would
-    not expect.
+    `raw` is the value of the attribute of a module or class: the function itself, or an object that contains it. `put`
+    replaces the function in that object. `raw` is None for a function deeper inside, which `put` replaces alone.
+    `note` is an explanation for the user, "" without a need.
     """
 
     owner: Any
@@ -96,21 +96,21 @@ class Target:
 
     @property
     def name(self) -> str | None:
-        """The name of its spans where the function's own would not tell it."""
-        own = getattr(self.function, "__name__", "")
+        """The name of the target's spans; None if the function's own name identifies it."""
+        own_name = getattr(self.function, "__name__", "")
         part = self.qualname.rpartition(".")[2]
-        return self.qualname if own in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
+        return self.qualname if own_name in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
 
     def filled_in(self, name: str) -> str:
-        """Fill the fields of a rule's name in braces for the target; other braces are data."""
-        owner, _, own = self.qualname.rpartition(".")
-        known = {"module": self.module, "qualname": self.qualname, "class": owner, "function": own}
-        return _FIELD.sub(lambda field: known[field[1]], name)
+        """Fill the fields in braces of a rule's name with the target's names. Other braces stay as they are."""
+        owner, _, function_name = self.qualname.rpartition(".")
+        value_by_field = {"module": self.module, "qualname": self.qualname, "class": owner, "function": function_name}
+        return _FIELD.sub(lambda field: value_by_field[field[1]], name)
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """A thing that a rule names and that cannot be observed, with the reason."""
+    """A target that a rule names and that cannot be observed, with the reason."""
 
     label: str
     why: str
@@ -118,20 +118,20 @@ class Unreachable:
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern[str]:
-    """Return the regular expression of a dotted pattern: `*` within a segment, `**` for any number of segments."""
+    """Return the regular expression of a dotted pattern: `*` matches within a segment, `**` any number of segments."""
     segments = text.split(".")
     last = len(segments) - 1
-    made = ""
+    expression = ""
     for i, segment in enumerate(segments):
         if segment == "**":
-            made += r"(?:[^.]+\.)*" if i < last else r"[^.]+(?:\.[^.]+)*"
+            expression += r"(?:[^.]+\.)*" if i < last else r"[^.]+(?:\.[^.]+)*"
         else:
-            made += escape(segment).replace(r"\*", "[^.]*") + (r"\." if i < last else "")
-    return compile_pattern(made + r"\Z")
+            expression += escape(segment).replace(r"\*", "[^.]*") + (r"\." if i < last else "")
+    return compile_pattern(expression + r"\Z")
 
 
 def matches(text: str, name: str) -> bool:
-    """Return True where a dotted name fits a dotted pattern."""
+    """Return True if a dotted name matches a dotted pattern."""
     return pattern(text).match(name) is not None
 
 
@@ -144,7 +144,7 @@ def site_of(
     phase: str | None = None,
     min_ns: int = 0,
 ) -> Site:
-    """Make the site of a function: its own names and place, or the name that is given."""
+    """Return the site of a function with its names, file and line. `name` replaces the function's own name."""
     inner = inspect.unwrap(function, stop=lambda f: hasattr(f, "__instrument__")) if callable(function) else function
     code = getattr(inner, "__code__", None)
     qualname = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
@@ -170,69 +170,69 @@ def qualname_of(function: Any) -> str:
 def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
     """Yield the functions that a pattern's qualname means in an imported module. Runs no code of the module.
 
-    `name` is what the labels call the module, its own name where it is left out.
+    `name` is the module's name in the labels; it defaults to the module's own.
     """
-    wanted = match.partition(":")[2].removesuffix(SUBCLASSES)
+    qualname = match.partition(":")[2].removesuffix(SUBCLASSES)
     name = name or module.__name__
-    label = f"{name}:{wanted}"
-    if "*" in wanted:
-        for thing in _walk(module, module, "", wanted, set(), called=name):
+    label = f"{name}:{qualname}"
+    if "*" in qualname:
+        for thing in _walk(module, module, "", qualname, set(), called=name):
             is_made_in_c = isinstance(thing, Target) and type(thing.function) is BuiltinFunctionType
             if not (is_made_in_c and "*" in match.partition(":")[0]):
                 yield thing
-        first = wanted.partition(".")[0]
+        first = qualname.partition(".")[0]
         holder = namespace(module).get(first)
-        held = None if "*" in first else _class_inside(holder, module.__name__, first)
-        if held is not None:
-            yield from _noted(_walk(module, held, first + ".", wanted, {id(held)}, called=name), holder)
+        inner_class = None if "*" in first else _class_inside(holder, module.__name__, first)
+        if inner_class is not None:
+            yield from _noted(_walk(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name), holder)
         return
     owner: Any = module
     holder = None
-    *path, last = wanted.split(".")
+    *path, last = qualname.split(".")
     for index, segment in enumerate(path):
         if type(owner) is FunctionType:
             break
         owner = _raw(owner, segment)
         if owner is None:
             return
-        held = _class_inside(owner, module.__name__, ".".join(path[: index + 1]))
-        if held is not None and type_attribute(held, [*path, last][index + 1]) is not None:
-            owner, holder = held, owner
-    yield from _noted(_find_in(module, owner, last, wanted, label), holder)
+        inner_class = _class_inside(owner, module.__name__, ".".join(path[: index + 1]))
+        if inner_class is not None and type_attribute(inner_class, [*path, last][index + 1]) is not None:
+            owner, holder = inner_class, owner
+    yield from _noted(_find_in(module, owner, last, qualname, label), holder)
 
 
-def _find_in(module: ModuleType, owner: Any, last: str, wanted: str, label: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions that the last name of `wanted` means in an owner, to which the others have led."""
+def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
+    """Yield the functions that `last`, the last name of `qualname`, means in its owner."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
             yield Unreachable(label, why)
         return
-    found = _raw(owner, last)
-    if found is None:
+    value = _raw(owner, last)
+    if value is None:
         if owner is module and "__getattr__" in namespace(module):
             why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
             yield Unreachable(label, why)
         return
-    held = _class_inside(found, module.__name__, wanted)
-    if held is not None:
-        yield from _noted(_find_class(module, held, wanted, label), found)
-    elif isinstance_of(found, type):
-        yield from _find_class(module, found, wanted, label)
+    inner_class = _class_inside(value, module.__name__, qualname)
+    if inner_class is not None:
+        yield from _noted(_find_class(module, inner_class, qualname, label), value)
+    elif isinstance_of(value, type):
+        yield from _find_class(module, value, qualname, label)
     else:
         is_own = isinstance_of(owner, type) or last in (own_names(owner) or ())
-        yield from _targets(module.__name__, owner if is_own else type(owner), last, found, label)
+        yield from _targets(module.__name__, owner if is_own else type(owner), last, value, label)
 
 
-def _find_class(module: ModuleType, found: type[Any], wanted: str, label: str) -> Iterator[Target | Unreachable]:
+def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -> Iterator[Target | Unreachable]:
     """Yield the public methods of a class."""
-    home, called = type_attribute(found, "__module__"), label.partition(":")[0]
-    below = _walk(module, found, wanted + ".", wanted + ".*", {id(found)}, methods_of=home, called=called)
+    home, called = type_attribute(cls, "__module__"), label.partition(":")[0]
+    below = _walk(module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called)
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
 def _noted(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
-    """Yield things with a note on the object of a decorator that has their class, if there is one."""
+    """Yield the targets with a note on the decorator's object that contains their class, if there is one."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
             yield thing
@@ -242,7 +242,7 @@ def _noted(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Targ
 
 
 def _raw(owner: Any, attribute: str) -> Any:
-    """Return the attribute as it is in the namespace, descriptors unbound; None where there is none."""
+    """Return the attribute from the namespace, without binding descriptors; None without that attribute."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
     names = own_names(owner) or {}
@@ -255,28 +255,28 @@ def _walk(
     module: ModuleType,
     owner: Any,
     prefix: str,
-    wanted: str,
-    seen: set[int],
+    qualname: str,
+    visited: set[int],
     *,
     called: str,
     methods_of: str | None = None,
 ) -> Iterator[Target | Unreachable]:
-    """Yield the functions that a pattern finds below an owner; with `methods_of` public methods of that module's class.
+    """Yield the functions that a pattern matches below an owner.
 
-    Labels call the module `called`.
+    `methods_of` limits them to public methods of a class of that module. `called` is the module's name in labels.
     """
     home = methods_of or module.__name__
     names = namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
     for attribute, raw in list(names.items()):
         name = prefix + attribute
         if isinstance_of(raw, type):
-            if raw.__module__ == home and id(raw) not in seen and methods_of is None:
-                seen.add(id(raw))
-                yield from _walk(module, raw, name + ".", wanted, seen, called=called)
+            if raw.__module__ == home and id(raw) not in visited and methods_of is None:
+                visited.add(id(raw))
+                yield from _walk(module, raw, name + ".", qualname, visited, called=called)
             continue
-        if not matches(wanted, name) or (methods_of is not None and not is_public(attribute)):
+        if not matches(qualname, name) or (methods_of is not None and not is_public(attribute)):
             continue
-        if _is_called_by_python(attribute) and not wanted.rpartition(".")[2].startswith("__"):
+        if _is_called_by_python(attribute) and not qualname.rpartition(".")[2].startswith("__"):
             continue
         if isinstance_of(raw, (property, functools.cached_property, partial, functools.partialmethod)):
             continue
@@ -286,7 +286,7 @@ def _walk(
 
 
 def site_on(function: Any) -> Site | None:
-    """Return the site of the probe that a function carries."""
+    """Return the site of the probe on a function, None without a probe."""
     if _NATIVE is not None and isinstance_of(function, _NATIVE.Function):
         site = getattr(function, "__instrument__", None)
     else:
@@ -303,27 +303,27 @@ def is_public(method: str) -> bool:
 
 
 def _is_function(thing: Any) -> bool:
-    """Return True where calls of an object can be recorded by one in its place."""
+    """Return True if a wrapper in the place of an object can record its calls."""
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or site_on(thing) is not None
 
 
 def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions in a method that a class defines."""
+    """Yield the functions inside a method that a class defines."""
     home: str = type_attribute(cls, "__module__")
     yield from _targets(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
 
 
 def override_label(cls: type[Any], attribute: str) -> str:
-    """Return the name by which a rule would mean a method of a class."""
+    """Return the name by which a rule can mean a method of a class."""
     return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
 
 
 def _targets(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
-    """Yield the functions in the value of an attribute in the module `home`."""
+    """Yield the functions inside the value of an attribute in the module `home`."""
     module, _, qualname = label.partition(":")
     parts = list(parts_of(raw))
     for part in parts:
@@ -346,8 +346,8 @@ def _targets(
         return
     kind = next((base for base in type(raw).__mro__ if "__call__" in type_namespace(base)), None)
     call = None if kind is None else type_namespace(kind)["__call__"]
-    own = home.partition(".")[0]
-    if kind is not None and call is not None and _is_function(call) and kind.__module__.partition(".")[0] == own:
+    package = home.partition(".")[0]
+    if kind is not None and call is not None and _is_function(call) and kind.__module__.partition(".")[0] == package:
         note = f"as {kind.__name__}.__call__, for all objects of that class"
         yield Target(kind, "__call__", call, call, module, qualname, note)
         return
@@ -355,7 +355,7 @@ def _targets(
 
 
 class DecoratedPart(NamedTuple):
-    """A function in an object that a decorator has made, the end of its name, and how another takes its place."""
+    """A function inside a decorator's object, the suffix of its label, and the call that replaces it."""
 
     suffix: str
     function: Any
@@ -363,7 +363,7 @@ class DecoratedPart(NamedTuple):
 
 
 def parts_of(raw: Any) -> Iterator[DecoratedPart]:
-    """Yield the functions in an object that a decorator has made, or the function itself."""
+    """Yield the functions inside a decorator's object, or the function itself."""
     kind = type(raw)
     parts: list[tuple[str, Any, Put]]
     if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and site_on(raw) is None:
@@ -395,9 +395,9 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
     yield from (DecoratedPart(*part) for part in parts if _is_function(part[1]))
 
 
-def _with(raw: Any, put: Callable[..., object], *given: Any) -> Any:
-    """Return an object after `put` has put a function into it, the last of its arguments."""
-    put(*given)
+def _with(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
+    """Call `put` with the arguments, the last of which is the new function, and return the object."""
+    put(*arguments)
     return raw
 
 
@@ -415,36 +415,36 @@ def _set_side(raw: property, index: int, new: Any) -> property:
 
 
 def _wrapped_slot(kind: type) -> Any:
-    """Return the slot of a function wrapper of wrapt. Another proxy of it may run code to find that."""
+    """Return the slot of wrapt's function wrapper, None for other classes. Runs no code of a proxy."""
     if type_attribute(kind, "_self_wrapper") is None:
         return None
-    found = type_attribute(kind, "__wrapped__")
-    return found if type(found) in (GetSetDescriptorType, MemberDescriptorType) else None
+    slot = type_attribute(kind, "__wrapped__")
+    return slot if type(slot) in (GetSetDescriptorType, MemberDescriptorType) else None
 
 
 def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
-    """Return the class of that very name inside an object of a framework's decorator (a deployment, an actor)."""
+    """Return the class of that module and name inside an object of a framework's decorator (a deployment, an actor)."""
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
-    found: type[Any] | None = _inside(raw, module, qualname, type)[0]
-    return found
+    cls: type[Any] | None = _inside(raw, module, qualname, type)[0]
+    return cls
 
 
 def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
-    """Return the function, or class, of that very name inside an object that a decorator of a framework has made.
+    """Return the function or class of that module and name inside an object of a framework's decorator.
 
-    Also how another takes its place, None where no attribute and no dict has it.
+    Also return the call that replaces it, None if no attribute and no dict refers to it.
     """
-    seen, near = {id(raw)}, Kept([raw])
-    found: Any = None
+    visited, near = {id(raw)}, Kept([raw])
+    function: Any = None
     for thing in near:
         for part in gc.get_referents(thing):
-            if id(part) in seen or len(near) > INSIDE:
+            if id(part) in visited or len(near) > INSIDE:
                 continue
-            seen.add(id(part))
+            visited.add(id(part))
             if type(part) is FunctionType:
                 if kind is FunctionType and (part.__module__, part.__qualname__) == (module, qualname):
-                    found = part
+                    function = part
             elif isinstance_of(part, type):
                 if type_attribute(part, "__module__") != module:
                     continue
@@ -455,12 +455,12 @@ def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType
                 isinstance_of(part, (ModuleType, CodeType, str)) or (type(part) is dict and "__builtins__" in part)
             ):
                 near.append(part)
-    has_place = found is not None and any(_places(near, found))
-    return found, partial(_put_in, near, Kept([found])) if has_place else None
+    has_place = function is not None and any(_places(near, function))
+    return function, partial(_put_in, near, Kept([function])) if has_place else None
 
 
 def _places(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
-    """Yield the objects, classes and dicts that have a function, with its name there."""
+    """Yield the objects, classes and dicts that contain a function, each with the function's name in it."""
     for thing in near:
         names = (
             type_namespace(thing) if isinstance_of(thing, type) else thing if type(thing) is dict else own_names(thing)
@@ -471,7 +471,7 @@ def _places(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart
 
 
 def _put_in(near: Kept, now: Kept, new: Any) -> None:
-    """Replace the function that `now` has in the attributes of objects and classes, and in dicts."""
+    """Replace the function in `now` in the attributes of objects and classes, and in dicts."""
     for thing, name, part in Kept(_places(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
@@ -481,9 +481,9 @@ def _put_in(near: Kept, now: Kept, new: Any) -> None:
     now[0] = new
 
 
-def unmatched(wanted: str, modules: Iterable[ModuleType]) -> list[str]:
-    """Return the labels of all functions in the modules that a rule could have meant, to name the nearest."""
-    found = (
+def unmatched(pattern_text: str, modules: Iterable[ModuleType]) -> list[str]:
+    """Return the labels of all functions in the modules, among which a message names the nearest."""
+    things = (
         thing for module in modules for thing in _walk(module, module, "", "**", set(), called=names_of(module)[-1])
     )
-    return [thing.label for thing in found if isinstance(thing, Target)]
+    return [thing.label for thing in things if isinstance(thing, Target)]

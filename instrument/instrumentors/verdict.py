@@ -1,4 +1,4 @@
-"""Verdicts on a rule of the profile, or on one target of it, in one process or in those of a command."""
+"""Verdicts on a rule of the profile, or on one target of it, in one process or in all processes of a command."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ RECORDING = ("attached", "partly", "uncalled")
 """The states of a target that carries a probe."""
 
 _BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""States in the order of knowledge of several processes: the one of a process that saw more comes first."""
+"""States in the order in which they prevail between processes: the state of the process that saw more comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The verdict on one rule, or on one target of it.
 
-    `state` is one of `STATES`, `why` says more in words. `target` is "" for a rule as a whole. `site` is what the
-    target records as; `calls` how many calls of it were recorded, None where nobody has counted.
+    `state` is one of `STATES`, `why` its explanation. `target` is "" for a rule as a whole. `site` is the target's
+    site; `calls` is the count of its recorded calls, None before it is counted.
     """
 
     rule: str
@@ -59,63 +59,65 @@ class Verdict:
         return f"{subject}: {self.state}" + (f" ({more})" if more else "")
 
     def counted(self, calls_of: Callable[[Site], int]) -> Verdict:
-        """Add the calls of its site; `uncalled` where it is attached and there were none."""
+        """Return the verdict with the calls of its site. An attached target without calls is `uncalled`."""
         if self.site is None or self.state not in RECORDING:
             return self
         calls = calls_of(self.site)
         return replace(self, calls=calls, state="uncalled" if self.state == "attached" and not calls else self.state)
 
     def facts(self) -> dict[str, Any]:
-        """Return all but the site as JSON takes it; `Verdict(**facts)` is the way back."""
+        """Return all fields except the site as JSON values. `Verdict(**facts)` restores the verdict."""
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
-    def merged(self, other: Verdict) -> Verdict:
-        """Merge the verdicts of two processes on a target: the one that says more, with the calls of both."""
-        first, second = sorted((self, other), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
+    def merged(self, peer: Verdict) -> Verdict:
+        """Return the verdict that prevails between two processes on a target, with the calls of both."""
+        first, second = sorted((self, peer), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)
 
 
 def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Merge the verdicts of several processes into one per target, in the order of first sight.
+    """Merge the verdicts of several processes into one per target, in the order of their first appearance.
 
-    A process that found targets of a rule knows better than one that speaks of the rule as a whole.
+    Verdicts on targets of a rule replace verdicts on the rule as a whole.
     """
     whole: dict[tuple[str, str], Verdict] = {}
     for verdict in verdicts:
         key = (verdict.rule, verdict.target)
         whole[key] = whole[key].merged(verdict) if key in whole else verdict
-    found = {rule for rule, target in whole if target}
+    rules_with_targets = {rule for rule, target in whole if target}
     called = {verdict.rule for verdict in whole.values() if verdict.calls}
     return [
         verdict
         for (rule, target), verdict in whole.items()
-        if (target or rule not in found) and not (verdict.state == "unmet" and rule in called)
+        if (target or rule not in rules_with_targets) and not (verdict.state == "unmet" and rule in called)
     ]
 
 
 def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
-    """Return the marks on the board of the run of the rules that are at work in this process."""
-    found = [verdict for verdict in verdicts if verdict.state in RECORDING]
-    return {board.attached(one.rule) for one in found} | {board.called(one.rule) for one in found if one.calls}
+    """Return the marks that this process leaves on the run's board for its attached and called rules."""
+    recording = [verdict for verdict in verdicts if verdict.state in RECORDING]
+    return {board.attached(verdict.rule) for verdict in recording} | {
+        board.called(verdict.rule) for verdict in recording if verdict.calls
+    }
 
 
 def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Drop verdicts on rules with nothing to do here that are at work in another process, by the board.
+    """Drop the verdicts on rules that have no target here and record in another process, by the board's `marks`.
 
-    Rules that do something here keep all that is said of them.
+    Rules that record in this process keep all their verdicts.
     """
-    here = marks_of(verdicts)
+    own_marks = marks_of(verdicts)
 
     def is_of_others(verdict: Verdict) -> bool:
         mark = (board.called if verdict.state in ("uncalled", "unmet") else board.attached)(verdict.rule)
-        return mark in marks and mark not in here and verdict.state in ("waiting", "nothing", "uncalled", "unmet")
+        return mark in marks and mark not in own_marks and verdict.state in ("waiting", "nothing", "uncalled", "unmet")
 
     return [verdict for verdict in verdicts if not is_of_others(verdict)]
 
 
 def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
-    """Leave what became of the rules to `instrument check`, which has started this process or one above it."""
+    """Write the verdicts on the rules for `instrument check`, which has started this process or a parent of it."""
     facts = {
         "pid": os.getpid(),
         "calls": calls,
@@ -126,7 +128,7 @@ def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterabl
         path.write_text(json.dumps(facts), encoding="utf-8")
         path.rename(path.with_suffix(".json"))
     except FileNotFoundError:
-        pass  # the command has ended before this process, a server of multiprocessing's, and nobody asks any more
+        pass  # the command has ended before this process, a server of multiprocessing
 
 
 def reports_to_check(folder: str) -> list[dict[str, Any]]:
@@ -142,7 +144,7 @@ def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
     for text in texts:
         from instrument.profile.document import nearest
 
-        meant = nearest(text.partition(":")[0], sys.modules, 0.8)
-        if meant:
-            return replace(verdict, why=f"{verdict.why}; nearest is {meant}")
+        nearest_name = nearest(text.partition(":")[0], sys.modules, 0.8)
+        if nearest_name:
+            return replace(verdict, why=f"{verdict.why}; nearest is {nearest_name}")
     return verdict

@@ -1,12 +1,12 @@
-"""Work: the CUDA devices on which a layer or a call works, by the model that it runs or the tensors that it gets.
+"""Work: the CUDA devices of a layer or a call, by the model that it runs or the tensors that it gets.
 
-The current device says nothing: a model may be on another one, or on several. A layer works on the devices of its
-parameters, and a method on those of its object, or of a model that the object has. A function works on those of a model
-among its arguments or in its code. Without a model the tensors of the arguments count. All else works on the current
-device.
+The current device is no answer: a model may be on another device, or on several. A layer works on the devices of its
+parameters. A method works on the devices of its object, or of a model in that object. A function works on those of
+a model among its arguments or in its code. Without a model the tensors of the arguments decide. All other calls work on
+the current device.
 
-A call is asked only while spans are timed on a device and torch uses one of several. Parameters are looked up once for
-each object and kept while they live; where nothing is found they are looked up again, ever more seldom.
+A call is examined only while spans are timed on a device and torch uses one of several. The parameters of an object are
+read once and kept while they live. If there are none, they are sought again at growing intervals.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from instrument.recording.spans import Work
 from instrument.runtime.faults import FAULTS
 
 DEPTH = 3
-"""The depth below an object at which its model may be: itself, its attributes, or their attributes."""
+"""The levels at which an object's model is sought: itself, its attributes, and their attributes."""
 
 THINGS = 1000
-"""The most objects of one depth that are looked at."""
+"""The most objects of one level that are examined."""
 
 KEPT = 1024
-"""The most objects that are known at a time."""
+"""The most objects whose devices are cached."""
 
 SELDOM = 1024
-"""The most calls until a model that was not found is looked for again."""
+"""The most calls until a missing model is sought again."""
 
-HELD = 64
-"""The most items of a container among the arguments that are looked at."""
+ITEMS = 64
+"""The most items of a container among the arguments that are examined."""
 
 _PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
 _CONTAINERS = (list, tuple, dict, UserDict)
 
 
 class ModuleWork:
-    """The CUDA devices of some tensors: those of a module, which may move or be on several.
+    """The CUDA devices of a module, which may move or be on several.
 
-    One tensor represents all on its device. Where none of them lives any more, the last devices count.
+    One tensor represents all on its device. Once none of the tensors lives, the last devices count.
     """
 
     __slots__ = ("_devices", "_tensors")
@@ -59,49 +59,49 @@ class ModuleWork:
         self.follow(tensors)
 
     def follow(self, tensors: Iterable[Any]) -> None:
-        """Use other tensors from now on, unless those before are still there."""
+        """Use other tensors from now on, unless an earlier tensor still lives."""
         if self.now() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
     def now(self) -> tuple[int, ...] | None:
-        """Return the devices, None where no tensor is left."""
+        """Return the devices, None once no tensor lives."""
         tensors = self._tensors
-        if len(tensors) == 1:  # as nearly always: a third of the time
+        if len(tensors) == 1:  # the usual case, in a third of the time
             tensor = tensors[0]()
             if tensor is None:
                 return None
             self._devices = (tensor.device.index,) if tensor.is_cuda else ()
             return self._devices
-        there = [tensor for follow in tensors if (tensor := follow()) is not None]
-        if not there:
+        alive = [tensor for follow in tensors if (tensor := follow()) is not None]
+        if not alive:
             return None
-        self._devices = tuple(sorted({tensor.device.index for tensor in there if tensor.is_cuda}))
+        self._devices = tuple(sorted({tensor.device.index for tensor in alive if tensor.is_cuda}))
         return self._devices
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices, the last ones where no tensor is left."""
-        found = self.now()
-        return self._devices if found is None else found
+        """The devices, the last known ones once no tensor lives."""
+        devices = self.now()
+        return self._devices if devices is None else devices
 
     def __call__(self) -> Work:
         return Work("torch", self.devices)
 
 
 def tensors_of(module: Any) -> list[Any]:
-    """Return the parameters of a module, and its buffers where no parameter is on a device."""
+    """Return the parameters of a module, and its buffers too if no parameter is on a device."""
     parameters = list(module.parameters())
-    return parameters if any(one.is_cuda for one in parameters) else [*parameters, *module.buffers()]
+    return parameters if any(parameter.is_cuda for parameter in parameters) else [*parameters, *module.buffers()]
 
 
 def tensors_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """Return a tensor with which a module that has none of its own works, by its neighbours; empty without one.
+    """Return a tensor of the neighbours of a module that has no tensor itself; empty without one.
 
-    The module before it hands it its input: the last tensor of the nearest neighbour before it, else the first one of
-    those after it, else of the parent itself; else the same for the parent. One on a device comes before others.
+    The module before it gives it its input. So the last tensor of the nearest neighbour before it comes first, then the
+    first one after it, then one of the parent, then the same for the parent. A tensor on a device precedes the others.
     """
-    others: list[Any] = []
+    host_tensors: list[Any] = []
     while (parent := parent_of(module)) is not None:
         around = [child for child in children(parent) if child is not None]
         place = next((index for index, child in enumerate(around) if child is module), len(around))
@@ -113,31 +113,31 @@ def tensors_near(module: Any, parent_of: Callable[[Any], Any], children: Callabl
             for tensor in tensors:
                 if tensor.is_cuda:
                     return [tensor]
-                others = others or [tensor]
+                host_tensors = host_tensors or [tensor]
         module = parent
-    return others
+    return host_tensors
 
 
 class CallWork:
-    """A reader of the devices of a call by its arguments, as an attribute that no reader sees; never raises.
+    """A reader of the devices of a call by its arguments, as an attribute for the recorder alone. It never raises.
 
-    A copy of it goes with a function that is pickled by value, and goes by the arguments alone.
+    A function that is pickled by value takes along a copy, which uses the arguments alone.
     """
 
     def __init__(self, recorder: Recorder, is_method: bool, function: FunctionType | None = None) -> None:
         self._recorder = recorder
         self._is_method = is_method
-        # Not the function itself, or this would be a reference that is replaced by the one that records.
+        # Not the function itself: a reference to it would be replaced by the probe.
         self._globals = {} if function is None else function.__globals__
         self._names = () if function is None else function.__code__.co_names
         self._cells = () if function is None else function.__closure__ or ()
-        self._kept: dict[int, _Found] = {}
-        self._named = _Found(None)
+        self._kept: dict[int, _DeviceCache] = {}
+        self._named = _DeviceCache(None)
         self._torch: Any = None
 
     @classmethod
     def of(cls, recorder: Recorder, function: Any) -> CallWork:
-        """Make a reader for calls of a function."""
+        """Return a reader for calls of a function."""
         if type(function) is not FunctionType:
             return cls(recorder, False)
         in_class = "." in function.__qualname__.rpartition("<locals>.")[2]
@@ -159,7 +159,7 @@ class CallWork:
             return None
 
     def _has_several_devices(self) -> bool:
-        """Return True where torch uses a device and has others: with one alone there is nothing to tell apart."""
+        """Return True if torch uses a device and has several: a single one needs no distinction."""
         torch = sys.modules.get("torch")
         if torch is not self._torch:
             parts = (getattr(torch, name, None) for name in ("Tensor", "nn", "cuda"))
@@ -183,33 +183,33 @@ class CallWork:
                 if devices := self._devices_of(thing):
                     return devices
             elif issubclass(kind, _CONTAINERS):
-                tensors += [part for part in islice(_parts(thing), HELD) if issubclass(type(part), tensor_type)]
+                tensors += [part for part in islice(_parts(thing), ITEMS) if issubclass(type(part), tensor_type)]
         if (self._names or self._cells) and (devices := self._named.devices(self._models_named, None)):
             return devices
         return tuple(sorted({tensor.device.index for tensor in tensors if tensor.is_cuda}))
 
     def _devices_of(self, thing: Any) -> tuple[int, ...]:
-        found = self._kept.get(id(thing))
-        if found is None or found.owner() is not thing:
-            found = _Found(thing)
+        entry = self._kept.get(id(thing))
+        if entry is None or entry.owner() is not thing:
+            entry = _DeviceCache(thing)
             if len(self._kept) >= KEPT:
                 self._kept.clear()
-            self._kept[id(thing)] = found
-        return found.devices(lambda thing: models_in([thing], self._torch.nn.Module), thing)
+            self._kept[id(thing)] = entry
+        return entry.devices(lambda thing: models_in([thing], self._torch.nn.Module), thing)
 
     def _models_named(self, _: None) -> Sequence[Any]:
-        """Return the models that the function's code names: in its closure, and globals of its module."""
-        held = [self._globals[name] for name in self._names if name in self._globals]
+        """Return the models that the function's code names, in its closure and its module's globals."""
+        values = [self._globals[name] for name in self._names if name in self._globals]
         for cell in self._cells:
             try:
-                held.append(cell.cell_contents)
+                values.append(cell.cell_contents)
             except ValueError:  # not set yet
                 continue
-        return models_in(held, self._torch.nn.Module)
+        return models_in(values, self._torch.nn.Module)
 
 
-class _Found:
-    """The models that were found of an object, and the call at which they are looked for again."""
+class _DeviceCache:
+    """The devices of an object's models, and the calls until a missing model is sought again."""
 
     __slots__ = ("_calls", "_pause", "_work", "owner")
 
@@ -222,35 +222,35 @@ class _Found:
         self._calls, self._pause = 0, 1
 
     def devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
-        """Return the devices of its models, by those that `models` finds in it."""
-        there = None if self._work is None else self._work.now()
-        if there is not None:
-            return there
+        """Return the devices of the models that `models(thing)` returns."""
+        devices = None if self._work is None else self._work.now()
+        if devices is not None:
+            return devices
         if self._calls:
             self._calls -= 1
             return ()
-        found = [tensor for model in models(thing) for tensor in tensors_of(model) if tensor.is_cuda]
-        if not found:
+        tensors = [tensor for model in models(thing) for tensor in tensors_of(model) if tensor.is_cuda]
+        if not tensors:
             self._calls, self._pause = self._pause, min(2 * self._pause, SELDOM)
             return ()
-        self._work = ModuleWork(found)
+        self._work = ModuleWork(tensors)
         return self._work.devices
 
 
 def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
-    """Return the modules nearest below some things that have a tensor on a device. Runs no code of the host."""
-    seen: set[int] = set()
+    """Return the nearest modules below the objects, if one has a tensor on a device. Runs no code of the service."""
+    visited: set[int] = set()
     level = list(things)
     for _ in range(DEPTH):
         level = [thing for thing in level if not issubclass(type(thing), _PLAIN)]
-        found = [thing for thing in level if issubclass(type(thing), module_type)]
-        if any(tensor.is_cuda for model in found for tensor in tensors_of(model)):
-            return found
+        modules = [thing for thing in level if issubclass(type(thing), module_type)]
+        if any(tensor.is_cuda for model in modules for tensor in tensors_of(model)):
+            return modules
         below: list[Any] = []
         for thing in level:
             for part in _parts(thing):
-                if id(part) not in seen:
-                    seen.add(id(part))
+                if id(part) not in visited:
+                    visited.add(id(part))
                     below.append(part)
             if len(below) > THINGS:
                 break

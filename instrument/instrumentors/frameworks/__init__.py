@@ -1,8 +1,8 @@
-"""Frameworks whose own entry points record. None is ever imported by us, only met when the host has.
+"""Frameworks whose own entry points record. This package imports none of them; it attaches when the service does.
 
-Three have a table of entry points here. A span of ONNX Runtime's `run_async` is that of the call, which only hands the
-work over. A pipeline of transformers that is called with a data set returns at once and works as its result is read:
-its span is that of the call alone, while `generate` and layers record as they run.
+Three have a table of entry points here. A span of ONNX Runtime's `run_async` covers the call, which only hands the
+work over. A pipeline of transformers that is called with a data set returns at once and works while its result is read:
+its span covers the call alone, while `generate` and layers record as they run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
 
-Room = Entries | jax.Jitted | keras.KerasLayers | sklearn.Estimators
+Observer = Entries | jax.Jitted | keras.KerasLayers | sklearn.Estimators
 
 
 ONNXRUNTIME = "onnxruntime.capi.onnxruntime_inference_collection"
@@ -29,17 +29,17 @@ _ENCODERS = (
     ("sparse_encoder", "sparse_encoder.SparseEncoder", "SparseEncoder", "encode"),
     ("cross_encoder", "cross_encoder.CrossEncoder", "CrossEncoder", "predict"),
 )
-"""The package of a class of sentence-transformers, its module in older versions, its name and method."""
+"""The package of each class of sentence-transformers, its module in older versions, its name and its method."""
 
 
 def _of_session(session: Any) -> Facts:
-    """Return the name of the file that a model was loaded from, and the providers that its session was given."""
+    """Return the name of a session's model file, and the session's providers."""
     path = getattr(session, "_model_path", None)
     return PurePath(path).name if path else "(bytes)", (("providers", tuple(session.get_providers())),)
 
 
 def _of_model(subject: Any) -> Facts:
-    """Return the task of a pipeline, the class of a model."""
+    """Return the task of a pipeline, or the class of a model."""
     task = getattr(subject, "task", None)
     return task if isinstance(task, str) and task else type(subject).__name__, ()
 
@@ -48,7 +48,7 @@ def _entries(entries: Sequence[Entry], facts_of: Callable[[Any], Facts], by_clas
     return lambda rule, recorder: Entries(rule, entries, facts_of, by_class=by_class, recorder=recorder)
 
 
-ROOMS: Mapping[str, Callable[[FrameworkRule, Recorder], Room]] = {
+OBSERVERS: Mapping[str, Callable[[FrameworkRule, Recorder], Observer]] = {
     "jax": jax.Jitted,
     "onnxruntime": _entries(
         [Entry((ONNXRUNTIME,), "Session", method, f"onnxruntime.{method}") for method in ONNXRUNTIME_METHODS],
@@ -81,7 +81,7 @@ ROOMS: Mapping[str, Callable[[FrameworkRule, Recorder], Room]] = {
 
 
 class Frameworks:
-    """The framework rules of one session at work. `layers` gives the profile's layer rules, which Keras serves too."""
+    """The instrumentor of one session's framework rules. `layers` returns that of its layer rules, for Keras."""
 
     def __init__(
         self,
@@ -91,60 +91,60 @@ class Frameworks:
     ) -> None:
         self._recorder = recorder
         self._layers = layers
-        self._rooms: dict[FrameworkRule, list[Room]] = {}
+        self._observers: dict[FrameworkRule, list[Observer]] = {}
         self.rules: tuple[FrameworkRule, ...] = ()
         self._take_on(rules)
 
     def _take_on(self, rules: Sequence[FrameworkRule]) -> None:
         self.rules = tuple(rules)
         for rule in rules:
-            if rule not in self._rooms:
-                self._rooms[rule] = list(self._made(rule))
+            if rule not in self._observers:
+                self._observers[rule] = list(self._made(rule))
 
-    def _made(self, rule: FrameworkRule) -> Iterator[Room]:
+    def _made(self, rule: FrameworkRule) -> Iterator[Observer]:
         if rule.name == "keras":
             yield from keras.probes(rule, self._layers(), self._recorder)
         else:
-            yield ROOMS[rule.name](rule, self._recorder)
+            yield OBSERVERS[rule.name](rule, self._recorder)
 
     @property
-    def rooms(self) -> list[Room]:
-        """The rooms of all rules, in the order of the profile."""
-        return [room for rule in self.rules for room in self._rooms[rule]]
+    def observers(self) -> list[Observer]:
+        """The observers of all rules, in the order of the profile."""
+        return [observer for rule in self.rules for observer in self._observers[rule]]
 
     def wants(self, module_name: str) -> bool:
-        """Return True where a framework has an entry point in that module."""
-        return any(room.wants(module_name) for room in self.rooms)
+        """Return True if a framework has an entry point in that module."""
+        return any(observer.wants(module_name) for observer in self.observers)
 
     def imported(self, module: ModuleType) -> bool:
-        """A module of a framework has been imported: attach to what it has."""
+        """Attach to the entry points of an imported module."""
         copied = False
-        for room in self.rooms:
-            if room.wants(module.__name__):
-                copied = room.imported(module) or copied
+        for observer in self.observers:
+            if observer.wants(module.__name__):
+                copied = observer.imported(module) or copied
         return copied
 
     def change(self, rules: Sequence[FrameworkRule], modules: Iterable[ModuleType]) -> None:
-        """Take on other rules: frameworks that both want stay as they are, but Keras, whose layers may have others."""
-        for rule in [rule for rule in self._rooms if rule not in rules or rule.name == "keras"]:
-            for room in reversed(self._rooms.pop(rule)):
-                room.undo()
-        before = {id(room) for rooms in self._rooms.values() for room in rooms}
+        """Apply other rules. A framework with an equal rule stays as it is, except Keras: layer rules may differ."""
+        for rule in [rule for rule in self._observers if rule not in rules or rule.name == "keras"]:
+            for observer in reversed(self._observers.pop(rule)):
+                observer.undo()
+        before = {id(observer) for observers in self._observers.values() for observer in observers}
         self._take_on(rules)
         for module in modules:
-            for room in self.rooms:
-                if id(room) not in before and room.wants(module.__name__):
-                    room.imported(module)
+            for observer in self.observers:
+                if id(observer) not in before and observer.wants(module.__name__):
+                    observer.imported(module)
 
     def probed(self) -> Mapping[str, Any]:
-        """The rules at work, by their text."""
+        """Return the rules by their text."""
         return {rule.text: rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Take every probe off, last first."""
-        for room in reversed(self.rooms):
-            room.undo()
+        """Remove every probe, last first."""
+        for observer in reversed(self.observers):
+            observer.undo()
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on every rule up to now, in the order of the profile."""
-        return [verdict for room in self.rooms for verdict in room.verdicts()]
+        return [verdict for observer in self.observers for verdict in observer.verdicts()]

@@ -1,8 +1,8 @@
-"""Entry points: the methods through which a service calls a framework, each call a span.
+"""Entry points: the methods by which a service calls a framework. Each call is a span.
 
-The method is replaced in the class that defines it, when the host has imported its module. What a span is called, and
-the facts that stay the same, are decided once for each subject: an object, or its class. What a version of the
-framework lacks is named by a verdict.
+The method is replaced in the class that defines it, after the import of its module. The span's name and constant facts
+are decided once for each subject: an object, or its class. A verdict names the entry points that a version of the
+framework lacks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A method by class and name, and the modules that define the class, in one version of the framework or another.
+    """A method by class and name, and the modules that define the class, of all supported versions of the framework.
 
-    It is replaced in the class that defines it, which may be one above.
+    It is replaced in the class that defines it, which may be a base class.
 
-    `name` is what its spans are called.
+    `name` is the name of its spans.
     """
 
     modules: tuple[str, ...]
@@ -49,9 +49,9 @@ class Entry:
 
 
 class Entries:
-    """The entry points of one framework at work.
+    """The instrumentor of one framework's entry points.
 
-    `facts_of` describes an object, once for each, or with `by_class` once for each class of objects.
+    `facts_of` describes an object. It is called once per object, or with `by_class` once per class.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Entries:
         self._undos: list[Undo] = []
 
     def wants(self, module_name: str) -> bool:
-        """Return True where an entry point is defined in that module."""
+        """Return True if an entry point is defined in that module."""
         return module_name in self._modules
 
     def imported(self, module: ModuleType) -> bool:
@@ -85,17 +85,17 @@ class Entries:
         return False
 
     def undo(self) -> None:
-        """Give every class its own methods back."""
+        """Restore every class's own methods."""
         undo_all(self._undos)
         self._shared.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on each entry point, and one on all that wait, unless the rule is `auto`."""
+        """Return the verdict on each entry point, and one on all missing modules, unless the rule is `auto`."""
         verdicts = list(self._verdicts.values())
         waiting = {entry.modules for entry in self._entries if entry.label not in self._verdicts}
         if waiting and not self.rule.auto:
-            there = {name for name, _ in loaded_modules()}
-            names = sorted(" or ".join(modules) for modules in waiting) if self.rule.name in there else [self.rule.name]
+            ready = {name for name, _ in loaded_modules()}
+            names = sorted(" or ".join(modules) for modules in waiting) if self.rule.name in ready else [self.rule.name]
             verdicts.append(Verdict(self.rule.text, "waiting", why=f"{', '.join(names)} not imported"))
         return verdicts
 
@@ -130,7 +130,7 @@ class Entries:
         return wrapper
 
     def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]) -> Any:
-        """The method with the site of a subject, at its first call. Subjects that are described alike share one."""
+        """Return the recording method of a subject, at its first call. Subjects with equal facts share one."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:
@@ -146,37 +146,37 @@ class Entries:
 
 
 def missing(rule: FrameworkRule, label: str) -> Verdict:
-    """The verdict on an entry point that the imported version of a framework does not have."""
+    """Return the verdict on an entry point that the imported version of a framework does not have."""
     version = next((namespace(m).get("__version__") for name, m in loaded_modules() if name == rule.name), None)
     return Verdict(rule.text, "unreachable", label, f"{rule.name} {version or '(of unknown version)'} has none")
 
 
-def no_function(rule: FrameworkRule, label: str, found: Any) -> Verdict:
-    """The verdict on an entry point that is no function in Python."""
-    return Verdict(rule.text, "unreachable", label, f"it is a {type(found).__name__}, not a function")
+def no_function(rule: FrameworkRule, label: str, value: Any) -> Verdict:
+    """Return the verdict on an entry point that is no Python function."""
+    return Verdict(rule.text, "unreachable", label, f"it is a {type(value).__name__}, not a function")
 
 
 def replaced(rule: FrameworkRule, label: str, owner: Any, name: str, new: Any, undos: list[Undo]) -> Verdict:
-    """Replace a method of a class. Returns the verdict on it."""
+    """Replace a method of a class. Return the verdict on it."""
     try:
         undos.append(replace(owner, name, new))
-    except Exception as error:  # a metaclass that lets nothing be set
+    except Exception as error:  # a metaclass that refuses changes
         why = f"it cannot be replaced: {type(error).__name__}: {error}"
         return Verdict(rule.text, "unreachable", label, why)
     return Verdict(rule.text, "attached", label)
 
 
-def recorded_once(recorder: Recorder, method: Any, site: Site, known: dict[Any, Any], key: Any) -> Any:
-    """Make the function that records a method as a site. Threads that come at once get the same one."""
-    made = recorder.make_function(method, site)
-    recording = known.setdefault(key, made)
-    if recording is made:
-        recorder.may_mute(site, made)
+def recorded_once(recorder: Recorder, method: Any, site: Site, recordings: dict[Any, Any], key: Any) -> Any:
+    """Return the function that records a method as a site. Concurrent threads get the same one."""
+    new_recording = recorder.make_function(method, site)
+    recording = recordings.setdefault(key, new_recording)
+    if recording is new_recording:
+        recorder.may_mute(site, new_recording)
     return recording
 
 
 def taken(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
-    """The verdict on an entry point that a function rule or a decorator records already, which then keeps it."""
+    """Return the verdict on an entry point that a function rule or a decorator records already, None for others."""
     site = getattr(function, "__instrument__", None)
     if not isinstance(site, Site):
         return None

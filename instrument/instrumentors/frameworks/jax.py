@@ -1,12 +1,12 @@
-"""JAX: calls of what `jax.jit` makes, `jax.device_put` and `block_until_ready`, as the host sees them.
+"""JAX: calls of jitted functions, of `jax.device_put` and of `block_until_ready`, as the host sees them.
 
-JAX hands work to the device and returns: the span of a jitted call is that of its dispatch, and of its compilation the
-first time; the wait for the result is in `block_until_ready`, or wherever the host reads an array.
+JAX hands work to the device and returns. So the span of a jitted call covers its dispatch, and at the first call its
+compilation. The wait for the result is in `block_until_ready`, or wherever the host reads an array.
 
-The type of a jitted function is made in C and shared with the hundreds that JAX has for itself, so it is left alone:
-`jax.jit` is replaced, and what it then returns stands for the jitted function and has its attributes. Of those made
-before, the ones that a module of the host names are replaced there; others are not seen. What is called while JAX
-traces records nothing, for it runs only once.
+The type of a jitted function is made in C and shared with hundreds of JAX's own functions, so it is left alone.
+`jax.jit` is replaced, and then returns a proxy with the jitted function's attributes. A function that was jitted before
+is replaced under the names that modules of the service have for it, and is not seen elsewhere. Calls record nothing
+while JAX traces, since traced code runs only once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from instrument.runtime.faults import FAULTS
 
 FUNCTIONS = ("device_put", "block_until_ready")
 OWN = frozenset({"jax", "jaxlib"})
-"""Packages whose jitted functions and names are left as they are: every function of `jax.numpy` is jitted."""
+"""Packages whose jitted functions and names are not replaced: every function of `jax.numpy` is jitted."""
 
 
 class Jitted:
-    """The calls of JAX of one session at work."""
+    """The instrumentor of JAX for one session."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         self.rule = rule
@@ -53,11 +53,11 @@ class Jitted:
         self._is_clean: Callable[[], bool] = lambda: True
 
     def wants(self, module_name: str) -> bool:
-        """Return True where it is JAX's own front door."""
+        """Return True for JAX's top-level module."""
         return module_name == "jax"
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to JAX. Return True where its functions were replaced."""
+        """Attach to JAX. Return True if its functions were replaced."""
         if self._jax is not None:
             return False
         self._jax, self._at_work = module, True
@@ -71,7 +71,7 @@ class Jitted:
         self._attach("jit", self._wrap_jit)
         for name in FUNCTIONS:
             self._attach(name, functools.partial(self._wrap_call, name=f"jax.{name}"))
-        array = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)  # the arrays that have values
+        array = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)  # the class of arrays with values
         bases = array.__mro__ if isinstance(array, type) else ()
         concrete = next((cls for cls in bases if "block_until_ready" in vars(cls)), None)
         if concrete is None:
@@ -83,11 +83,11 @@ class Jitted:
         return True
 
     def undo(self) -> None:
-        """Give JAX its own functions back, and the host's modules what `jax.jit` made for them."""
+        """Restore JAX's own functions, and in the service's modules the functions that `jax.jit` made."""
         self._at_work = False
         undo_all(self._undos)
-        made = [(wrapped, wrapped._instrument_source) for wrapped in list(self._made)]
-        rebind([*((wrapped, original) for original, wrapped in self._bound), *made])
+        pairs = [(wrapped, wrapped._instrument_source) for wrapped in list(self._made)]
+        rebind([*((wrapped, original) for original, wrapped in self._bound), *pairs])
         self._bound.clear()
         self._made.clear()
 
@@ -120,38 +120,39 @@ class Jitted:
     def _wrap_jit(self, jit: Any) -> Any:
         @functools.wraps(jit)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            made = jit(*args, **kwargs)
+            jitted = jit(*args, **kwargs)
             if not self._at_work:
-                return made
-            if not args and "fun" not in kwargs:  # options alone: what came back will make the function
-                is_function = callable(made) and not isinstance(made, type)
-                return functools.wraps(made)(lambda fun: self._jitted(made(fun))) if is_function else made
-            return self._jitted(made)
+                return jitted
+            if not args and "fun" not in kwargs:  # options alone: `jitted` is a decorator
+                is_function = callable(jitted) and not isinstance(jitted, type)
+                return functools.wraps(jitted)(lambda fun: self._jitted(jitted(fun))) if is_function else jitted
+            return self._jitted(jitted)
 
         return wrapper
 
-    def _jitted(self, made: Any) -> Any:
-        if _is_own(made):
-            return made
+    def _jitted(self, jitted: Any) -> Any:
+        if _is_own(jitted):
+            return jitted
         try:
-            return self._wrap_jitted(made)
+            return self._wrap_jitted(jitted)
         except Exception as fault:
             FAULTS.note("jitted function", fault)
-            return made
+            return jitted
 
-    def _wrap_jitted(self, made: Any) -> Any:
-        site = self._site(made)
-        wrapped = _JittedFunction(made, self._recording(made, site), site)
+    def _wrap_jitted(self, jitted: Any) -> Any:
+        site = self._site(jitted)
+        wrapped = _JittedFunction(jitted, self._recording(jitted, site), site)
         self._made.add(wrapped)
         return wrapped
 
-    def _site(self, made: Any) -> Site:
-        """The site of a jitted function, the same for all that are made of the same code."""
-        inner = getattr(made, "__wrapped__", made)
+    def _site(self, jitted: Any) -> Site:
+        """Return the site of a jitted function, one for all functions of the same code."""
+        inner = getattr(jitted, "__wrapped__", jitted)
         key = (
-            getattr(inner, "__code__", None) or f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
+            getattr(inner, "__code__", None)
+            or f"{getattr(jitted, '__module__', '')}.{getattr(jitted, '__qualname__', '')}"
         )
-        return self._sites.get(key) or self._sites.setdefault(key, site_of(made))
+        return self._sites.get(key) or self._sites.setdefault(key, site_of(jitted))
 
     def _recording(self, function: Any, site: Site) -> Callable[..., Any]:
         recorder, is_clean = self._recorder, self._is_clean
@@ -166,13 +167,13 @@ class Jitted:
         return call
 
     def _wrap_call(self, function: Any, name: str) -> Any:
-        """Record a function of JAX itself; calls that it makes of the others are part of it."""
+        """Wrap a function of JAX. The calls that it makes of other wrapped functions are part of its span."""
         recording = self._recording(function, site_of(function, name=name))
         inside = self._waiting
         # A method made in C may have no qualified name.
-        named = [name for name in functools.WRAPPER_ASSIGNMENTS if isinstance(getattr(function, name, None), str)]
+        assigned = [name for name in functools.WRAPPER_ASSIGNMENTS if isinstance(getattr(function, name, None), str)]
 
-        @functools.wraps(function, assigned=named)
+        @functools.wraps(function, assigned=assigned)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if getattr(inside, "busy", False):
                 return function(*args, **kwargs)
@@ -185,19 +186,19 @@ class Jitted:
         return wrapper
 
     def _made_before(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Jitted functions that modules of the host name, each with one that records; tells of those held elsewhere."""
+        """Yield each jitted function that a module of the service names, with its proxy. Note a verdict on the rest."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
-        seen: set[int] = set()
+        visited: set[int] = set()
         for name, module in loaded_modules():
             if name.partition(".")[0] in OWN:
                 continue
             for value in list(namespace(module).values()):
-                if type(value) is jitted_type and id(value) not in seen and not _is_own(value):
-                    seen.add(id(value))
+                if type(value) is jitted_type and id(value) not in visited and not _is_own(value):
+                    visited.add(id(value))
                     yield value, self._wrap_jitted(value)
-        missed = [f for f in gc.get_objects() if type(f) is jitted_type and id(f) not in seen and not _is_own(f)]
+        missed = [f for f in gc.get_objects() if type(f) is jitted_type and id(f) not in visited and not _is_own(f)]
         if missed:
             names = sorted({str(getattr(function, "__qualname__", "?")) for function in missed})
             why = f"{len(missed)} were made before and are held where no module names them: {', '.join(names[:5])}"
@@ -205,11 +206,11 @@ class Jitted:
 
 
 class _JittedFunction(StandIn):
-    # Not a Python function with the attributes of the jitted one: to jit a function copies its namespace.
+    # Not a Python function with the jitted one's attributes: `jax.jit` copies a function's namespace.
     __slots__ = ("instrument_call",)
 
-    def __init__(self, made: Any, call: Callable[..., Any], site: Site) -> None:
-        super().__init__(made, site)
+    def __init__(self, jitted: Any, call: Callable[..., Any], site: Site) -> None:
+        super().__init__(jitted, site)
         object.__setattr__(self, "instrument_call", call)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -225,5 +226,5 @@ class _JittedFunction(StandIn):
     __doc__ = property(lambda self: self._instrument_source.__doc__)
 
 
-def _is_own(made: Any) -> bool:
-    return str(getattr(made, "__module__", "")).partition(".")[0] in OWN
+def _is_own(jitted: Any) -> bool:
+    return str(getattr(jitted, "__module__", "")).partition(".")[0] in OWN

@@ -1,8 +1,8 @@
 """Keras 3: `predict` by the name of the model, and the layers that the profile's layer rules select.
 
-A layer's path is made of the names of the layers that hold it, without the model's own; where the backend is torch a
-layer is a torch module too, and recorded once, here. While a model is built or compiled its layers are called with
-no data: that records nothing, and what was compiled then runs as one. Selected layers that this hides are counted.
+A layer's path consists of the names of its parent layers, without the model's own. With torch as backend a layer is a
+torch module, too, and is recorded once, here. While a model is built or compiled its layers are called without data,
+and record nothing. A compiled model runs in one piece. Selected layers that this hides are counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from instrument.runtime.faults import FAULTS
 
 LAYER = "keras.src.layers.layer"
 BACKENDS = ("jax", "torch", "numpy")
-"""The backends of which it is known how to tell that they trace."""
+"""The backends whose tracing can be recognised."""
 
 ENTRIES = [
     Entry(("keras.src.models.model",), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")
@@ -39,12 +39,12 @@ _NOT_SELECTED = Site("(not selected)")
 
 
 def facts_of(model: Any) -> Facts:
-    """The model's name."""
+    """Return the model's name."""
     return str(model.name), ()
 
 
 class KerasLayers:
-    """The layer rules of one session at work in Keras. `hidden` counts calls of selected layers while JAX traced."""
+    """The instrumentor of one session's layer rules in Keras. `hidden` counts the selected calls that JAX traced."""
 
     def __init__(self, rule: FrameworkRule, layers: Layers, recorder: Recorder = RECORDER) -> None:
         self.rule = rule
@@ -58,7 +58,7 @@ class KerasLayers:
         layers.left_out = _is_layer
 
     def wants(self, module_name: str) -> bool:
-        """Return True where Keras defines its layers there."""
+        """Return True for the module in which Keras defines its layers."""
         return module_name == LAYER
 
     def imported(self, module: ModuleType) -> bool:
@@ -83,12 +83,12 @@ class KerasLayers:
         return False
 
     def undo(self) -> None:
-        """Give the class of all layers its own `__call__` back."""
+        """Restore the `__call__` of the class of all layers."""
         undo_all(self._undos)
         self._sites.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on layers that cannot be observed; those on the others are the layer rules'."""
+        """Return the verdicts on layers that cannot be observed. The layer rules return those on the others."""
         if not self.hidden:
             return list(self._verdicts)
         why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
@@ -121,7 +121,7 @@ class KerasLayers:
         return wrapper
 
     def _decide(self, layer: Any) -> Site:
-        """Return the site of a layer that records: once for each instance, as soon as its path is known."""
+        """Return the site of a layer, or `_NOT_SELECTED`. Decides once per instance, when its path is known."""
         try:
             path = self._paths.of(layer)
             site = self._layers.select(type(layer), path or "", "call") or _NOT_SELECTED
@@ -136,7 +136,7 @@ class KerasLayers:
 
 
 def _children(layer: Any) -> Iterable[tuple[str, Any]]:
-    """The layers that a layer holds, by name."""
+    """Return the child layers of a layer, by name."""
     return [(child.name, child) for child in vars(layer).get("_layers") or ()]
 
 
@@ -151,7 +151,7 @@ def _named(module_name: str, name: str, default: Any) -> Any:
 
 
 def _holds(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
-    """Return True where an argument, or a part of one, stands for a tensor of a model that is being built."""
+    """Return True if an argument, or an item of one, is a symbolic tensor of a model that is being built."""
     for argument in (*args, *kwargs.values()) if kwargs else args:
         parts: Callable[[], Iterator[Any]] | None = None
         if isinstance(argument, symbolic_type):
@@ -168,7 +168,7 @@ def _holds(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
 def probes(
     rule: FrameworkRule, layers: Layers | None, recorder: Recorder = RECORDER
 ) -> Iterator[Entries | KerasLayers]:
-    """The probes of the rule, and of the profile's layer rules."""
+    """Yield the observers of the rule and of the profile's layer rules."""
     yield Entries(rule, ENTRIES, facts_of, recorder=recorder)
     if layers is not None:
         yield KerasLayers(rule, layers, recorder)

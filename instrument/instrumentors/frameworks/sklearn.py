@@ -1,8 +1,8 @@
 """scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of every estimator class.
 
-A method is replaced in the class that defines it, also where that is a class of the host or of a library built on
-scikit-learn, as soon as it is defined. An estimator calls its own methods in turn; of those only the outermost is a
-span, so that the children of a pipeline's call are its steps.
+A method is replaced in the class that defines it, as soon as the class is defined. The class may be the service's, or
+of a library built on scikit-learn. An estimator's methods call each other, and only the outermost call is a span. So
+the children of a pipeline's span are its steps.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ WRAPPING = "_SetOutputMixin"
 
 
 class Estimators:
-    """The estimators of one session at work. `hits` counts the methods of classes that have been called."""
+    """The instrumentor of estimators for one session. `hits` counts the methods of classes that have been called."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         self.rule = rule
         self.hits = 0
         self._recorder = recorder
         self._inside = threading.local()
-        """The estimators, by identity, inside whose methods a thread is."""
+        """The identities of the estimators whose methods are running on a thread."""
         self._base: type[Any] | None = None
         self._wrapping: type[Any] | None = None
         self._verdict: Verdict | None = None
@@ -47,11 +47,11 @@ class Estimators:
         self._undos: list[Undo] = []
 
     def wants(self, module_name: str) -> bool:
-        """Return True where it is the module from which all estimators come."""
+        """Return True for the module of the base class of all estimators."""
         return module_name == BASE[0]
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to every estimator class that is defined, and to each when it is."""
+        """Attach to every estimator class, now or when it is defined."""
         base = namespace(module).get(BASE[1])
         if not isinstance(base, type):
             self._verdict = missing(self.rule, ".".join(BASE))
@@ -67,7 +67,7 @@ class Estimators:
         return False
 
     def undo(self) -> None:
-        """Give every class its own methods back and stop watching."""
+        """Restore every class's own methods and stop watching."""
         undo_all(self._undos)
 
     def verdicts(self) -> list[Verdict]:
@@ -83,7 +83,7 @@ class Estimators:
         return [*([] if self.rule.auto and not self.hits else [first]), *self._unreachable.values()]
 
     def _defined_below(self, watched: type[Any], cls: type[Any]) -> None:
-        """A class is defined: attach, once the last of the classes that we watch has done its own work on it."""
+        """Attach to a new class, after the last watched base class has done its own work on it."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._defined(cls)
@@ -96,7 +96,7 @@ class Estimators:
             raw = vars(owner)[name]
             if isinstance(getattr(raw, "__instrument__", None), Site):  # a function rule has it
                 continue
-            # Of `available_if`: a descriptor that holds the function, and may say that there is none.
+            # `available_if` makes a descriptor that contains the function, and may deny that there is one.
             function = raw if isinstance(raw, FunctionType) else getattr(raw, "fn", None)
             if not isinstance(function, FunctionType):
                 if raw is not None:
@@ -138,7 +138,7 @@ class Estimators:
         return wrapper
 
     def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
-        """A class's method with its site, at its first call."""
+        """Return the recording method of a class, at its first call."""
         site = site_of(method, name=f"{cls.__name__}.{name}")
         if id(cls) not in recordings:
             self.hits += 1

@@ -1,7 +1,7 @@
-"""Requests without a rule: what servers hand to the apps that they serve is recorded by endpoint.
+"""Requests that servers hand to their apps, recorded by endpoint without a rule for functions.
 
-Each server is met at the place where it calls the app, each web framework where it has found the route. Nothing is ever
-imported by us, only met when the host has.
+A server is instrumented where it calls the app, a web framework where it has found the route. This package imports no
+server or framework; it attaches when the service does.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "litserve": ("litserve", lambda: model_servers.LITSERVE),
     "mosec": ("mosec", lambda: model_servers.MOSEC),
 }
-"""The kind of server of a package, and the seams of its modules, whose code is loaded as the package is imported."""
+"""The kind of server of a package, and a call for the seams of its modules, which loads their code."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.MODULE: blocked.attach,
     blocked.UVLOOP: blocked.attach_uvloop,
     blocked.COLLECTOR: blocked.attach_collector,
 }
-"""The modules at which is met what keeps requests from going on for longer than `limits.blocked`."""
+"""The functions that record stalls of requests longer than `limits.blocked`, by the module to which they attach."""
 
 
 class Requests:
-    """The request rule of one session at work: at most one."""
+    """The instrumentor of one session's request rule; there is at most one."""
 
     def __init__(self, rules: Sequence[RequestsRule], recorder: Recorder = RECORDER) -> None:
         self._recorder = recorder
         self._undos: list[Undo] = []
         self._met: dict[str, str] = {}
         self.ports: frozenset[int] = frozenset()
-        """The ports of this process to which connections came, where the agent or the session has looked."""
+        """The ports of this process with connections, as far as the agent or the session has seen."""
         self._begin(rules)
 
     def _begin(self, rules: Sequence[RequestsRule]) -> None:
@@ -69,14 +69,14 @@ class Requests:
         }
 
     def wants(self, module_name: str) -> bool:
-        """Return True where the module has a seam."""
+        """Return True if the module has a seam."""
         is_known = module_name in routes.ROUTERS or module_name == propagation.MODULE
         if module_name in STALLS:
             is_known = self._blocked_ns is not None
         return self._seam(module_name) is not None or (bool(self.rules) and is_known)
 
     def _seam(self, module_name: str) -> tuple[str, servers.Attach] | None:
-        """Return the kind of server that has its seam in a module, and the function that attaches there."""
+        """Return the kind of server with a seam in a module, and the function that attaches to it."""
         if module_name[:1].isdigit() and "triton" in self._kinds and triton.MODULE.fullmatch(module_name):
             return "triton", triton.attach
         kind, seams = KINDS.get(module_name.partition(".")[0], ("", dict))
@@ -84,7 +84,7 @@ class Requests:
         return (kind, attach) if attach is not None else self._seams.get(module_name)
 
     def imported(self, module: ModuleType) -> bool:
-        """A module with a seam is imported: attach. A version that has another seam is named in the verdicts."""
+        """Attach to an imported module with a seam. The verdicts name a version that lacks the seam."""
         name = module.__name__
         if name in self._met:
             return False
@@ -114,29 +114,29 @@ class Requests:
         return exchange is not None and exchange.is_open
 
     def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
-        """Take on another rule; requests that are open end as they began."""
+        """Apply another rule. Open requests end under the rule under which they began."""
         self.undo()
         self._met.clear()
         before = self._exchanges
         self._begin(rules)
-        for one in before:
-            one.next = self._exchanges[0] if self._exchanges else None
+        for exchanges in before:
+            exchanges.next = self._exchanges[0] if self._exchanges else None
         for module in modules:
             if self.wants(module.__name__):
                 self.imported(module)
 
     def probed(self) -> Mapping[str, Any]:
-        """The rule at work."""
+        """Return the rule by its text."""
         return {f"requests {rule.text}": rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Give servers and routers their own functions back; the verdicts keep their seams."""
+        """Restore the functions of servers and routers. The verdicts keep their seams."""
         for exchanges in self._exchanges:
             exchanges.is_on = False
         undo_all(self._undos)
 
     def has_begun(self) -> bool:
-        """Return True where a request has begun, by these rules or by a rule for functions."""
+        """Return True if a request has begun, by this rule or by a rule for functions."""
         has_met = any(exchanges.sites() for exchanges in self._exchanges)
         return has_met or any(site.kind == "request" for site in self._recorder.site_calls())
 
@@ -145,12 +145,12 @@ class Requests:
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:
-        """The verdicts on the rule: on the servers that it has met, and on what came and was not recorded."""
+        """Return the verdict on the rule, and verdicts on requests that were not recorded."""
         pairs = zip(self.rules, self._exchanges, strict=True)
         return [verdict for rule, exchanges in pairs for verdict in self._verdicts(rule, exchanges)]
 
     def _verdicts(self, rule: RequestsRule, exchanges: Exchanges) -> list[Verdict]:
-        """The verdict on the rule, and on what it does not reach of the requests that came."""
+        """Return the verdict on one rule, and verdicts on requests that it did not record or name."""
         met = {name: kind for name, kind in self._met.items() if kind in SERVERS}
         lacking = [text for text in self._met.values() if " " in text]
         sites, calls_of = exchanges.sites(), self._recorder.site_calls()
@@ -168,30 +168,30 @@ class Requests:
         return [verdict, *self._unmet(rule, sites, calls_of), *self._unrouted(rule, sites, calls_of)]
 
     def _unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
-        """The verdicts on connections and jobs that came to this process while no request was recorded of them.
+        """Yield verdicts on connections and jobs of this process without recorded requests.
 
-        Where requests were recorded at one port, another is spoken of if there is a server for it that is not met.
+        If another port has recorded requests, a port is named only if a server without instrumentation is imported.
         """
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
         strangers = packages.of_role(sys.modules, "unmet")
         ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
         if ports and (not has_requests or set(strangers) - packages.OF_ALL):
-            named = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, sorted(ports)))}"
-            whose = f"; requests of {' and '.join(strangers)} are not met" if strangers else ""
-            why = f"they came to {named}, and no request was recorded there{whose}; {packages.REMEDY}"
+            port_text = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, sorted(ports)))}"
+            names = f"; requests of {' and '.join(strangers)} are not met" if strangers else ""
+            why = f"they came to {port_text}, and no request was recorded there{names}; {packages.REMEDY}"
             yield Verdict(rule.text, "unmet", "connections", why)
         queues = packages.of_role(sys.modules, "queue")
         if queues and not has_requests:
-            whose = " and ".join(name.partition(".")[0] for name in queues)
-            yield Verdict(rule.text, "unmet", "jobs", f"{whose} takes them off its queue; {packages.REMEDY}")
+            names = " and ".join(name.partition(".")[0] for name in queues)
+            yield Verdict(rule.text, "unmet", "jobs", f"{names} takes them off its queue; {packages.REMEDY}")
 
     def _unrouted(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
-        """The verdict on the routes of requests, where no router that is known has found one."""
+        """Yield a verdict on the routes of requests, if no known router has found one."""
         strangers = packages.of_role(sys.modules, "unrouted")
-        facts = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
-        named = sum(calls for one, calls in facts if "http.route" in one)
-        unnamed = sum(calls for one, calls in facts if "http.route" not in one and "http.request.method" in one)
-        if named or not unnamed or (routes.ROUTERS.keys() & self._met.keys() and not strangers):
+        rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
+        routed = sum(calls for facts, calls in rows if "http.route" in facts)
+        unnamed = sum(calls for facts, calls in rows if "http.route" not in facts and "http.request.method" in facts)
+        if routed or not unnamed or (routes.ROUTERS.keys() & self._met.keys() and not strangers):
             return
         why = f"{', '.join(strangers)} is imported, whose router is not known" if strangers else "no router is known"
         many = "1 request has none" if unnamed == 1 else f"{unnamed} requests have none"

@@ -1,4 +1,4 @@
-"""aiohttp.web: each request that its server hands to an application, as one span from there to the end of the answer.
+"""aiohttp.web: each request that its server hands to an application, as one span up to the end of the answer.
 
 A connection's handler runs the application, middlewares and sub-applications included, and sends the answer. The items
 of a websocket are the messages that the service sends, by any task. gunicorn's worker of aiohttp runs these handlers.
@@ -17,19 +17,19 @@ from instrument.recorder.outcomes import STATUS
 
 
 def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Meet the handler of a connection, and the writer that it makes for each answer."""
+    """Replace the handler of a connection, and the writer that it makes for each answer."""
     owner, base = module.RequestHandler, module.StreamWriter
     handle, handle_error = owner._handle_request, owner.handle_error
     http, websocket = (exchanges.arrivals(kind, _path, _plain, _all) for kind in ("http", "websocket"))
 
     class StreamWriter(base):  # type: ignore[misc, valid-type]
-        """The server's own writer, which counts what it is given for an exchange."""
+        """The server's own writer, which also counts the bytes and items of an exchange."""
 
         exchange: Exchange | None = None
         is_events = False
         failure: BaseException | None = None
 
-        def write_headers(self, status_line: Any, headers: Any, *rest: Any) -> Any:
+        def write_headers(self, status_line: Any, headers: Any, *args: Any) -> Any:
             exchange = self.exchange
             if exchange is not None:
                 try:
@@ -37,12 +37,12 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
                     self.is_events = headers.get("Content-Type", "").startswith("text/event-stream")
                 except Exception:
                     exchange.unread()
-            return super().write_headers(status_line, headers, *rest)
+            return super().write_headers(status_line, headers, *args)
 
-        def write(self, chunk: Any, **how: Any) -> Any:
+        def write(self, chunk: Any, **kwargs: Any) -> Any:
             if self.exchange is not None:
                 self._count(self.exchange, chunk, is_last=False)
-            return super().write(chunk, **how)
+            return super().write(chunk, **kwargs)
 
         def write_eof(self, chunk: Any = b"") -> Any:
             if self.exchange is not None and chunk:
@@ -63,7 +63,7 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
     async def undo_handle(self: Any, request: Any, start_time: Any, request_handler: Any) -> Any:
         writer = request._payload_writer
         if not isinstance(writer, StreamWriter) or request._message is module.ERROR:
-            return await handle(self, request, start_time, request_handler)  # a message that was no request
+            return await handle(self, request, start_time, request_handler)  # a malformed request
         is_http = request.headers.get("Upgrade", "").lower() != "websocket"
         exchange = (http if is_http else websocket).begun(request)
         if exchange is None:
@@ -92,16 +92,16 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
         return result
 
     @takes_place(owner, "handle_error")
-    def undo_error(self: Any, request: Any, status: int = 500, exc: Any = None, *rest: Any, **named: Any) -> Any:
+    def undo_error(self: Any, request: Any, status: int = 500, exc: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(writer := request._payload_writer, StreamWriter):
-            writer.failure = exc or sys.exc_info()[1]  # of a time-out it is not given
-        return handle_error(self, request, status, exc, *rest, **named)
+            writer.failure = exc or sys.exc_info()[1]  # a time-out is not passed as an argument
+        return handle_error(self, request, status, exc, *args, **kwargs)
 
     return [undo_handle, undo_error, replace(module, "StreamWriter", StreamWriter)]
 
 
 def _fail(exchange: Exchange, error: BaseException, transport: Any) -> None:
-    """End an exchange whose handler has failed, by its client where the connection is gone."""
+    """End an exchange whose handler has failed. If the connection is gone, the client has broken it off."""
     is_gone = transport is None or transport.is_closing()
     if is_gone and (isinstance(error, ConnectionError) or not isinstance(error, Exception)):
         if exchange.status >= 500:  # the client never got that answer
@@ -113,14 +113,14 @@ def _fail(exchange: Exchange, error: BaseException, transport: Any) -> None:
 
 
 def _websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Meet the messages that a service sends, each an item of the exchange of its websocket."""
+    """Count each message that a service sends as an item of its websocket's exchange."""
     owner = module.WebSocketResponse
 
     def counted(name: str) -> Undo:
         send = getattr(owner, name)
 
         @takes_place(owner, name)
-        def undo(self: Any, data: Any, *args: Any, **named: Any) -> Any:
+        def undo(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
             exchange = getattr(self._payload_writer, "exchange", None)
             if exchange is not None and exchange.is_open:
                 try:
@@ -128,7 +128,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
                     exchange.item()
                 except Exception:
                     exchange.unread()
-            return send(self, data, *args, **named)
+            return send(self, data, *args, **kwargs)
 
         return undo
 
@@ -159,8 +159,8 @@ def _arrival(request: Any) -> Arrival:
 
 def _all(request: Any, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
     headers = {name.lower(): value for name, value in request._message.raw_headers}
-    named = {name: value for name in names if (value := NAMED[name](request))}
-    return _arrival(request), headers, named
+    attributes = {name: value for name in names if (value := NAMED[name](request))}
+    return _arrival(request), headers, attributes
 
 
 NAMED: Mapping[str, Callable[[Any], str | None]] = {
@@ -169,7 +169,7 @@ NAMED: Mapping[str, Callable[[Any], str | None]] = {
     "client.address": lambda request: request.remote,
     "user_agent.original": lambda request: request.headers.get("User-Agent"),
 }
-"""The parts of a request that attributes hold."""
+"""The readers of a request's attributes."""
 
 AIOHTTP: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
     "aiohttp.web_protocol": _handler,

@@ -1,8 +1,8 @@
 """ASGI: each HTTP request and each websocket that a server hands to its app, as one span.
 
-The server's own call of the app is where we stand, outside of all middleware. The span ends when the last part of the
-answer has been sent; what the app does after that, such as background tasks, is no part of the request. A request with
-the answer 500 or above ends with the app, since middleware sends it and then raises the exception that it is about.
+The span begins at the server's own call of the app, outside of all middleware. It ends when the last part of the answer
+has been sent. Later work of the app, such as background tasks, is no part of the request. A request with the answer 500
+or above ends with the app, since middleware sends the answer first and then raises the exception.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ KINDS = ("http", "websocket")
 """The types of scope that are requests."""
 
 PLAIN = (b"traceparent", b"tracestate", b"content-length")
-"""The headers that are asked for each time."""
+"""The headers that are read for every request."""
 
 NOWHERE = (None, None)
 CONTENT_TYPE, CONTENT_LENGTH = (b"content-type",), (b"content-length",)
 
 WHOLE_FILE = "http.response.pathsend"
 FILES = (WHOLE_FILE, "http.response.zerocopysend")
-"""The messages of extensions of ASGI by which an app has its server send a file; the first is always the last one."""
+"""The messages of ASGI extensions by which an app has its server send a file. The first always ends the answer."""
 
 
 class AsgiApp(ServedApp):
-    """An ASGI application. Passes the rest through: lifespan, and all of it while off."""
+    """An ASGI application whose requests record. It passes lifespan through, and everything while it is off."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
         self._parts = app, exchanges.recorder, arrivals(exchanges)
 
     def __call__(self, scope: Message, receive: Receive, send: Send) -> Awaitable[Any]:
-        app, recorder, arrivals = self._parts  # one by one each would take 0.05 us, for the sake of `__getattr__`
+        app, recorder, arrivals = self._parts  # each attribute takes 0.05 us, as the class has a `__getattr__`
         kind = arrivals.get(scope["type"])
         if kind is None or not recorder.on:
             return app(scope, receive, send)  # type: ignore[no-any-return]
@@ -72,9 +72,10 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
 
 
 class AsgiChannel:
-    """The messages between the server and the app for one exchange.
+    """The channel of messages between the server and the app for one exchange.
 
-    An exchange has no reference to it, since contexts keep exchanges for long. An `__init__` would take 0.05 us.
+    An exchange has no reference to its channel, since contexts keep exchanges for long. An `__init__` would take 0.05
+    us.
     """
 
     __slots__ = ("exchange", "server_receive", "server_send")
@@ -97,14 +98,14 @@ class AsgiChannel:
 
 
 class Http(AsgiChannel):
-    """The messages of one HTTP request. The app calls the server's own `receive`."""
+    """The channel of one HTTP request. The app calls the server's own `receive`."""
 
     __slots__ = ("_headers", "_is_events", "is_complete")
 
     is_complete: bool
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Return the awaitable of the server's own `send`; for the last part one that ends the span after it."""
+        """Return the awaitable of the server's own `send`. For the last part it also ends the span."""
         exchange, is_last = self.exchange, False
         try:
             kind = message["type"]
@@ -125,13 +126,13 @@ class Http(AsgiChannel):
         return self._send_last(message) if is_last else self.server_send(message)
 
     def _items_in(self, body: bytes) -> int:
-        """Count the items of a part: each server-sent event ends with an empty line; any other part is one item."""
+        """Count the items of a part: server-sent events, which end with an empty line, else one."""
         if self.exchange.stream is None:
             self._is_events = self._has_events()
         return (body.count(b"\n\n") or 1) if self._is_events else 1
 
     def _has_events(self) -> bool:
-        """Return True where the headers of the answer announce server-sent events."""
+        """Return True if the headers of the answer announce server-sent events."""
         try:
             kind = self._header(CONTENT_TYPE)
             return kind is not None and kind.startswith(b"text/event-stream")
@@ -140,13 +141,13 @@ class Http(AsgiChannel):
             return False
 
     def _header(self, names: tuple[bytes]) -> bytes | None:
-        """A header of the answer. Headers that can be read but once are left to the server."""
+        """Return a header of the answer, None without it. Headers in an iterator are left to the server."""
         headers = self._headers
         (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
         return value
 
     def _length_of(self, message: Message) -> int:
-        """Return the bytes of a file that the server sends: by the header, else the whole file."""
+        """Return the bytes of a file that the server sends, by the header, else by the size of the file."""
         length = self._header(CONTENT_LENGTH)
         if length is not None and length.isdigit():
             return int(length)
@@ -168,7 +169,7 @@ class Http(AsgiChannel):
 
 
 class Websocket(AsgiChannel):
-    """The messages of one websocket. Its items are those that the app sends."""
+    """The channel of one websocket. Its items are the messages that the app sends."""
 
     __slots__ = ()
 
@@ -191,7 +192,7 @@ class Websocket(AsgiChannel):
             elif kind == "websocket.accept":
                 exchange.answer(101)
             elif kind == "websocket.close" and not exchange.status:
-                exchange.answer(403)  # refused before it was accepted, which servers answer so (ASGI, websocket spec)
+                exchange.answer(403)  # servers answer so if the app refuses a websocket (ASGI, websocket spec)
             elif kind == "websocket.http.response.start":
                 exchange.answer(message["status"])
         except Exception:
@@ -200,7 +201,7 @@ class Websocket(AsgiChannel):
 
 
 def arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
-    """Return the arrivals of each type of scope that is a request."""
+    """Return the arrivals by type of scope, for those types that are requests."""
     return {kind: exchanges.arrivals(kind, _path, _plain, _all) for kind in KINDS}
 
 
@@ -221,17 +222,17 @@ def _plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
 
 def _all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
     headers = dict(_kept(scope["headers"], scope))
-    named = {name: value for name in names if (value := _value(scope, headers, name)) is not None}
-    return _plain(scope)[0], headers, named
+    attributes = {name: value for name in names if (value := _value(scope, headers, name)) is not None}
+    return _plain(scope)[0], headers, attributes
 
 
 def _kept(headers: Any, scope: Message) -> Any:
     """Return the headers of a request. The app can read an iterator of them again."""
     if iter(headers) is not headers:
         return headers
-    kept = tuple(headers)
-    scope["headers"] = iter(kept)
-    return kept
+    pairs = tuple(headers)
+    scope["headers"] = iter(pairs)
+    return pairs
 
 
 def _value(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
@@ -243,5 +244,5 @@ def _value(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | N
     if name == "client.address":
         client = scope.get("client")
         return None if client is None else str(client[0])
-    found = headers.get(b"user-agent")
-    return None if found is None else found.decode("latin-1")
+    user_agent = headers.get(b"user-agent")
+    return None if user_agent is None else user_agent.decode("latin-1")

@@ -1,15 +1,15 @@
 """Blocked event loops: callbacks of asyncio's loops that took longer than `limits.blocked` while a request was open.
 
-`Handle._run` is what the loops of asyncio run each callback and each step of a task with. While this is at work it
-reads the clock before and after, 0.2 us a callback; who it was is looked for after the slow ones alone. Where it was
-`LoopPlaces` has seen.
+asyncio's loops run each callback and each step of a task by `Handle._run`. The replaced method reads the clock before
+and after, 0.2 us a callback. The blocking function is sought after slow callbacks alone. `LoopPlaces` samples the
+places where they block.
 
-uvloop's loops run their callbacks in C. There the ways to have one run soon or later are met, by which steps of tasks
-go, too, and what is handed on reads the clock: 0.7 us a step, 1.2 us a function. What such a loop calls by itself is
-not seen: methods of protocols, such as `data_received`, readers and writers.
+uvloop's loops run their callbacks in C. There the methods that schedule callbacks are replaced, which steps of tasks
+use, too. They schedule a function that reads the clock: 0.7 us a step, 1.2 us a function. Calls that such a loop makes
+itself are not seen: methods of protocols, such as `data_received`, readers and writers.
 
-Garbage collections of Python that took longer are recorded, too: no thread of the process goes on meanwhile. The
-interpreter reports the begin and the end of each, on the thread that it interrupts: 0.8 us for both.
+Longer garbage collections of Python are recorded, too, since all threads of the process stop meanwhile. The interpreter
+reports the begin and the end of each on the interrupted thread: 0.8 us for both.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ UVLOOP = "uvloop"
 """The module of uvloop's loops."""
 
 NEWEST = 256
-"""The newest rows of a thread among which a blocker is sought, since it ends near the end of its stretch."""
+"""The newest rows of a thread among which the blocking span is sought, since it ends near the callback's end."""
 
 OPEN_LIMIT = 1_000
-"""The most open requests with which all open rows are read."""
+"""The most open requests with which all open rows are still read."""
 
 BLOCKERS_KNOWN = 100
-"""The most sites of blockers that are counted."""
+"""The most sites of blocking spans that are counted."""
 
 NEVER_NS = 1 << 62
 
 
 def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """`asyncio.events` is imported: record the callbacks that take longer than this from now on.
+    """Record the callbacks of `asyncio.events` that take longer than `limit_ns`, from now on.
 
-    Raises `AttributeError` or `TypeError` in a version that has no such place.
+    Raises `AttributeError` or `TypeError` in a version without `Handle._run`.
     """
     handle: Any = module.Handle
     run, now = handle._run, recorder.now_ns
@@ -85,9 +85,9 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
 
 
 def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """`uvloop` is imported: record the callbacks of its loops likewise.
+    """Record the callbacks of uvloop's loops that take longer than `limit_ns`, from now on.
 
-    Raises `AttributeError` in a version that has no such place.
+    Raises `AttributeError` in a version without the replaced methods.
     """
     owner: Any = module.Loop
     now = recorder.now_ns
@@ -126,14 +126,14 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
 
     def undo() -> None:
         nonlocal limit_ns
-        limit_ns = NEVER_NS  # what waits is called on
+        limit_ns = NEVER_NS  # scheduled callbacks still run
         places.stop()
 
     return [timing("call_soon"), timing("call_soon_threadsafe"), timing_later(), undo]
 
 
 class _Named(functools.partial[None]):
-    """A timed callback of a loop, which logs of the loop name as the callback itself."""
+    """A timed callback of a loop. The loop's logs show it as the callback itself."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.args[1], name)
@@ -143,16 +143,16 @@ class _Named(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The kinds of callback that a loop names in its log where they fail. Steps of tasks are none, and cost less."""
+"""The types of callback that a loop names in its log if they fail. Steps of tasks are not named, and cost less."""
 
 
 def _run_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in this context, which is that of the callback."""
+    """Run a function in the current context, which is the callback's."""
     return function(*args)
 
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
-"""The count of blocks of an event loop and the nanoseconds of the longest, by the site of the span that blocked."""
+"""The count of blocks of an event loop and the nanoseconds of the longest, by the blocking span's site."""
 
 
 def _note(
@@ -173,14 +173,14 @@ def _note(
         if site is not None and (site in BLOCKERS or len(BLOCKERS) < BLOCKERS_KNOWN):
             stretches, longest_ns = BLOCKERS.get(site, (0, 0))
             BLOCKERS[site] = stretches + 1, max(longest_ns, ended_ns - begun_ns)
-        # Below no span: it takes no time from what ran meanwhile, a part of which it is.
+        # Without a parent: it takes no self time from the span in which it is.
         Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts, None, True)
     except Exception as fault:
         FAULTS.note("blocked event loop", fault)
 
 
 def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
-    """The newest rows of this thread that ended since then, in the order of their ends."""
+    """Return the newest rows of this thread that ended since `begun_ns`, in the order of their ends."""
     thread_id = get_native_id()
     for ring in recorder.rings():
         if ring.thread_id == thread_id and not ring.ended:
@@ -192,7 +192,10 @@ def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
 def _span_over(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """Return the site of the innermost span that was open for most of the time, ended ones first; None without one."""
+    """Return the site of the innermost span that was open for most of the time, None without one.
+
+    A span that has ended precedes an open one.
+    """
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
@@ -204,15 +207,15 @@ def _span_over(
             innermost: Site | None = run_in_context(recorder.site_of_open, None)
             return innermost
         span_id = run_in_context(recorder.current_id)
-    except RuntimeError:  # entered: a loop runs within a callback
+    except RuntimeError:  # the context is entered: a loop runs within a callback
         return None
     if not span_id:
         return None
     open_ = {row[SPAN_ID]: row for _, row in recorder.open_rows()}
-    while (found := open_.get(span_id)) is not None:
-        if found[5] <= ended_ns - least_ns:
-            return recorder.site_of(found)
-        span_id = found[2]
+    while (open_row := open_.get(span_id)) is not None:
+        if open_row[5] <= ended_ns - least_ns:
+            return recorder.site_of(open_row)
+        span_id = open_row[2]
     return None
 
 
@@ -229,7 +232,7 @@ def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
         name = type(callback).__qualname__
     facts: dict[Any, Any] = {"code.function.name": name[:VALUE_LIMIT]}
     codes = (getattr(callback, attribute, None) for attribute in ("__code__", "cr_code", "gi_code"))
-    code = next((one for one in codes if isinstance(one, CodeType)), None)
+    code = next((candidate for candidate in codes if isinstance(candidate, CodeType)), None)
     if code is None or code.co_filename.startswith("<"):
         return name, facts
     facts |= {"code.file.path": code.co_filename, "code.line.number": code.co_firstlineno}
@@ -241,7 +244,7 @@ COLLECTOR = "gc"
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """From now on record the collections that take longer than this."""
+    """Record the collections that take longer than `limit_ns`, from now on."""
     callbacks: Any = module.callbacks
     now = recorder.now_ns
     begun_ns = 0
@@ -256,7 +259,7 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
                     "cpython.gc.generation": counts["generation"],
                     "instrument.gc.collected": counts["collected"],
                 }
-                # Below no span: it takes no time from what it interrupts, a part of which it is.
+                # Without a parent: it takes no self time from the span that it interrupts.
                 Context().run(recorder.record, COLLECTION, begun_ns, facts, None, True)
             except Exception as fault:
                 FAULTS.note("garbage collection", fault)
@@ -275,21 +278,21 @@ STACK = "code.stacktrace"
 """OpenTelemetry's attribute of a stack (semantic conventions, code)."""
 
 LONGEST_LOOK_S = 0.05
-"""The most seconds between two looks."""
+"""The most seconds between two samples."""
 
 REST_NS = 60_000_000_000
-"""Nanoseconds without a slow callback after which the looks stop."""
+"""Nanoseconds without a slow callback after which the sampling stops."""
 
 FRAMES = 32
-"""The innermost frames that are looked through for one of the service's own."""
+"""The most frames that are searched for the service's own code, from the innermost on."""
 
 
 class LoopPlaces:
     """The places at which callbacks that take longer than `limit_ns` block the loops of one recorder.
 
-    A thread looks at a loop's frames while a callback runs on. There is none until a callback has been too slow, and
-    none any more once none has been for a while, since what blocks a loop does so again and again. While it `is_on`
-    each callback is announced by `begin` and `end`, on the loop's thread; until then one costs a look at a variable.
+    A thread samples a loop's frames during long callbacks. It starts after the first slow callback, and stops after a
+    while without one, since a blocking callback usually recurs. While it `is_on` the loop's thread calls `begin` and
+    `end` around each callback. Otherwise a callback costs one read of a variable.
     """
 
     def __init__(self, recorder: Recorder, limit_ns: int) -> None:
@@ -302,26 +305,26 @@ class LoopPlaces:
         self.is_on = False
 
     def begin(self, begun_ns: int) -> None:
-        """A callback begins on this thread."""
+        """Note that a callback begins on this thread."""
         self._begun[get_ident()] = begun_ns
 
     def end(self) -> None:
-        """The callback has ended."""
+        """Note that the callback of this thread has ended."""
         self._begun[get_ident()] = 0
 
     def met(self, begun_ns: int) -> tuple[str, ...]:
-        """Return the places of the slow callback that began then, the innermost first. Begins to look for others."""
+        """Return the places of the slow callback that began then, the innermost first. Starts the sampling."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self._begun.clear()
             self.is_on = True
             self._thread = Thread(self._run, "instrument-loops", lambda: self.is_on)
             self._thread.start()
-        seen = self._seen.pop((get_ident(), begun_ns), None)
-        return seen.most_common(1)[0][0] if seen else ()
+        stacks = self._seen.pop((get_ident(), begun_ns), None)
+        return stacks.most_common(1)[0][0] if stacks else ()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the sampling."""
         self.is_on = False
 
     def _run(self) -> None:
@@ -336,7 +339,7 @@ class LoopPlaces:
                 self._seen.clear()
 
     def _look(self, slow: list[tuple[int, int]]) -> None:
-        """Note the present places of slow callbacks. Forget the callbacks that are slow no more."""
+        """Sample the places of slow callbacks. Drop the samples of callbacks that have ended."""
         frames = sys._current_frames()
         for key in [key for key in self._seen if key not in slow]:
             del self._seen[key]
@@ -344,25 +347,25 @@ class LoopPlaces:
             frame = frames.get(ident)
             if frame is not None:
                 stack = stack_of(frame)
-                if self._begun.get(ident) == begun_ns:  # else it is one of the next callback
+                if self._begun.get(ident) == begun_ns:  # else the sample is of the next callback
                     self._seen.setdefault((ident, begun_ns), Counter())[stack] += 1
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
     """Return the places of a stack from the innermost frame of the service's own code outwards, else all.
 
-    A frame of ours, which runs the callback, is the last one.
+    The stack ends before our own frame, which runs the callback.
     """
-    found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < FRAMES:
+    places: list[tuple[CodeType, int]] = []
+    while frame is not None and len(places) < FRAMES:
         if str(frame.f_globals.get("__name__", "")).startswith("instrument."):
             break
-        found.append((frame.f_code, frame.f_lineno))
+        places.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    own = next((number for number, (code, _) in enumerate(found) if _is_own(code)), 0)
+    first = next((number for number, (code, _) in enumerate(places) if _is_own(code)), 0)
     return tuple(
         f"{PurePath(code.co_filename).name}:{line} {getattr(code, 'co_qualname', code.co_name)}"
-        for code, line in found[own:]
+        for code, line in places[first:]
     )
 
 
@@ -375,11 +378,11 @@ def _is_own(code: CodeType) -> bool:
 _INSTALLED: tuple[str, ...] = tuple(
     {path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))}
 )
-"""The folders of the standard library and of what is installed."""
+"""The folders of the standard library and of installed packages."""
 
 
 def attributes_of(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
-    """The attributes of a stretch that say where it was: as many places of the stack as there is room for."""
+    """Return the attributes for the place of a block: the innermost place, and the stack up to `limit` characters."""
     if not stack:
         return {}
     text = stack[0][:limit]

@@ -1,14 +1,12 @@
-"""An exchange: one request that a server handles and the answer to it, as one span from the call of the app to the last
-byte of the answer.
+"""An exchange: one request that a server handles and its answer, as one span from the call of the app to the last byte.
 
-The servers' adapters begin and end it and report what they see go by; the frameworks' routers report the route. Nothing
-of headers, query or body is recorded but what the rule names, and the length of the bodies.
+The servers' adapters begin and end it and report its messages; the frameworks' routers report the route. Of headers,
+query and body only the parts that the rule names are recorded, and the length of the bodies.
 
-A request span is named by its method and the template of its route, such as `GET /items/{id}`, never by its path. Until
-the route is found, and where there is none, it is named by its method alone; a method that HTTP does not know is
-`_OTHER`, and `HTTP` in the name (OpenTelemetry, semantic conventions for HTTP spans). Over gRPC the method is all there
-is, `package.Service/Method`; methods that no server has are `_OTHER`, and `grpc` in the name. The number of endpoints
-is bounded.
+A request span is named by its method and the template of its route, such as `GET /items/{id}`, never by its path.
+Without a route it is named by its method alone. A method that HTTP does not know is `_OTHER`, and `HTTP` in the name
+(OpenTelemetry, semantic conventions for HTTP spans). A span of gRPC is named by its method, `package.Service/Method`.
+Methods that no server has are `_OTHER`, and `grpc` in the name. The number of endpoints is bounded.
 """
 
 from __future__ import annotations
@@ -53,11 +51,11 @@ OUTCOMES: Mapping[str, str] = {
     "ClientDisconnected": CLIENT_GONE,
     "WebSocketDisconnect": CLIENT_GONE,
 }
-"""The outcomes of requests without a whole answer, by exceptions that the recorder does not know."""
+"""The outcomes of requests without a complete answer, by exceptions that the recorder does not know."""
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """Return the outcome that an exception means. A group has that of all of its members."""
+    """Return the outcome that an exception means, None for none. Members of a group must agree."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -66,26 +64,26 @@ def outcome_by(error: BaseException | str | None) -> str | None:
 
 
 BEGIN = "begin of a request"
-"""The name under which faults of ours at that point are counted."""
+"""The name under which our faults at the begin of a request are counted."""
 
 GAPS_KEPT = 10_000
-"""The first items of one answer, between which the median gap is taken."""
+"""The most gaps of one answer that are kept, for the median gap."""
 
 ADDRESSES_KNOWN = 8
-"""The most addresses of a server with endpoints of their own, since some servers take theirs from a caller's header."""
+"""The most addresses of a server with endpoints of their own: some servers read theirs from a caller's header."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
-"""The exchange that this context works for."""
+"""The exchange for which a context works."""
 
 
 Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
-"""The method of a request, and the scheme, address and port where it has arrived. A call by name has no scheme."""
+"""The method of a request, and the scheme, address and port at which it arrived. A call by name has no scheme."""
 
 UNREAD = "messages of apps that could not be read"
 
 
 class Exchanges:
-    """The settings and endpoints of one rule. `is_on` is false once the rule is gone."""
+    """The settings and endpoints of one rule. `is_on` is False once the rule is gone."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
         self._rule = rule
@@ -105,11 +103,11 @@ class Exchanges:
         self._follows = rule.traceparent == "follow"
         self._links = rule.traceparent == "link"
         self.is_plain = not rule.attributes and self._follows and self._extract is w3c
-        """True where a request is asked for its address and its caller alone."""
+        """True if only the address and the caller of a request are read."""
         self._at: dict[Any, Endpoints] = {}
         self._arrivals: dict[Any, Arrivals] = {}
         self.next: Exchanges | None = None
-        """The exchanges of the next rule, to which apps go over that a server got only once."""
+        """The exchanges of the next rule, used by apps that a server got only once."""
 
     def arrivals(self, protocol: str, *reads: Any) -> Arrivals:
         """Return the arrivals of a protocol, one for all apps. `reads` are the functions of `Arrivals`."""
@@ -121,18 +119,18 @@ class Exchanges:
         return [site for endpoints in (self.endpoints, *list(self._at.values())) for site in endpoints.sites()]
 
     def wanted(self, path: str) -> bool:
-        """Return True where a request to a path is to be recorded now."""
+        """Return True if a request to a path must be recorded now."""
         current = CURRENT.get()
         if not self.is_on or not self.recorder.on or (current is not None and current.frame is not None):
             return False  # an app within an app: its request is one already
         return not self.ignored(path)
 
     def ignored(self, path: str) -> bool:
-        """Return True where requests to a path are never recorded."""
+        """Return True if requests to a path are never recorded."""
         return self.ignores and (path in self._exact or path.startswith(self._begins))
 
     def caller_in(self, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Caller | None:
-        """Return the caller in headers, by names in small letters, if the rule follows it. Adds what the rule names."""
+        """Return the caller in headers (names in lower case) if the rule follows it. Adds its headers to facts."""
         for header, name in self._headers.items():
             if (value := headers.get(header)) is not None:
                 facts[name] = [value.decode("latin-1")]
@@ -143,14 +141,14 @@ class Exchanges:
         return None
 
     def _link(self, caller: Caller, facts: dict[Any, Any]) -> None:
-        """Link to the caller's span, where the rule says so."""
+        """Link to the caller's span if the rule asks for it."""
         if self._links and (span := remote_of(caller)) is not None:
             facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
             if span.state:
                 facts[LINK_STATE] = span.state
 
     def at(self, address: tuple[Any, ...], facts: Mapping[str, AttributeValue]) -> Endpoints | None:
-        """Return the endpoints at an address; None beyond `ADDRESSES_KNOWN`."""
+        """Return the endpoints at an address, None beyond `ADDRESSES_KNOWN`."""
         endpoints = self._at.get(address)
         if endpoints is None and len(self._at) < ADDRESSES_KNOWN:
             endpoints = self._at.setdefault(address, Endpoints(self._rule, self.recorder, facts))
@@ -158,7 +156,7 @@ class Exchanges:
 
 
 class Stream:
-    """The items of an answer that comes in parts."""
+    """The items of an answer in parts."""
 
     __slots__ = ("_now_ns", "first_ns", "gaps", "items", "last_ns")
 
@@ -168,7 +166,7 @@ class Stream:
         self.gaps: list[int] = []
 
     def item(self, count: int) -> None:
-        """Note items that were handed to the server at once."""
+        """Note items that were handed to the server together."""
         now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
@@ -179,14 +177,14 @@ class Stream:
 
     def facts(self, begun_ns: int) -> dict[str, Any]:
         """Return the attributes of the stream."""
-        found = {FIRST_ITEM: self.first_ns - begun_ns, LAST_ITEM: self.last_ns - begun_ns, ITEMS: self.items}
+        attributes = {FIRST_ITEM: self.first_ns - begun_ns, LAST_ITEM: self.last_ns - begun_ns, ITEMS: self.items}
         if self.gaps:
-            found[LONGEST_GAP] = max(self.gaps)
-            found[MEDIAN_GAP] = sorted(self.gaps)[(len(self.gaps) - 1) // 2]
-        return found
+            attributes[LONGEST_GAP] = max(self.gaps)
+            attributes[MEDIAN_GAP] = sorted(self.gaps)[(len(self.gaps) - 1) // 2]
+        return attributes
 
 
-class _Handed:
+class _HandedItem:
     """An item on its way from a generator to `SteppedItems`."""
 
     __slots__ = ("item",)
@@ -200,18 +198,18 @@ class _Handed:
 
 async def _hand_over(items: AsyncIterator[Any]) -> None:
     async for item in items:
-        await _Handed(item)
+        await _HandedItem(item)
 
 
 class SteppedItems:
-    """The items of an asynchronous generator for an exchange, whose span waits while that one is suspended."""
+    """The items of an asynchronous generator for an exchange, whose span waits while the generator is suspended."""
 
     __slots__ = ("_exchange", "_items", "_steps")
 
     def __init__(self, exchange: Exchange, items: Any) -> None:
         self._exchange = exchange
         self._items = items
-        self._steps = exchange.stepped(_hand_over(items)).__await__()  # one for all items: the times between are in it
+        self._steps = exchange.stepped(_hand_over(items)).__await__()  # one for all items, with the times between
 
     def __aiter__(self) -> SteppedItems:
         return self
@@ -220,7 +218,7 @@ class SteppedItems:
     def __anext__(self) -> Generator[Any, Any, Any]:
         step, value = self._steps.send, None
         try:
-            while type(handed := step(value)) is not _Handed:
+            while type(handed := step(value)) is not _HandedItem:
                 try:
                     step, value = self._steps.send, (yield handed)
                 except BaseException as error:
@@ -228,7 +226,7 @@ class SteppedItems:
         except StopIteration:
             raise StopAsyncIteration from None
         finally:
-            value = None  # what was thrown would hold itself, by its traceback
+            value = None  # a thrown exception would refer to itself by its traceback
         return handed.item
 
     async def aclose(self) -> None:
@@ -238,10 +236,10 @@ class SteppedItems:
 
 
 class Exchange:
-    """One request and its answer. Used by one context at a time; what comes after its end changes nothing.
+    """A request and its answer. One context uses it at a time; calls after its end have no effect.
 
-    `frame` is that of its span, None once the last byte has gone. `facts` are attributes of the span, and must not be
-    changed any more then. `stream` is there once the answer comes in parts.
+    `frame` is its span's frame, None once the last byte is sent. `facts` are attributes of the span, and must not
+    change after that. `stream` has the items of an answer in parts, None for an answer in one piece.
     """
 
     __slots__ = ("answer_bytes", "facts", "frame", "method", "prefix", "route", "status", "stream")
@@ -257,7 +255,7 @@ class Exchange:
 
     @property
     def is_open(self) -> bool:
-        """True until the last byte has gone."""
+        """True until the last byte is sent."""
         return self.frame is not None
 
     def enter(self, prefix: str) -> None:
@@ -272,11 +270,11 @@ class Exchange:
             self.method.recorder.rename(self.frame, self.method.routed(route))
 
     def stepped(self, awaitable: Any) -> Any:
-        """Return an awaitable of the service's work, while whose suspension the span waits."""
+        """Wrap an awaitable of the service's work, so that the span waits while the awaitable is suspended."""
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
     def answer(self, status: Any) -> None:
-        """Note the status of the answer, where it is one. The span has it even where the process ends before it."""
+        """Note the status of the answer, if it is a number. The span has it even if the process ends early."""
         self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
@@ -288,19 +286,19 @@ class Exchange:
         self.stream.item(count)
 
     def end_of_parts(self) -> None:
-        """End with the last part. An answer in a single part is no stream."""
+        """End the exchange with the last part. An answer in a single part is no stream."""
         if self.stream is not None and self.stream.items == 1:
             self.stream = None
         self.end()
 
     def fail(self, error: BaseException) -> None:
-        """End with an exception of the app, which the server answers with 500 where the app has not answered."""
+        """End the exchange with an exception of the app. The server answers 500 if the app has not answered."""
         if outcome_of(error) is None and outcome_by(error) != CLIENT_GONE:
             self.answer(self.status or 500)
         self.end(error)
 
     def end(self, error: BaseException | str | None = None) -> None:
-        """End the span, with an exception or the name of an error. A second end with an exception is a late failure."""
+        """End the span, perhaps with an exception or an error's name. An exception after the end is a late failure."""
         frame, self.frame = self.frame, None
         if frame is None:
             if isinstance(error, BaseException):
@@ -308,14 +306,14 @@ class Exchange:
             return
         try:
             if error is not None or self.stream is not None or self.prefix:
-                error = self._tell_rest(frame, error)
+                error = self._add_rare_facts(frame, error)
             self.method.close_request(frame, self.facts, self.status, self.answer_bytes, error)
         except Exception as fault:
             self.method.recorder.close(frame, error, True)  # without its attributes
             FAULTS.note("end of a request", fault)
 
-    def _tell_rest(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
-        """Add what few requests have. Returns the error, None where the client has gone."""
+    def _add_rare_facts(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
+        """Add the facts that few requests have. Return the error, None if the client has gone."""
         if self.prefix and not self.route:
             self.method.recorder.rename(frame, self.method.routed(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
@@ -325,7 +323,7 @@ class Exchange:
         return None if outcome == CLIENT_GONE else error
 
     def _fail_late(self, error: BaseException) -> None:
-        """Record that the app failed after its answer, as a background task does or a stream behind middleware."""
+        """Record a failure of the app after its answer, such as one of a background task."""
         recorder = self.method.recorder
         if outcome_of(error) is not None or outcome_by(error) == CLIENT_GONE or not recorder.on:
             return
@@ -337,21 +335,21 @@ class Exchange:
             FAULTS.note("end of a request", fault)
 
     def broken_off(self, outcome: str = CLIENT_GONE) -> None:
-        """End without the rest of the answer."""
+        """End the exchange without the rest of the answer."""
         if self.frame is not None:
             self.facts[OUTCOME] = outcome
             self.end()
 
     def unread(self) -> None:
-        """Count a message of the app that cannot be read, about which the server complains."""
+        """Count a message of the app that cannot be read. The server itself reports it."""
         self.method.recorder.count(UNREAD)
 
 
 class Arrivals:
-    """The begin of exchanges of one protocol, by functions that read a server's request.
+    """A factory of exchanges of one protocol, by functions that read a server's request.
 
-    `read_path` reads its path, `read_plain` its arrival, caller and length. Where that is None, or the rule wants more,
-    `read_all` reads its arrival, all headers by names in small letters, and the attributes that the rule names.
+    `read_path` reads its path, `read_plain` its arrival, caller and length. If `read_plain` is None, or the rule wants
+    more, `read_all` reads its arrival, all headers by names in lower case, and the attributes that the rule names.
     """
 
     __slots__ = ("_is_plain", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
@@ -373,9 +371,9 @@ class Arrivals:
         self._methods: dict[Arrival, Method] = {}
 
     def begun(self, request: Any) -> Exchange | None:
-        """Begin the span of a request; None where it is not to be recorded, or for a fault of ours. Never raises."""
+        """Begin the span of a request. Return None if it is not recorded, or for a fault of ours. Never raises."""
         exchanges = self.exchanges
-        current = CURRENT.get()  # as `wanted`, a call of which would take 0.05 us
+        current = CURRENT.get()  # the same test as `wanted`, whose call would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
             return None if exchanges.is_on or exchanges.next is None else self._of(exchanges.next).begun(request)
         try:
@@ -386,9 +384,9 @@ class Arrivals:
                 method = self._methods.get(arrival) or self._first_by(arrival)
                 facts: dict[Any, Any] = method.facts.copy() if method.facts else {}
             else:
-                arrival, headers, named = self._read_all(request, exchanges.named)
+                arrival, headers, attributes = self._read_all(request, exchanges.named)
                 method = self._methods.get(arrival) or self._first_by(arrival)
-                facts = {**method.facts, **named}
+                facts = {**method.facts, **attributes}
                 caller, length = exchanges.caller_in(headers, facts), headers.get(b"content-length")
             exchange = Exchange()  # with an `__init__` it would take 0.06 us more
             exchange.method = method
@@ -419,13 +417,13 @@ class Arrivals:
         if endpoints is None:
             return Method(self.exchanges.endpoints, self._protocol, name, facts)
         method = Method(endpoints, self._protocol, name)
-        if name in METHODS:  # callers make up others
+        if name in METHODS:  # callers invent others
             self._methods[arrival] = method
         return method
 
 
 class ServedApp:
-    """An application whose requests record, and a proxy of it in all else."""
+    """A proxy of an application that records its requests."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         self.app = app
@@ -435,28 +433,28 @@ class ServedApp:
         return getattr(self.app, name)
 
     def serves(self, exchanges: Exchanges) -> bool:
-        """Return True where it records for these exchanges."""
+        """Return True if it records for these exchanges."""
         return self._exchanges is exchanges
 
 
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 
 ENDPOINT_LIMIT = 1_000
-"""The most endpoints with sites of their own. Requests to others are counted by their method."""
+"""The most endpoints with a site of their own. Requests to others are counted by their method."""
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 
 CALLED = frozenset({"grpc", "ray_serve", "triton"})
-"""Protocols that call a method by its name, which has no route."""
+"""Protocols that call a method by name, without a route."""
 
 Key = tuple[str, str, str]
 """Protocol (`http` or `websocket` of ASGI, `wsgi`, or one of `CALLED`), method and route of an endpoint."""
 
 
 class Endpoints:
-    """The endpoints of one rule at one address. Thread-safe: one that two threads meet at once has one site.
+    """The endpoints of one rule at one address. Thread-safe: concurrent threads get the same site.
 
-    The address is part of what the sites say.
+    The sites have the address among their attributes.
     """
 
     def __init__(
@@ -506,14 +504,14 @@ class Endpoints:
         facts.update(self._address)
         verb = "HTTP" if method == "_OTHER" else method
         name = self._format.replace("{method}", verb).replace("{route}", route).strip() or verb
-        # An app of WSGI has its thread for itself; one of ASGI waits between its steps.
+        # An app of WSGI has a thread for itself; an app of ASGI waits between its steps.
         return Site(name, "request", attributes=tuple(facts.items()), suspends=protocol != "wsgi")
 
 
 class Method:
-    """Requests by one method at one address: their site until their route is found, and the one that it has then.
+    """The requests by one method at one address: their site without a route, and the site of each route.
 
-    `facts` are what their spans have to say themselves of the address.
+    `facts` are the attributes of the address that the site does not have.
     """
 
     __slots__ = ("_endpoints", "_name", "_protocol", "close_request", "facts", "open_request", "recorder", "site")
@@ -530,5 +528,5 @@ class Method:
         self.site = endpoints.site(protocol, name)
 
     def routed(self, route: str) -> Site:
-        """The site of the endpoint at a route."""
+        """Return the site of the endpoint at a route."""
         return self._endpoints.site(self._protocol, self._name, route)

@@ -1,9 +1,9 @@
 """gRPC: each call of a method that a server handles, as one span from its handler's first line to its last message.
 
-An interceptor of ours comes first in each server that is made while the rule holds, sync or asyncio. It hands the
-server a handler around the one that was found; the span begins where the server calls it, once the request is there.
-Names and attributes are those of OpenTelemetry's conventions for RPC (stable since 1.45): the method with its service,
-`rpc.response.status_code`, and errors where the status is one that the conventions count against a server.
+An interceptor of ours is the first of each server that is made while the rule is in force, sync or asyncio. It returns
+a wrapper of the method's handler. The span begins when the server calls it, once the request has arrived. Names and
+attributes follow OpenTelemetry's conventions for RPC (stable since 1.45): the method with its service,
+`rpc.response.status_code`, and an error for statuses that the conventions count as the server's.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from instrument.runtime.faults import FAULTS
 STATUS = "rpc.response.status_code"
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Statuses that are errors of the server; the others are answers to what the caller has sent."""
+"""Statuses that are errors of the server. The others are answers to a wrong request."""
 
 DEADLINE_SLACK_S = 0.05
-"""A call that breaks off so short before its deadline has met it: the caller's own clock may run out first."""
+"""Seconds before its deadline from which a broken-off call counts as late: the caller's clock may run out first."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 
 _attached: list[Arrivals] = []
-"""The arrivals of each rule; interceptors of all servers record by the last."""
+"""The arrivals of each rule. The interceptors of all servers use the last."""
 
 _interceptors: weakref.WeakKeyDictionary[Any, _Service] = weakref.WeakKeyDictionary()
 
 
 class _Arrived(NamedTuple):
-    """A call by its server. `name` replaces a method that the server does not have."""
+    """A call that has arrived at a server. `name` replaces a method that the server does not have."""
 
     details: Any
     service: _Service
@@ -64,23 +64,23 @@ class _Service:
         self._addresses: list[dict[str, Any]] = []
 
     def listens(self, address: str, port: int) -> None:
-        """The server has bound an address, such as `localhost:0`, to a port."""
+        """Note an address of the server, such as `localhost:0`, with its bound port."""
         if address.startswith("unix:"):
             self._addresses.append({SERVER: address.removeprefix("unix:").removeprefix("//")})
         else:
             self._addresses.append({SERVER: address.rpartition(":")[0].strip("[]"), PORT: port})
 
     def facts(self) -> dict[Any, Any]:
-        """Return the attributes of its address, if it has one alone."""
+        """Return the attributes of the server's address, empty if it has several."""
         return dict(self._addresses[0]) if len(self._addresses) == 1 else {}
 
     def wanted(self, details: Any) -> Arrivals | None:
-        """Return the arrivals that are to record a call."""
+        """Return the arrivals that record a call, None if it is not recorded."""
         arrivals = _attached[-1] if _attached else None
         return arrivals if arrivals is not None and arrivals.exchanges.wanted(_text(details.method)) else None
 
     def recorded(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
-        """Return a handler that records around the one of a call. Never raises."""
+        """Return a recording wrapper of a call's handler. Never raises."""
         try:
             if handler is None:
                 self.refused(details, arrivals, "UNIMPLEMENTED")
@@ -91,14 +91,14 @@ class _Service:
             return handler
 
     def refused(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
-        """A call has no handler. Callers make up such methods, so all of them are one endpoint. Never raises."""
+        """Record a call without a handler. Callers invent such methods, so all are one endpoint. Never raises."""
         exchange = arrivals.begun(_Arrived(details, self, name=""))
         if exchange is not None:
             exchange.facts[STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
 
     def status_of(self, context: Any) -> str:
-        """The status that the service has given a call, OK where it has given none."""
+        """Return the status that the service has set for a call, OK if it has set none."""
         code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
@@ -106,7 +106,7 @@ class _Service:
         is_streamed = bool(handler.response_streaming)
         kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if is_streamed else 'unary'}"
         behaviour = getattr(handler, kind)
-        if getattr(behaviour, "experimental_non_blocking", False):  # who sends and ends from wherever he likes
+        if getattr(behaviour, "experimental_non_blocking", False):  # it may send and end from any thread
             arrivals.exchanges.recorder.count(UNSEEN)
             return handler
         call = _Call(self, arrivals, details, is_streamed, is_async)
@@ -131,7 +131,7 @@ class _Call:
         self._broken: BaseException | None = None
 
     def around(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the behaviour's kind around it, for servers ask for the kind."""
+        """Return a wrapper of the behaviour's own kind, since servers test the kind."""
         if self._is_async and inspect.isasyncgenfunction(behaviour):
             return self._around_async_generator(behaviour)
         if self._is_async and inspect.iscoroutinefunction(behaviour):
@@ -139,7 +139,7 @@ class _Call:
         return self._around_function(behaviour)
 
     def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-        """Return a deserializer that records a request which it cannot read, since no behaviour is called then."""
+        """Return a deserializer that also records requests that it cannot read, which call no behaviour."""
         if deserialize is None:
             return None
 
@@ -178,13 +178,13 @@ class _Call:
         return serialized
 
     def _begin(self, context: Any) -> Exchange | None:
-        """Begin its span; None for a fault of ours."""
+        """Begin the call's span. Return None for a fault of ours."""
         self._is_begun = True
         self.exchange = self._arrivals.begun(_Arrived(self._details, self._service, context))
         return self.exchange
 
     def _returned(self, context: Any) -> None:
-        """The behaviour is done. A single answer that is still to be written ends the call when it has been."""
+        """Note that the behaviour has returned. A single answer ends the call later, when it has been serialized."""
         try:
             is_last = self._is_streamed or type(context) is _Noted or self._service.status_of(context) != "OK"
             is_last = is_last or _is_gone(context)
@@ -195,7 +195,7 @@ class _Call:
             self.end(context)
 
     def end(self, context: Any, error: BaseException | None = None) -> None:
-        """End the call, perhaps with an exception of its handler, with the status that the caller gets."""
+        """End the call with the status that the caller gets, perhaps with an exception of its handler."""
         exchange = self.exchange
         if exchange is None or not exchange.is_open:
             return
@@ -282,13 +282,13 @@ class _Call:
         return served
 
     def __del__(self) -> None:
-        """Count a call that never began, such as one beyond the server's limit of concurrent ones."""
+        """Count a call that never began, such as one beyond the server's limit of concurrent calls."""
         if not getattr(self, "_is_begun", True):
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
 
 class _Answers:
-    """The answers of a stream on their way to the server."""
+    """The answers of a stream, which the server reads."""
 
     __slots__ = ("_answers", "_call", "_context")
 
@@ -315,13 +315,13 @@ class _Answers:
             CURRENT.reset(token)
 
     def __del__(self) -> None:
-        """Close what its server has dropped, which it does when the caller is gone."""
+        """End the call of a stream that its server has dropped, as it does when the caller is gone."""
         self._answers = None
         self._call.end(self._context, GeneratorExit())
 
 
 class _Noted:
-    """The context of a handler on asyncio that is no coroutine, with its status, which that context does not return."""
+    """A proxy of the context of a plain function on asyncio. It keeps the status, which that context hides."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -343,7 +343,7 @@ class _Noted:
 
 
 def _is_gone(context: Any) -> bool:
-    """Return True where the caller has gone. asyncio's contexts cancel the handler instead."""
+    """Return True if the caller has gone. asyncio's contexts cancel the handler instead."""
     is_active = getattr(context, "is_active", None)
     return is_active is not None and not is_active()
 
@@ -358,7 +358,7 @@ def _text(method: Any) -> str:
 
 
 def _address(peer: str) -> str:
-    """The address of a peer such as `ipv4:127.0.0.1:4711` or `ipv6:%5B::1%5D:4711`."""
+    """Return the address of a peer such as `ipv4:127.0.0.1:4711` or `ipv6:%5B::1%5D:4711`."""
     kind, _, address = peer.partition(":")
     return address if kind == "unix" else address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
 
@@ -366,21 +366,21 @@ def _address(peer: str) -> str:
 def _read(call: _Arrived, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
     details, service, context, name = call
     headers, facts = _headers(details.invocation_metadata), service.facts()
-    for asked in names:
-        if asked == "user_agent.original" and b"user-agent" in headers:
-            facts[asked] = headers[b"user-agent"].decode("latin-1")
-        elif asked == "client.address" and context is not None:
-            facts[asked] = _address(context.peer())
+    for attribute in names:
+        if attribute == "user_agent.original" and b"user-agent" in headers:
+            facts[attribute] = headers[b"user-agent"].decode("latin-1")
+        elif attribute == "client.address" and context is not None:
+            facts[attribute] = _address(context.peer())
     method = _text(details.method).removeprefix("/") if name is None else name
     return (method, None, None, None), headers, facts
 
 
 def _headers(metadata: Any) -> dict[bytes, bytes]:
-    """Return the caller's metadata by names in small letters, as gRPC has them."""
-    found = {}
+    """Return the caller's metadata by name. gRPC's names are in lower case."""
+    headers = {}
     for name, value in metadata or ():
-        found[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
-    return found
+        headers[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
+    return headers
 
 
 def _sync_interceptor(grpc: Any, service: _Service) -> Any:

@@ -1,18 +1,18 @@
 """Model servers that hand requests to processes of their own: LitServe, mosec and Ray Serve.
 
-LitServe's requests are met over ASGI. A worker takes some, and reports each to its transport before it calls the
-service's `decode_request`, `predict` and `encode_response`. Those calls are batches of the requests that are taken and
-not yet answered. A stream is computed while its parts are asked for, so there its last call is the batch. Loops of
-coroutines, which serve many requests at a time on one thread, are not met: the requests of a call are not known.
+LitServe's requests are recorded over ASGI. A worker takes requests, and reports each to its transport before it calls
+the service's `decode_request`, `predict` and `encode_response`. Each such call is a batch of the taken and unanswered
+requests. A stream is computed while its parts are read, so the span of its last call ends with the stream. Loops of
+coroutines serve many requests at a time on one thread. They are not recorded, as the requests of a call are unknown.
 
-mosec takes requests in a front that is no Python, which hands batches to each worker process over a socket. So no
-request is recorded, with a path or the caller's trace, but each batch of a worker, from its arrival to the answers, by
-the numbers that the front gives its requests.
+mosec takes requests in a front that is not Python, which hands batches to each worker process over a socket. So its
+requests are not recorded, nor their paths or callers' traces. Each batch of a worker is, from its arrival to the
+answers, with the numbers that the front gives its requests as keys.
 
-A request of Ray Serve is a span from the call of the deployment to its last answer. It is met where a replica hands it
-to the deployment's code, after it has accepted it: a rejected try is no request. Requests over HTTP are named by method
-and route, prefix included; calls through a handle by deployment and method. The servers of proxies, of Ray's agent and
-of its dashboard record nothing.
+A request of Ray Serve is a span from the call of the deployment to its last answer. It begins when a replica hands the
+accepted request to the deployment's code: a rejected try is no request. Requests over HTTP are named by method and
+route with its prefix, calls through a handle by deployment and method. The servers of proxies, of Ray's agent and of
+its dashboard record nothing.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
 from instrument.runtime.faults import FAULTS
 
 STREAMED_CALL = "encode_response"
-"""The call whose answer is gone through to its end where answers are streams."""
+"""The call whose span ends with its answer's last item, if answers are streams."""
 
 
 class _Taken(threading.local):
-    """The ids of the requests that a thread has taken and not answered."""
+    """The ids of a thread's requests that are taken and not answered."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
 
 
 def _litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Add the id under which a request is handed to the workers to its span."""
+    """Add the id by which the workers know a request to its span, as its key."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
     @takes_place(handler, "_submit_request")
     async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = await submit(self, *args, **kwargs)
+        submitted = await submit(self, *args, **kwargs)
         try:
             if exchanges.is_on and exchanges.recorder.on:
-                exchanges.recorder.annotate_innermost({KEY: found[0]})
+                exchanges.recorder.annotate_innermost({KEY: submitted[0]})
         except Exception as fault:
             FAULTS.note("request of LitServe", fault)
-        return found
+        return submitted
 
     return [undo]
 
 
 def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the calls of the service by a worker, with its taken requests."""
-    recorder, taken = exchanges.recorder, _Taken()
+    """Record a worker's calls of the service, each as a batch of its open requests."""
+    recorder, open_requests = exchanges.recorder, _Taken()
     sites: dict[str, Site] = {}
     put, inject = module.LitLoop.put_response, module._inject_context
     start, parts = module.LitAPIStatus.START, module.LitAPIStatus.OK
@@ -72,21 +72,21 @@ def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
     ) -> None:
         try:
             if status == start:
-                if len(taken.ids) < BATCH_LIMIT:
-                    taken.ids.append(uid)
-            elif not (status == parts and response_type == streaming) and uid in taken.ids:
-                taken.ids.remove(uid)
+                if len(open_requests.ids) < BATCH_LIMIT:
+                    open_requests.ids.append(uid)
+            elif not (status == parts and response_type == streaming) and uid in open_requests.ids:
+                open_requests.ids.remove(uid)
         except Exception as fault:
             FAULTS.note("batch of LitServe", fault)
         put(self, transport, response_queue_id, uid, response_data, status, response_type)
 
     @takes_place(module, "_inject_context")
     def undo_inject(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if not taken.ids or not exchanges.is_on or not recorder.on:
+        if not open_requests.ids or not exchanges.is_on or not recorder.on:
             return inject(context, func, *args, **kwargs)
         name = getattr(func, "__name__", "call")
         site = sites.get(name) or sites.setdefault(name, Site(f"litserve {name}", "op"))
-        frame = recorder.open(site, {BATCH_KEYS: tuple(taken.ids)})
+        frame = recorder.open(site, {BATCH_KEYS: tuple(open_requests.ids)})
         try:
             answer = inject(context, func, *args, **kwargs)
         except BaseException as error:
@@ -116,7 +116,7 @@ LITSERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
 }
 
 BATCH_SIZE = "requests"
-"""The attribute that says how many requests a batch is of."""
+"""The attribute with the count of a batch's requests."""
 
 MOSEC_STATUSES: Mapping[str, int] = {
     "OK": 200,
@@ -125,7 +125,7 @@ MOSEC_STATUSES: Mapping[str, int] = {
     "INTERNAL_ERROR": 500,
     "TIMEOUT_ERROR": 408,
 }
-"""The status of the front's answer, by the flag of a worker."""
+"""The status of the front's answer by the worker's flag."""
 
 
 class _Batches:
@@ -133,24 +133,24 @@ class _Batches:
 
     def __init__(self, exchanges: Exchanges, protocol: Any) -> None:
         self._recorder = exchanges.recorder
-        # The protocol's name is that of the coordinator, such as <Inference_1|2>, for the second worker of a stage.
+        # The protocol has the coordinator's name, such as <Inference_1|2> for the second worker of a stage.
         self._site = Site(f"mosec {protocol.name.strip('<>').partition('|')[0]}", "step")
         self._frame: Any = None
         self._events = 0
 
     def begin(self, ids: Sequence[bytes]) -> None:
-        """Begin a batch of requests that the front has numbered. Ends one that was never answered."""
+        """Begin a batch of requests, by the front's numbers. Ends an earlier batch without an answer."""
         self.end(None)
         self._events = 0
-        keys = tuple(str(int.from_bytes(one, "big")) for one in ids[:BATCH_LIMIT])
+        keys = tuple(str(int.from_bytes(request_id, "big")) for request_id in ids[:BATCH_LIMIT])
         self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
 
     def event(self, count: int) -> None:
-        """Count parts of streamed answers, which another thread sends."""
+        """Count parts of streamed answers. Another thread sends them."""
         self._events += count
 
     def end(self, flag: Any) -> None:
-        """End the batch, whose answers have gone to the front with a flag."""
+        """End the batch after its answers have been sent to the front with a flag."""
         frame, self._frame = self._frame, None
         if frame is None:
             return
@@ -286,7 +286,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Have the loop of `@serve.batch`, which the first request begins, be no part of that one, as Ray itself has it."""
+    """Separate the loop of `@serve.batch` from the first request, which starts it, as Ray itself does."""
     queue = module._BatchQueue
     loop = queue._process_batches
 
@@ -299,7 +299,7 @@ def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
-    """Switch off the servers of a process that makes an object of a class."""
+    """Return an `Attach` that turns off recording in a process that makes an object of a class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         owner = getattr(module, class_name)
@@ -321,13 +321,13 @@ def _method(call: tuple[Any, Any]) -> str:
 
 
 def _read(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
-    context = getattr(call[1], "tracing_context", None) or {}  # a handle sends it where Ray's own tracing is on
+    context = getattr(call[1], "tracing_context", None) or {}  # a handle sends it if Ray's own tracing is on
     headers = {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
     return (_method(call), None, None, None), headers, {}
 
 
 class _Answer(asgi.Http):
-    """An answer of a replica. It is over with the replica's own work, which goes on after the last message."""
+    """The channel of a replica's answer. It ends with the replica's own work, after the last message."""
 
     __slots__ = ()
 
@@ -339,7 +339,7 @@ class _Answer(asgi.Http):
 
 
 async def _sent(_: Any) -> None:
-    """Nothing: the replica sends the messages itself."""
+    """Send nothing: the replica sends the messages itself."""
 
 
 RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {

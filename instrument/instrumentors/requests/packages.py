@@ -1,4 +1,4 @@
-"""Packages that a report or a first profile has something to say about: servers, frameworks, queues, engines."""
+"""Packages that reports and first profiles name: servers, web frameworks, queues, engines and libraries."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 """The packages of each role, by the names under which they are imported.
 
-The requests of `web` are recorded, those of `unrouted` without their routes, those of `unmet` and the jobs of
-`queue` not at all. A `server` has apps of others, an `engine` is a model server of its own.
+The requests of `web` are recorded, those of `unrouted` without their routes. Requests of `unmet` and jobs of `queue`
+are not recorded. A `server` serves other packages' apps, an `engine` is a complete model server.
 """
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
-"""The presets that are made for packages."""
+"""The preset for each package that has one."""
 
 OF_ALL = frozenset({"http.server"})
-"""Servers that many programs import and do not run."""
+"""Servers that many programs import without running them."""
 
 REMEDY = "give the function that handles one a rule of `kind: request`"
 
@@ -43,12 +43,12 @@ def imported_packages() -> list[str]:
 
 
 def of_role(names: Iterable[str], *roles: str) -> list[str]:
-    """Return the packages among names that have one of the roles, in the order of `PACKAGES`."""
-    found = set(names)
-    return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in found]
+    """Return the names that are packages of one of the roles, in the order of `PACKAGES`."""
+    name_set = set(names)
+    return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
 
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the packages among names that a preset is made for, with its name. A model server alone, if any."""
-    found = set(of_role(names, "engine") or names)
-    return [(name, preset) for name, preset in MADE_FOR.items() if name in found]
+    """Return the names that are packages with a preset, and the preset. If one is a model server, return it alone."""
+    served_packages = set(of_role(names, "engine") or names)
+    return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]

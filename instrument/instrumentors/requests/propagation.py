@@ -1,10 +1,10 @@
-"""Traces between services: the caller's, read from headers, and ours, handed on to OpenTelemetry and by hand.
+"""Traces between services: the caller's, read from headers, and ours, passed to OpenTelemetry and to headers.
 
 A caller's trace is read from W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
 
-OpenTelemetry asks `trace.get_current_span()` for the trace that a client's request continues. Where a request of ours
-is open and no span of OpenTelemetry's own is, that returns ours: clients that it instruments continue our trace, and
-spans that the service makes with it are children of ours. Nothing is done for each request.
+OpenTelemetry calls `trace.get_current_span()` for the trace that a client's request continues. If a request of ours is
+open and no span of OpenTelemetry's own is, it returns our span. Clients that it instruments then continue our trace,
+and spans that the service makes with it are children of ours. This costs nothing per request.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, noted
 from instrument.runtime.faults import FAULTS
 
 MODULE = "opentelemetry.trace"
-"""The module from which OpenTelemetry's propagators and tracers take `get_current_span`."""
+"""The module from which OpenTelemetry's propagators and tracers import `get_current_span`."""
 
 Header = bytes | str
 Caller = Header | tuple[Header, ...]
-"""A caller as `remote_of` reads it in any process: a `traceparent`, that and a `tracestate`, or a noted span."""
+"""A caller in a form that `remote_of` reads: a `traceparent`, a pair of it and a `tracestate`, or a noted span."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
-"""A function that reads the caller from headers by their names in small letters."""
+"""A function that reads the caller from headers, whose names are in lower case."""
 
 
 def with_state(parent: Header | None, state: Header) -> Caller | None:
-    """Join a `traceparent`, if there is one, and a `tracestate`, which the reader of the span parses."""
+    """Return a `traceparent` with its `tracestate`, which the reader of the span parses; None without the first."""
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 
 def w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
-    """The `traceparent`, with the `tracestate` if there is one."""
+    """Return the `traceparent` of the headers, with the `tracestate` if there is one."""
     parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
     return parent if state is None else with_state(parent, state)
 
 
 def configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
-    """The span that OpenTelemetry's propagators find, those of `OTEL_PROPAGATORS`."""
+    """Return the caller that OpenTelemetry's propagators of `OTEL_PROPAGATORS` read."""
     try:
         from opentelemetry import propagate, trace
 
@@ -61,12 +61,12 @@ def configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
 
 
 def extractor() -> Extract:
-    """Return `configured` where `OTEL_PROPAGATORS` names others than the default that are installed, else `w3c`."""
-    asked = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
-    if asked <= {"tracecontext"}:
+    """Return `configured` if `OTEL_PROPAGATORS` names installed propagators other than the default, else `w3c`."""
+    propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
+    if propagators <= {"tracecontext"}:
         return w3c
     try:
-        import_module("opentelemetry.propagate")  # it raises each time that it is imported
+        import_module("opentelemetry.propagate")  # raises at each import of a bad setting
     except Exception as problem:
         FAULTS.note_of_rule("OTEL_PROPAGATORS", str(problem))
         return w3c
@@ -74,29 +74,29 @@ def extractor() -> Extract:
 
 
 def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
-    """Trace id, span id, flags and state of the innermost span of ours, as others know it; None where none is open."""
+    """Return trace id, span id, flags and state of our innermost open span, as exported; None without one."""
     trace_of = recorder.trace_of
-    found = None if trace_of is None else recorder.current_trace()
-    return None if found is None or trace_of is None else trace_of(*found)
+    span = None if trace_of is None else recorder.current_trace()
+    return None if span is None or trace_of is None else trace_of(*span)
 
 
 def inject(headers: MutableMapping[str, str]) -> None:
-    """Name the current span of ours in the headers of a request that the service sends (W3C `traceparent`).
+    """Write our current span into the headers of a request that the service sends (W3C `traceparent`).
 
-    The caller's `tracestate` goes on with it. For clients that OpenTelemetry does not instrument. Where no span is
-    open, nothing is set.
+    The caller's `tracestate` is passed on. It is for clients that OpenTelemetry does not instrument. Without an open
+    span no header is set.
     """
-    found = current()
-    if found is not None:
-        trace_id, span_id, flags, state = found
+    trace = current()
+    if trace is not None:
+        trace_id, span_id, flags, state = trace
         headers["traceparent"] = f"00-{trace_id:032x}-{span_id:016x}-{flags & 0xFF:02x}"
         if state:
             headers["tracestate"] = state
 
 
 def attach(module: ModuleType, has_request: Callable[[], bool], recorder: Recorder = RECORDER) -> list[Undo]:
-    """Let `opentelemetry.trace` find the spans of ours where the context has an open request."""
-    # The last one has a name of its own for it where the service has imported the SDK before us.
+    """Have `opentelemetry.trace` return our spans if the context has an open request."""
+    # The last one has imported the function under its own name if the service has imported the SDK before.
     places = [module, sys.modules[f"{MODULE}.propagation"], sys.modules.get("opentelemetry.sdk.trace.sampling")]
     original: Callable[..., Any] = module.get_current_span
 
@@ -107,8 +107,8 @@ def attach(module: ModuleType, has_request: Callable[[], bool], recorder: Record
             return span
         if not has_request():
             return span
-        found = current(recorder)
-        return span if found is None else _span_of(*found)
+        own_span = current(recorder)
+        return span if own_span is None else _span_of(*own_span)
 
     return [
         replace(place, "get_current_span", get_current_span)
@@ -132,5 +132,5 @@ def _kind_of_span() -> Any:
 def _span_of(trace_id: int, span_id: int, flags: int, state: str) -> Any:
     from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-    kept = TraceState.from_header([state]) if state else None
-    return _kind_of_span()(SpanContext(trace_id, span_id, False, TraceFlags(flags), kept))
+    trace_state = TraceState.from_header([state]) if state else None
+    return _kind_of_span()(SpanContext(trace_id, span_id, False, TraceFlags(flags), trace_state))

@@ -1,6 +1,6 @@
-"""Routers of web frameworks: where each has found the route of a request, and before it calls the handler.
+"""Routers of web frameworks, which report the route of a request before they call its handler.
 
-They note the exchange that their context works for; where there is none, nothing happens.
+The route goes to the current exchange of the context. Without one nothing happens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from instrument.runtime.faults import FAULTS
 
 
 def _meet(owner: Any, method: str, note: Callable[..., None], *, after: bool = False) -> Undo:
-    """Call `note(exchange, *args)` before each call of a method in an exchange, or with the result after it."""
+    """Call `note(exchange, *args)` before each call of a method, or `note(exchange, result)` after it."""
     original = _function(owner, method)
 
     @takes_place(owner, method)
@@ -33,11 +33,11 @@ def _meet(owner: Any, method: str, note: Callable[..., None], *, after: bool = F
 
 
 def _function(owner: Any, method: str) -> Any:
-    """A method that is a plain function. Raises `AttributeError` or `TypeError` in a version that has none."""
-    found = getattr(owner, method)
-    if not isinstance(found, FunctionType):  # such as a slot, which only looks like one
-        raise TypeError(f"{owner.__name__}.{method} is a {type(found).__name__}")
-    return found
+    """Return a method that is a plain function. Raises `AttributeError` or `TypeError` in a version without it."""
+    function = getattr(owner, method)
+    if not isinstance(function, FunctionType):  # such as a slot
+        raise TypeError(f"{owner.__name__}.{method} is a {type(function).__name__}")
+    return function
 
 
 def _found(exchange: Exchange, route: Any, *_: Any) -> None:
@@ -56,14 +56,14 @@ def _starlette(module: Any) -> list[Undo]:
 
 
 def _fastapi(module: Any) -> list[Undo]:
-    """FastAPI has the path of a route with the prefixes of its routers in the scope."""
+    """Attach to FastAPI, whose scope has the path of a route with the prefixes of its routers."""
 
     def found(exchange: Exchange, route: Any, scope: Any, *_: Any) -> None:
         included = scope.get("fastapi", {}).get("effective_route_context")
         is_own = included is not None and included.original_route is route
         exchange.found(included.path if is_own else route.path)
 
-    owners = [one for one in (module.APIRoute, module.APIWebSocketRoute) if "handle" in vars(one)]
+    owners = [cls for cls in (module.APIRoute, module.APIWebSocketRoute) if "handle" in vars(cls)]
     return [_meet(owner, "handle", found) for owner in owners]
 
 
@@ -73,7 +73,7 @@ def _litestar(module: Any) -> list[Undo]:
 
 
 def _flask(module: Any) -> list[Undo]:
-    """Flask and Quart: the rule is known once the context of the request has been pushed."""
+    """Attach to Flask or Quart. The rule is known once the context of the request has been pushed."""
 
     def found(exchange: Exchange, _: Any, context: Any = None, *__: Any) -> None:
         rule = (module.request if context is None else context.request).url_rule

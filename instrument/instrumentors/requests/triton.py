@@ -1,10 +1,10 @@
-"""Triton's Python backend: each request of those that a model's `execute` is given, as one span to its last response.
+"""Triton's Python backend: each request that a model's `execute` gets, as one span up to its last response.
 
-A model that takes one request at a time has what it does for it in its span. Several that come at once are requests of
-their own, side by side, and what is done for all of them is in a step. A request that the model answers through a
-response sender (a decoupled model) ends with the response that is marked as the final one.
+The work for a single request is in the request's span. Several requests of one call have a span each, and the work for
+all of them is in a step. A request that the model answers through a response sender (a decoupled model) ends with the
+response that is marked as final.
 
-Written against the documented interface, whose objects are made in C++ and refuse attributes of ours.
+This uses the documented interface alone, whose objects are made in C++ and refuse additional attributes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from instrument.recording.spans import OUTCOME, Site
 from instrument.runtime.faults import FAULTS
 
 MODULE = re.compile(r"\d+\.\w+")
-"""The name as which the backend imports a model, its version and file, such as `1.model`."""
+"""The name by which the backend imports a model, of its version and file, such as `1.model`."""
 
 FINAL = 1
 """The flag of a decoupled request's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
@@ -39,7 +39,7 @@ NONE = (None, None)
 
 
 class _Answer:
-    """The answer to a request through a sender, which goes away with that."""
+    """The answer to a request through a sender. It is freed with the sender."""
 
     __slots__ = ("context", "exchange", "is_left")
 
@@ -47,16 +47,16 @@ class _Answer:
         self.exchange = exchange
         self.context = context
         self.is_left = False
-        """True once the model has returned and left the rest to the sender."""
+        """True once the model has returned, and the sender alone can end the answer."""
 
     def __del__(self) -> None:
-        """End what nobody can answer any more."""
+        """End a request that cannot be answered any more."""
         if self.is_left:
             self.exchange.broken_off(DROPPED)
 
 
 class _Batch:
-    """The requests that a model is given at once, begun."""
+    """The open requests of one call of a model."""
 
     def __init__(self, requests_of: _Requests, requests: list[Any]) -> None:
         self._of = requests_of
@@ -67,13 +67,13 @@ class _Batch:
             site = requests_of.step(_model_name(requests[0]))
             self._frame = requests_of.recorder.open(site, {"requests": len(requests)})
         for request in requests:
-            context, begun = Context(), requests_of.arrivals.begun
-            exchange = begun(request) if self._frame is None else context.run(begun, request)
+            context, begin = Context(), requests_of.arrivals.begun
+            exchange = begin(request) if self._frame is None else context.run(begin, request)
             if exchange is not None:
                 self._opened[id(request)] = requests_of.executing[id(request)] = exchange, context
 
     def end(self, responses: Any, error: BaseException | None = None) -> None:
-        """End them, with their responses or an exception. Never raises."""
+        """End the requests with their responses or an exception. Never raises."""
         opened, self._opened = self._opened, {}
         is_alone = self._frame is None
         for index, request in enumerate(self._requests):
@@ -84,7 +84,7 @@ class _Batch:
             if error is None and self._of.leave(exchange):
                 if is_alone:
                     self.leave()
-                continue  # it is answered through its sender, by whom and when it likes
+                continue  # its sender answers it later, from any thread
             response = responses[index] if isinstance(responses, list) and index < len(responses) else None
             _end(request, exchange, None if is_alone else context, response, error)
         frame, self._frame = self._frame, None
@@ -92,12 +92,12 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def leave(self) -> None:
-        """Have what this thread does next not be for them."""
+        """Separate the next work of this thread from the requests."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
     async def until(self, coroutine: Awaitable[Any]) -> Any:
-        """End them with what gives their responses."""
+        """Await the coroutine and end the requests with its responses."""
         try:
             responses = await coroutine
         except BaseException as error:
@@ -107,7 +107,7 @@ class _Batch:
         return responses
 
     def __del__(self) -> None:
-        """End those of a coroutine that nobody has awaited."""
+        """End the requests of a coroutine that was never awaited."""
         self.end(None)
 
 
@@ -124,12 +124,12 @@ class _Requests:
         self._watched: set[type] = set()
 
     def begin(self, requests: Sequence[Any]) -> _Batch | None:
-        """Begin their spans; None where they are not to be recorded, or for a fault of ours. Never raises."""
+        """Begin the requests' spans. Return None if they are not recorded, or for a fault of ours. Never raises."""
         try:
             if not requests or not self.arrivals.exchanges.wanted("/" + _model_name(requests[0])):
                 return None
             self._watch(type(requests[0]))
-            return _Batch(self, list(requests))  # the model may take them out of its own
+            return _Batch(self, list(requests))  # the model may change its own list
         except Exception as fault:
             FAULTS.note("requests of Triton", fault)
             return None
@@ -139,21 +139,21 @@ class _Requests:
         return self._steps.setdefault(name, Site(f"{name} batch", "step"))
 
     def leave(self, exchange: Exchange) -> bool:
-        """Leave a request to its sender. Returns False where it has none."""
+        """Leave a request to its sender. Return False if it has none."""
         answers = [answer for answer in list(self._answers.values()) if answer.exchange is exchange]
         for answer in answers:
             answer.is_left = True
         return bool(answers)
 
     def undo(self) -> None:
-        """Give the backend's classes their own methods back; what senders do from now on is not seen."""
+        """Restore the methods of the backend's classes. Later responses of senders are not seen."""
         undo_all(self._undos)
         for answer in list(self._answers.values()):
             answer.is_left = False
             answer.exchange.end()
 
     def _watch(self, kind: type) -> None:
-        """See the senders that requests of a class give."""
+        """Watch the senders that requests of a class return."""
         if kind in self._watched or not hasattr(kind, "get_response_sender"):
             return
         self._watched.add(kind)
@@ -195,7 +195,7 @@ class _Requests:
 def _end(
     request: Any, exchange: Exchange, context: Context | None, response: Any, error: BaseException | None = None
 ) -> None:
-    """End a request, with its last response or an exception. Never raises."""
+    """End a request with its last response or an exception. Never raises."""
     failed: BaseException | str | None = error
     try:
         is_cancelled = getattr(request, "is_cancelled", None)
@@ -217,14 +217,14 @@ def _read(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, 
 
 
 def _headers(request: Any) -> dict[bytes, bytes]:
-    """Return the caller's trace, which the server has where it traces for OpenTelemetry."""
+    """Return the headers of the caller's trace. The server has them if it traces for OpenTelemetry."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
     try:
-        found = json.loads(context) if context else {}
+        fields = json.loads(context) if context else {}
     except ValueError:
-        found = {}
-    headers = found.items() if isinstance(found, dict) else ()
+        fields = {}
+    headers = fields.items() if isinstance(fields, dict) else ()
     return {name.lower().encode(): text.encode() for name, text in headers if isinstance(text, str)}
 
 
@@ -234,7 +234,7 @@ def _error_of(response: Any) -> str | None:
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Have the model of a module record. One that is none is left alone."""
+    """Record the requests of a module's model. A module without a model is left alone."""
     model = getattr(module, "TritonPythonModel", None)
     execute = getattr(model, "execute", None)
     if model is None or execute is None:
@@ -251,7 +251,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         except BaseException as error:
             batch.end(None, error)
             raise
-        if inspect.iscoroutine(responses):  # which the backend awaits on another thread
+        if inspect.iscoroutine(responses):  # the backend awaits it on another thread
             batch.leave()
             return batch.until(responses)
         batch.end(responses)
@@ -259,9 +259,9 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @functools.wraps(execute)
     async def awaited(self: Any, requests: Any) -> Any:
-        """Begins where the task runs, for the thread that has called goes on to the next requests."""
+        """Begin the requests in their task, since the calling thread continues with the next requests."""
         batch = requests_of.begin(requests)
-        found = execute(self, requests)
-        return await (found if batch is None else batch.until(found))
+        coroutine = execute(self, requests)
+        return await (coroutine if batch is None else batch.until(coroutine))
 
     return [requests_of.undo, replace(model, "execute", awaited if inspect.iscoroutinefunction(execute) else executed)]

@@ -1,7 +1,7 @@
 """WSGI: each request that a server hands to its app, as one span from the call to the end of the body.
 
-A body that is a list or tuple is whole when the app returns it, and is handed on as it is; so is a file in the server's
-own wrapper, which the server may send past Python. Any other body is iterated through us, and ends when it is closed.
+A list or tuple is complete when the app returns it, and is returned unchanged. So is a file in the server's own
+wrapper, which the server may send without Python. Any other body is wrapped, and its request ends when it is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StartResponse = Callable[..., Any]
 ARRIVAL = itemgetter("REQUEST_METHOD", "wsgi.url_scheme", "SERVER_NAME", "SERVER_PORT")
 
 STATUSES = {str(status): status for status in range(100, 1000)}
-"""Statuses by how a status line begins."""
+"""Statuses by the first three characters of a status line."""
 
 LINES_KNOWN = 100
 
@@ -29,27 +29,27 @@ _lines: dict[Any, int] = {}
 
 
 class WsgiApp(ServedApp):
-    """A WSGI application; passes its requests through while off."""
+    """A WSGI application whose requests record. It passes them through while it is off."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
         self._parts = app, exchanges.arrivals("wsgi", _path, _plain, _all)
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        app, arrivals = self._parts  # one by one each would take 0.05 us, for the sake of `__getattr__`
+        app, arrivals = self._parts  # each attribute takes 0.05 us, as the class has a `__getattr__`
         exchange = arrivals.begun(environ)
         if exchange is None:
             return app(environ, start_response)  # type: ignore[no-any-return]
 
-        def start(*arguments: Any, **named: Any) -> Any:
+        def start(*arguments: Any, **kwargs: Any) -> Any:
             try:
                 exchange.answer(_lines[arguments[0]])
             except Exception:
                 exchange.answer(_status_of(arguments))
-            if named or len(arguments) != 2:
-                return start_response(*arguments, **named)
+            if kwargs or len(arguments) != 2:
+                return start_response(*arguments, **kwargs)
             status, headers = arguments
-            return start_response(status, headers)  # to hand on whatever there is would take 0.1 us more
+            return start_response(status, headers)  # passing `*arguments` takes 0.1 us more
 
         try:
             body = app(environ, start)
@@ -70,7 +70,7 @@ class WsgiApp(ServedApp):
 
 
 class InterleavedApp(WsgiApp):
-    """A WSGI application of a server that has one thread, and begins a request while other answers are on their way."""
+    """A WSGI application of a server with one thread, which begins requests while other answers are being sent."""
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         context = copy_context()
@@ -79,7 +79,7 @@ class InterleavedApp(WsgiApp):
 
 
 def _status_of(arguments: Sequence[Any]) -> int:
-    """Return the status in a status line, the first argument of an app; 0 without one."""
+    """Return the status in a status line, the first argument of `start_response`; 0 without one."""
     line = arguments[0] if arguments else None
     if not isinstance(line, str):
         return 0
@@ -119,11 +119,11 @@ VARIABLES = {
     b"tracestate": "HTTP_TRACESTATE",
     b"content-length": "CONTENT_LENGTH",
 }
-"""The variables of the headers that are read each time."""
+"""The variables of the headers that are read for every request."""
 
 
 class _Headers(Mapping[bytes, bytes]):
-    """The headers in a request's environment, by their names in small letters."""
+    """The headers in a request's environment, by their names in lower case."""
 
     __slots__ = ("_environ",)
 
@@ -131,7 +131,7 @@ class _Headers(Mapping[bytes, bytes]):
         self._environ = environ
 
     def get(self, name: bytes, default: Any = None) -> Any:
-        """The value of one, 0.2 us."""
+        """Return the value of a header, in 0.2 us."""
         variable = VARIABLES.get(name) or "HTTP_" + name.decode().upper().replace("-", "_")
         value = self._environ.get(variable)
         return value.encode("latin-1") if value else default
@@ -152,7 +152,7 @@ class _Headers(Mapping[bytes, bytes]):
 
 
 class _Body:
-    """The body of an answer on its way to the server."""
+    """A proxy of the body of an answer, which counts its parts for the exchange."""
 
     __slots__ = ("_body", "_exchange", "_items")
 
@@ -188,7 +188,7 @@ class _Body:
         return part
 
     def __del__(self) -> None:
-        """End what its server has dropped."""
+        """End the request of a body that its server has dropped."""
         self._exchange.broken_off()
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class _Body:
 
 
 class _BodyInContext:
-    """A body each of whose parts is made in the context of its own request."""
+    """A body whose parts are made in the context of its own request."""
 
     __slots__ = ("_body", "_context")
 
