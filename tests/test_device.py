@@ -1220,7 +1220,7 @@ def test_a_span_that_names_its_framework_and_devices_is_timed_there(bench: Bench
 def test_a_generator_on_two_streams_that_never_ends_holds_no_more_than_the_limit(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.device.resolver.HELD_LIMIT", 8)
+    monkeypatch.setattr("instrument.device.resolver.DEFERRED_LIMIT", 8)
     one, other = bench.stream(), bench.stream()
     bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]
     pair, span = bench.begin()
@@ -1228,7 +1228,7 @@ def test_a_generator_on_two_streams_that_never_ends_holds_no_more_than_the_limit
         bench.fake.launch(other, 5 * MS)
         pair.pause()
         bench.settle(20 * MS)
-        assert len(pair.held) < 8
+        assert len(pair.deferred) < 8
         pair.resume()
     bench.end(pair, span)
     bench.settle(20 * MS)

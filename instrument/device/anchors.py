@@ -1,14 +1,13 @@
-"""Anchors: readings of a device's clock against the host's, by which its events are placed on the host's clock.
+"""Anchors: readings of a device's clock against the host's, which place its events on the host's clock.
 
-An anchor is an event on a stream of its own that does nothing else: it happened between the host time before it was
-recorded and the host time after it was seen to have happened (Cristian's algorithm; the tightest of a burst is kept).
-Between two anchors the device's clock is taken to run evenly, which takes out what oscillators differ by. Elapsed times
-come as 32-bit floats in ms, whose grain passes half a microsecond beyond 4.1 s, so no place is computed from farther
-away.
+An anchor is an event on an otherwise unused stream. It happened between the host time before its record and the host
+time after a poll saw it (Cristian's algorithm). The tightest anchor of a burst is kept. Between two
+anchors the device's clock is taken to run evenly, which cancels the difference of the oscillators. Elapsed times are
+32-bit floats in ms, whose grain exceeds half a microsecond beyond 4.1 s, so no place is computed from farther away.
 
 The host's clock does not run evenly: NTP may slew CLOCK_MONOTONIC by 500 ppm at any moment. CLOCK_MONOTONIC_RAW is not
-slewed, so both are read with each anchor and each place, and how far the one has bent against the other is part of what
-is uncertain. Where there is no such clock, the most that NTP does is.
+slewed. Both are read with each anchor and each place, and the change of their difference adds to the uncertainty.
+Without such a clock the largest slew of NTP does.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from instrument.device.cuda import Reading
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The most questions for an anchor of a burst, and the longest time, after which the device counts as too busy."""
+"""The anchors of a burst, the most polls for each, and the longest time, after which the device counts as busy."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
 RESOLUTION_NS = 500
-"""The resolution that the driver states for an event's time (cuEventElapsedTime)."""
+"""The documented resolution of an event's time (cuEventElapsedTime)."""
 
 OSCILLATORS = 100e-6
 """The largest difference of two oscillators."""
@@ -42,18 +41,18 @@ WANDER = 10e-6
 """The largest change of two oscillators' rate within seconds, by temperature."""
 
 JUMP = 2e-3
-"""A rate so far from one is no drift: one of the clocks was set, or stood still."""
+"""A rate that differs more from one is no drift: one of the clocks was set, or stopped."""
 
 READINGS = 3
 
 LOOSE_NS = 5 * 10**5
-"""An anchor that is uncertain by more leaves nearly all places stale."""
+"""An anchor with a larger uncertainty leaves nearly all places stale."""
 
 _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
 
 class AnchoredMoment(NamedTuple):
-    """The time of an event on the host's clock, with its uncertainty; `near` is True with an anchor near enough."""
+    """The time of an event on the host's clock, with its uncertainty. `near` is True if an anchor is near enough."""
 
     at_ns: int
     uncertainty_ns: int
@@ -61,9 +60,9 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The line on which events after the newest anchor are placed: `rate` host ns per device ns from `host_ns` on.
+    """The line that places events after the newest anchor: `rate` host ns per device ns from `host_ns` on.
 
-    `uncertainty_ns` is that of all places, to which each device ns adds `wander`.
+    `uncertainty_ns` is the constant part of each place's uncertainty. Each device ns adds `wander`.
     """
 
     host_ns: int
@@ -106,10 +105,10 @@ class Anchor:
 
 
 class Anchors:
-    """The anchors of one context. Used by one thread, to which the context is bound.
+    """The anchors of one context. One thread uses them, to which the context is bound.
 
-    `now` is the host's clock, `raw` one that nothing slews, None where there is none. `reading` takes an anchor by the
-    same clock without the interpreter's lock, None where nobody can.
+    `now` is the host's clock, `raw` a clock that is never slewed, or None. `reading` reads an anchor by the host's
+    clock without the interpreter's lock; None if the driver cannot.
     """
 
     def __init__(
@@ -130,16 +129,16 @@ class Anchors:
 
     @property
     def newest_ns(self) -> int | None:
-        """The host time of the newest anchor; None without any."""
+        """The host time of the newest anchor, None without one."""
         return self._anchors[-1].host_ns if self._anchors else None
 
     @property
     def is_loose(self) -> bool:
-        """True where the newest anchor is so uncertain that another is needed soon."""
+        """True if the newest anchor is so uncertain that another is needed soon."""
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
     def renew(self) -> int:
-        """Take another anchor. Returns the driver's error, 0 for none; a device that is too busy gives none.
+        """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error.
 
         A burst ends with the first event that does not happen in time: its queue is busy, and more would wait there.
         """
@@ -169,7 +168,7 @@ class Anchors:
         return self._keep(best) if best is not None else 0
 
     def _read(self, event: Any) -> tuple[int, int, int]:
-        """Record an event and await it. Returns the driver's error, the time before and the time after."""
+        """Record an event and await it. Return the driver's error, the time before and the time after."""
         driver = self._driver
         if self._reading is not None:
             return self._reading(driver.handle(event), self._stream, READ_NS)
@@ -178,7 +177,7 @@ class Anchors:
         return error, before_ns, self._now()
 
     def _await(self, event: Any) -> int:
-        """Ask for an event until it has happened, `POLLS` times at most. Returns the driver's error."""
+        """Poll for an event until it has happened, `POLLS` times at most. Return the driver's error."""
         driver = self._driver
         for _ in range(POLLS):
             error = int(driver.query(event))
@@ -187,20 +186,20 @@ class Anchors:
         return int(driver.NOT_READY)
 
     def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
-        """Take an event of the service, which happened between two host times, as an anchor of ours."""
+        """Use an event of the service, which happened between two host times, as an anchor."""
         half_ns = (until_ns - since_ns + 1) // 2
         return self._keep(Anchor(event, since_ns + half_ns, half_ns, self._lead()))
 
     def exchange(self) -> tuple[int, Any]:
-        """Return the driver's error, and an event in place of one that was adopted."""
+        """Return the driver's error, and an event to replace an adopted one."""
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
 
     def _mark(self, event: Any) -> int:
-        """Record an event on our stream. Returns the driver's error, 0 for none."""
+        """Record an event on our stream. Return the driver's error, 0 for none."""
         return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
     def _lead(self) -> Lead:
-        """Read the lead, and return the tightest of some readings."""
+        """Return the tightest of some readings of the lead."""
         best: Lead | None = None
         for _ in range(READINGS if self._raw is not None else 0):
             before_ns = self._now()
@@ -219,7 +218,7 @@ class Anchors:
                 return int(error)
             if device_ns > 0:
                 rate = (anchor.host_ns - before.host_ns) / device_ns
-                # Both anchors hold for certain, and so does this.
+                # The bounds of both anchors are certain, and so is this one.
                 rate_error = (anchor.uncertainty_ns + before.uncertainty_ns + RESOLUTION_NS) / device_ns
                 if rate_error < DRIFT and abs(rate - 1) <= JUMP + rate_error:
                     before.rate, before.rate_error = rate, rate_error
@@ -230,7 +229,7 @@ class Anchors:
         return 0
 
     def _note_lead(self, before: Anchor, anchor: Anchor) -> None:
-        """Compare the host's clock with the raw one between two anchors, and with the time before."""
+        """Note the gain of the host's clock over the raw one between two anchors, compared with the gain before."""
         passed_ns = anchor.lead.at_ns - before.lead.at_ns
         if passed_ns <= 0:
             return
@@ -242,16 +241,16 @@ class Anchors:
 
     @property
     def stream(self) -> Any:
-        """The stream that nothing else uses, None before the first anchor."""
+        """The stream of the anchors, which has no other use; None before the first anchor."""
         return self._stream
 
     @property
     def newest_event(self) -> Any:
-        """The event of the newest anchor, None without any."""
+        """The event of the newest anchor, None without one."""
         return self._anchors[-1].event if self._anchors else None
 
     def ahead(self) -> Ahead:
-        """Return the line for events after the newest anchor. Raises IndexError without any."""
+        """Return the line for events after the newest anchor. Raises `IndexError` without one."""
         newest = self._anchors[-1]
         rate, rate_error, _ = self._rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
@@ -260,7 +259,7 @@ class Anchors:
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def place(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
-        """Place an event at an offset from the newest anchor. Returns the driver's error, and its place."""
+        """Place an event at an offset from the newest anchor. Return the driver's error, and the place."""
         if offset_ns > 0:
             return 0, self.ahead().place(offset_ns)
         anchors = self._anchors
@@ -276,11 +275,11 @@ class Anchors:
         rate, rate_error, is_between = self._rate(index, offset_ns)
         uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + grain_ns(offset_ns)
         distance_ns = abs(offset_ns)
-        if is_between:  # so it cannot be farther off than one of the two
-            other = anchors[index + (1 if offset_ns > 0 else -1)]
-            uncertainty_ns = max(uncertainty_ns, other.uncertainty_ns + RESOLUTION_NS)
-            distance_ns = max(min(distance_ns, abs(other.host_ns - anchor.host_ns) - distance_ns), 0)
-            uncertainty_ns += distance_ns * self._change + (anchor if offset_ns > 0 else other).bend_ns
+        if is_between:  # its error cannot exceed that of one of the two
+            next_anchor = anchors[index + (1 if offset_ns > 0 else -1)]
+            uncertainty_ns = max(uncertainty_ns, next_anchor.uncertainty_ns + RESOLUTION_NS)
+            distance_ns = max(min(distance_ns, abs(next_anchor.host_ns - anchor.host_ns) - distance_ns), 0)
+            uncertainty_ns += distance_ns * self._change + (anchor if offset_ns > 0 else next_anchor).bend_ns
         elif rate_error == DRIFT:
             uncertainty_ns += distance_ns * DRIFT
         else:
@@ -294,14 +293,14 @@ class Anchors:
         """Return the deviation of the host's clock since the newest anchor from its rate before."""
         if self._raw is None:
             return 0.0  # the distance accounts for it
-        then, now = self._anchors[-1].lead, self._lead()
+        anchor_lead, now = self._anchors[-1].lead, self._lead()
         usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
-        passed_ns = now.at_ns - then.at_ns
-        bent_ns = abs(now.lead_ns - then.lead_ns - (usual or 0.0) * passed_ns)
-        return bent_ns + then.uncertainty_ns + now.uncertainty_ns
+        passed_ns = now.at_ns - anchor_lead.at_ns
+        bent_ns = abs(now.lead_ns - anchor_lead.lead_ns - (usual or 0.0) * passed_ns)
+        return bent_ns + anchor_lead.uncertainty_ns + now.uncertainty_ns
 
     def _rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
-        """Return the host ns per device ns at an anchor, its error, and True where another anchor follows."""
+        """Return the host ns per device ns at an anchor, its error, and True between two anchors."""
         after, before = self._anchors[index], self._anchors[index - 1] if index else None
         if offset_ns > 0 and after.rate:
             return after.rate, after.rate_error, True
@@ -312,7 +311,7 @@ class Anchors:
         return 1.0, DRIFT, False
 
     def least_ns(self) -> tuple[int, int]:
-        """Return the driver's error, and the shortest time between two events with nothing in between."""
+        """Return the driver's error, and the shortest time between two events without work in between."""
         driver = self._driver
         least_ns = 0
         while len(self._spare) < 2:
@@ -333,7 +332,7 @@ class Anchors:
         return 0, least_ns
 
     def close(self) -> None:
-        """Give everything back to the driver."""
+        """Return everything to the driver."""
         for event in [*self._spare, *(anchor.event for anchor in self._anchors)]:
             self._driver.destroy_event(event)
         self._spare.clear()

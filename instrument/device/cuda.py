@@ -1,14 +1,14 @@
 """CUDA: events, streams and contexts of the driver, and the current streams of the frameworks that use it.
 
-This is the only module that touches `cuda.bindings.driver`. Nothing initialises CUDA or makes a context: before the
-host has done so every call says that there is none. Calls return the driver's error as an integer, 0 for none, and
-raise nothing: what goes wrong is the timer's to count.
+This is the only module that uses `cuda.bindings.driver`. Nothing initialises CUDA or makes a context: before the
+service has done so, every call reports that there is none. Calls return the driver's error as an integer, 0 for none,
+and raise nothing: the timer counts errors.
 
-A call into the driver may wait: for room in a launch queue that is full, or for host functions that are pending. Those
-may be written in Python and wait for the interpreter's lock, so a call that kept it would never return. All
-calls let go of it, as torch's own records do; `mark`, the call on the service's threads, once for all that it asks. It
-keeps the lock where the profile says so (`device: {gil: hold}`), which saves the wait for the lock where another thread
-computes in Python meanwhile (`tests/bench/device.py` shows both).
+A call into the driver may wait for space in a full launch queue, or for pending host functions. Host functions may be
+written in Python and wait for the interpreter's lock, so a call that kept the lock would never return. All calls
+release it, as torch's own records do. `mark`, the call on the service's threads, releases it once for all its queries.
+It keeps the lock if the profile asks for it (`device: {gil: hold}`), which saves the wait for the lock while another
+thread computes in Python (`tests/bench/device.py` shows both).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from instrument.runtime.faults import FAULTS
 T = TypeVar("T")
 
 Reading = Callable[[int, int, int], tuple[int, int, int]]
-"""A call that records an event on a stream and asks for it, for some ns at most. Returns the driver's error, and the
-times before it was recorded and after it was seen."""
+"""A call that records an event on a stream and polls for it, for some ns at most. It returns the driver's error, and
+the times before the record and after the event was seen."""
 
 CAPTURING = 1_000_000
 """A value in place of an error: the stream is being captured into a graph, and nothing was recorded."""
@@ -45,11 +45,11 @@ LEGACY, PER_THREAD = 1, 2
 """Handles of the default stream by its other name, and of the calling thread's own default stream."""
 
 CAPTURE_ERRORS = frozenset(range(900, 909))
-"""Errors of a capture that is under way, after which the device goes on."""
+"""Errors of a running capture, after which the device still works."""
 
 FATAL = frozenset({3, 4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, *range(800, 811), 999})
-"""Errors after which a context gives no other answer: CUDA is not or no longer initialised, the context is gone, a
-kernel has failed, the device is lost."""
+"""Errors that a context returns for ever: CUDA is not or no longer initialised, the context is gone, a kernel has
+failed, the device is lost."""
 
 _NON_BLOCKING = 1
 _THREAD_LOCAL, _RELAXED = 1, 2
@@ -62,7 +62,7 @@ WANTED = "cuda-bindings>=12.9.1,<14"
 
 
 def why_absent() -> str:
-    """Return why there is no CUDA driver here, "" where there is one. Loads its library, and initialises nothing."""
+    """Return the reason why there is no CUDA driver, "" if there is. Loads its library, and initialises nothing."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -71,9 +71,9 @@ def why_absent() -> str:
 
 
 def misfit(bindings: str, driver: int) -> str:
-    """Return why bindings do not work with a driver and what to do, in one sentence; "" where they do.
+    """Return why bindings do not work with a driver and the remedy, in one sentence; "" if they work.
 
-    `bindings` is a version, "" for none. `driver` is the newest CUDA of the driver, 13010 for 13.1, 0 for not known.
+    `bindings` is a version, "" for none. `driver` is the newest CUDA of the driver, 13010 for 13.1, 0 if unknown.
     """
     if not bindings:
         return "cuda-bindings is not installed; install instrument-sdk[cuda]"
@@ -82,13 +82,13 @@ def misfit(bindings: str, driver: int) -> str:
         return f"found cuda-bindings {bindings}, which is not known; install '{WANTED}'"
     if not driver or driver // 1000 >= major:
         return ""
-    older = [known for known in KNOWN_MAJORS if known <= driver // 1000]
+    older = [supported for supported in KNOWN_MAJORS if supported <= driver // 1000]
     cure = f"install 'cuda-bindings<{older[-1] + 1}'" if older else "install a newer driver"
     return f"the driver is for CUDA {_dotted(driver)} and older than cuda-bindings {bindings}; {cure}"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `driver`, `bindings` and `rocm` here, "" for none, and the `problem` as a sentence, or "".
+    """Return the versions of `driver`, `bindings` and `rocm`, "" for none, and the `problem` as a sentence, or "".
 
     Loads the driver's library; imports and initialises nothing.
     """
@@ -104,7 +104,7 @@ def versions() -> dict[str, str]:
 
 
 def _installed(distribution: str) -> str:
-    from importlib import metadata  # 10 ms that no service needs
+    from importlib import metadata  # takes 10 ms, which no service needs
 
     try:
         return metadata.version(distribution)
@@ -121,7 +121,7 @@ class CudaDriver:
 
     `default_stream` is the handle of stream 0 for the bindings and their callers.
 
-    Raises `ImportError` where cuda-bindings is missing or of a version that is not known, `OSError` without a driver.
+    Raises `ImportError` if cuda-bindings is missing or of an unknown version, `OSError` without a driver.
     """
 
     CAPTURING = CAPTURING
@@ -146,11 +146,11 @@ class CudaDriver:
             raise ImportError(unknown)
         self._driver = driver
         self.holds_gil = holds_gil
-        # As the bindings read it, once, when they are imported.
+        # The bindings read it once, when they are imported.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", "0")
         self.default_stream = PER_THREAD if per_thread.strip().isdigit() and int(per_thread) else 0
         self.mark: Callable[[Any, int], int] = self._marker(library)
-        # The bindings know one of the two alone, and raise where the driver is older than that.
+        # The bindings know only one of the two, and raise if the driver is older.
         elapsed = _address(getattr(library, "cuEventElapsedTime_v2", library.cuEventElapsedTime))
         float_address = ctypes.POINTER(ctypes.c_float)
         self._elapsed = ctypes.CFUNCTYPE(ctypes.c_int, float_address, ctypes.c_void_p, ctypes.c_void_p)(elapsed)
@@ -162,12 +162,12 @@ class CudaDriver:
 
     @functools.cached_property
     def misfit(self) -> str:
-        """The misfit of bindings and driver, in one sentence; "" where all is well."""
+        """The misfit of bindings and driver, in one sentence; "" for none."""
         error, version = self._ask(self._driver.cuDriverGetVersion)
         return misfit(self.version, 0 if error else version)
 
     def name(self, error: int) -> str:
-        """Return the driver's word for an error."""
+        """Return the driver's name of an error."""
         try:
             return str(self._driver.CUresult(error).name)
         except ValueError:
@@ -186,9 +186,9 @@ class CudaDriver:
         return functools.partial(native.MODULE.mark, *addresses, number_of, not self.holds_gil)
 
     def _ask(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
-        """Call a function of the bindings. Returns the driver's error, and the value where there is one.
+        """Call a function of the bindings. Return the driver's error, and the value if there is one.
 
-        The bindings raise where a newer driver has a code that they do not know.
+        The bindings raise if a newer driver returns a code that they do not know.
         """
         try:
             error, *values = function(*arguments)
@@ -208,7 +208,7 @@ class CudaDriver:
         return -1 if error else int(device)
 
     def primary(self, device: int) -> int:
-        """Return the primary context of a device, 0 where the host has made none. Gives it back at once."""
+        """Return the primary context of a device, 0 if the service has made none. Releases it at once."""
         driver = self._driver
         error, handle = self._ask(driver.cuDeviceGet, device)
         if error:
@@ -228,7 +228,7 @@ class CudaDriver:
         return error or (CAPTURING if status else 0)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of a stream's device, the current one for the default streams; or -1."""
+        """Return the index of a stream's device, the current one for the default streams, -1 for an error."""
         if stream <= PER_THREAD:
             return self.current_device()
         error, context = self._ask(self._driver.cuStreamGetCtx, stream)
@@ -240,7 +240,7 @@ class CudaDriver:
             self.pop()
 
     def relaxed(self, make: Callable[[], T]) -> T:
-        """Run a call that makes objects of the driver on a thread of the host, so that it ends no capture."""
+        """Run a call that makes objects of the driver on a thread of the service, without ending a capture."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
         error, mode = self._ask(exchange, driver.CUstreamCaptureMode(_RELAXED))
@@ -255,15 +255,15 @@ class CudaDriver:
         return self._ask(self._driver.cuCtxPushCurrent, context)[0]
 
     def pop(self) -> None:
-        """Give the calling thread back what it had."""
+        """Restore the calling thread's earlier context."""
         self._ask(self._driver.cuCtxPopCurrent)
 
     # ---------------------------------------------------------------- on the resolver's thread
 
     def bind(self, context: int) -> int:
-        """Make a context current on the calling thread, for good, and let the thread disturb no capture.
+        """Make a context current on the calling thread for good, and let the thread disturb no capture.
 
-        Without that a query from here would end what another thread captures in the mode `global`, torch's default.
+        Otherwise a query from here would end the capture of another thread in the mode `global`, torch's default.
         """
         driver = self._driver
         error, _ = self._ask(driver.cuCtxSetCurrent, context)
@@ -273,18 +273,18 @@ class CudaDriver:
         return error
 
     def new_event(self) -> tuple[int, Any]:
-        """Make an event that takes the time, in the current context."""
+        """Return the driver's error, and a new event of the current context that records the time."""
         return self._ask(self._driver.cuEventCreate, 0)
 
     def handle(self, event: Any) -> int:
-        """Return an event as `mark` takes it."""
+        """Return the argument of `mark` for an event."""
         return int(event)
 
     def destroy_event(self, event: Any) -> None:
         self._ask(self._driver.cuEventDestroy, event)
 
     def new_stream(self) -> tuple[int, int]:
-        """Make a stream that waits for no other, of the highest priority."""
+        """Return the driver's error, and a new stream of the highest priority that waits for no other."""
         error, priorities = self._ask(self._driver.cuCtxGetStreamPriorityRange)
         if error:
             return error, 0
@@ -295,16 +295,16 @@ class CudaDriver:
         self._ask(self._driver.cuStreamDestroy, stream)
 
     def query(self, event: Any) -> int:
-        """Return 0 for an event that has happened, `NOT_READY` for one that has not."""
+        """Return 0 for an event that has happened, `NOT_READY` for any other."""
         return self._ask(self._driver.cuEventQuery, event)[0]
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
-        """Return a call that reads the device's clock against `now`; None where that is not the recorder's clock."""
+        """Return a call that reads the device's clock against `now`, None if `now` is not the recorder's clock."""
         read = getattr(recorder, "read_event", None)
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Measure pairs of events up to the first whose end has not happened: error, length and begin in ns of each.
+        """Return error, length and begin in ns of each pair of events, up to the first whose end has not happened.
 
         The begin counts from the anchor, and is 0 without one.
         """
@@ -326,12 +326,12 @@ def _address(function: Any) -> int:
 # Streams
 
 Stream = tuple[int, int]
-"""Index of a device as the process numbers them, and the handle of one of its streams."""
+"""The index of a device by the process's numbers, and the handle of one of its streams."""
 
 Current = Callable[..., "Stream | None"]
 """A call for the calling thread's current stream, on its current device or on a given one.
 
-Returns None where the framework has not begun to use a device.
+It returns None before the framework uses a device.
 """
 
 UNKNOWN = -1
@@ -341,11 +341,11 @@ COPIES = ("host_to_device", "device_to_host", "device_to_device")
 """The functions of numba's driver module that copy."""
 
 MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
-"""The modules by which a host uses CUDA. Only the first three have a current stream."""
+"""The modules by which a service uses CUDA. Only the first three have a current stream."""
 
 
 def current_of_torch(torch: Any) -> Current | None:
-    """Return a call for torch's current stream, the one that its compilers use: 20 times faster than the public one.
+    """Return a call for torch's current stream, by the function of its compilers: 20 times faster than the public one.
 
     Returns None for a torch that was built without CUDA.
     """
@@ -366,7 +366,7 @@ def current_of_torch(torch: Any) -> Current | None:
 
 
 def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
-    """Return a call for cupy's current stream, which asks the driver for a context before: cupy would make one."""
+    """Return a call for cupy's current stream. It first tests for a context, since cupy would make one."""
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
     def current(index: int | None = None) -> Stream | None:
@@ -378,10 +378,10 @@ def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
 
 
 def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] = lambda: None) -> Current:
-    """Return a call for the stream on which the calling thread last used numba, for numba has no current one.
+    """Return a call for the stream on which the calling thread last used numba, as numba has no current stream.
 
-    `NumbaStreams` notes it. Before the first use nothing is timed: an event on the default stream would have the
-    thread's work wait for every stream that blocks.
+    `NumbaStreams` notes it. Before the first use nothing is timed: with an event on the default stream the thread's
+    work would wait for every blocking stream.
     """
 
     def current(_: int | None = None) -> Stream | None:
@@ -392,18 +392,18 @@ def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] =
 
 
 class NumbaStreams:
-    """The streams on which threads launch and copy by numba."""
+    """The last streams on which threads launch and copy with numba."""
 
     def __init__(self, default_stream: int) -> None:
         self._default = default_stream
         self._thread = threading.local()
 
     def used(self) -> int | None:
-        """Return the handle of the calling thread's last stream; None before it has used any."""
+        """Return the handle of the calling thread's last stream, None before the first."""
         return getattr(self._thread, "stream", None)
 
     def install(self, numba_cuda: Any) -> Callable[[], None]:
-        """Begin to note. Returns the detach. A numba without these functions is left alone."""
+        """Note streams from now on. Return the undo. A numba without these functions is left alone."""
         name = numba_cuda.__name__
         kernel = getattr(sys.modules.get(f"{name}.dispatcher"), "_Kernel", None)
         driver = sys.modules.get(f"{name}.cudadrv.driver")
@@ -417,7 +417,7 @@ class NumbaStreams:
         return undo
 
     def _note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
-        """Have a function note its stream, the argument at a place, before it runs."""
+        """Wrap a function so that it first notes its stream, the argument at position `place`."""
         function, thread, default = getattr(owner, name), self._thread, self._default
 
         @functools.wraps(function)
@@ -432,24 +432,24 @@ class NumbaStreams:
         setattr(owner, name, noting)
 
         def undo() -> None:
-            if getattr(owner, name, None) is noting:  # else a later wrapper calls it for ever
+            if getattr(owner, name, None) is noting:  # else a later wrapper still calls it
                 setattr(owner, name, function)
 
         return undo
 
 
 def likely(places: Sequence[Stream]) -> Sequence[Stream]:
-    """Return the distinct streams on which work may run, of the current streams of several frameworks.
+    """Return the distinct streams on which work may run, from the current streams of several frameworks.
 
-    A framework that does nothing on a device reports its default stream, and an event there blocks other streams. So it
-    is left out where another framework has a stream of its own on that device.
+    A framework without work on a device reports its default stream, and an event on that blocks other streams. So it is
+    left out if another framework has a stream of its own on that device.
     """
-    own = {device for device, stream in places if stream > 1}
-    return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in own]
+    devices = {device for device, stream in places if stream > 1}
+    return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]
 
 
 def current_of(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
-    """Return a call for the current stream of a framework; None for a module without one."""
+    """Return a call for the current stream of a framework, None for a module without one."""
     if module.__name__ == "torch":
         return current_of_torch(module)
     if module.__name__ == "cupy":

@@ -1,8 +1,8 @@
-"""The gauges of a process and its devices, read as often as its profile says.
+"""The gauges of a process and its devices, read at the intervals of its profile.
 
 The process reads them on a thread of its own (`Gauges`), or the agent of its run from outside (`GaugeSources`). The
-source of the host's is `/proc`. Processor time of the process comes from its clock, to the nanosecond, not from ticks
-of 10 ms.
+host's gauges come from `/proc`. The processor time of the process comes from its clock, in nanoseconds, and not from
+ticks of 10 ms.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ GAUGE_OF = {
 
 
 class TorchMemory:
-    """The counters of torch's allocator. `problem` is the reason for which it no longer does.
+    """A reader of the counters of torch's allocator. `problem` is the reason why it has stopped, "" for none.
 
-    Only devices that torch uses already are read; nothing is imported or initialised. torch keeps the interpreter's
-    lock while it waits for its allocator's, so it is read seldom. No peak is missed: torch keeps the peaks itself.
+    It reads only devices that torch uses, and imports or initialises nothing. torch keeps the interpreter's lock while
+    it waits for its allocator's, so the counters are read rarely. No peak is missed: torch keeps the peaks itself.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class TorchMemory:
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Return the gauges of each device that torch uses: at the first call, and where `rarely` asks for it."""
+        """Return the gauges of each device that torch uses, at the first call and with `rarely`."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)
         is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
-        # torch lacks the one where it was built without CUDA, the other while it is being imported.
+        # A torch built without CUDA lacks the first, a torch that is being imported the second.
         if stats_of is None or is_initialized is None or not is_initialized() or (self._began and not rarely):
             return []
         self._began = True
@@ -62,8 +62,10 @@ class TorchMemory:
             for device in range(native._cuda_getDeviceCount()):
                 if native._cuda_hasPrimaryContext(device):
                     stats = stats_of(device)
-                    gauges.append((device, {name: stats[what]["all"][of] for name, (what, of) in GAUGE_OF.items()}))
-        except Exception as error:  # an allocator of another make need not count
+                    gauges.append(
+                        (device, {name: stats[counter]["all"][of] for name, (counter, of) in GAUGE_OF.items()})
+                    )
+        except Exception as error:  # another allocator may have no counters
             first = str(error).partition("\n")[0]
             self.problem = f"torch's allocator is not read any more: {type(error).__name__}: {first}"
         return gauges
@@ -73,11 +75,11 @@ EVERY_NS = 10**9
 """The interval of gauges without one in the profile."""
 
 RARELY_NS = 10 * 10**9
-"""The least interval of gauges that are dear or change slowly. The list of a GPU's processes took 4.5 ms where it was
-measured, and a loop that read it every 25 ms delayed the threads that launched work (MangoHud 2104)."""
+"""The least interval of gauges that are expensive or change slowly. The list of a GPU's processes took 4.5 ms in a
+measurement, and a loop that read it every 25 ms delayed the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""The least age of the newest reading of a share or a rate for one more at the end."""
+"""The least age of the newest reading of a share or a rate for another reading at the end."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -89,10 +91,10 @@ _Read = Callable[[int, bool], bool]
 
 
 class GaugeSources:
-    """The gauges of a process, this one or that of a pid, as its profile's `device` says.
+    """The gauges of a process, this one or that of a pid, by its profile's `device`.
 
-    `keep` gets each reading. All but `prepare`, `gpus` and `notes` is for one thread, which has the lock `inside` while
-    it is in NVML and in torch's allocator. `environ` has the process's variables that choose its GPUs.
+    `keep` gets each reading. One thread calls all methods except `prepare`, `gpus` and `notes`. It owns the lock
+    `inside` while it is in NVML or in torch's allocator. `environ` has the process's variables that choose its GPUs.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class GaugeSources:
 
     @property
     def are_there(self) -> bool:
-        """True where any gauge can be read."""
+        """True if any gauge can be read."""
         return self._nvml is not None or self._host is not None
 
     def wanted(self) -> Device:
@@ -138,7 +140,7 @@ class GaugeSources:
         return Device(nvml_ns=nvml_ns, host_ns=None if self._host is None else self._settings.host_ns)
 
     def open(self) -> bool:
-        """Begin to read. Returns True where GPUs are read."""
+        """Begin to read. Return True if GPUs are read."""
         gpus, host, is_open = self._nvml, self._host, False
         if gpus is not None:
             self._guarded(partial(self._close, gpus))  # of a run that died
@@ -158,7 +160,7 @@ class GaugeSources:
         return is_open
 
     def wait_ns(self) -> int | None:
-        """Return the time to the next reading; None where nothing is left to read."""
+        """Return the time to the next reading, None if nothing remains to be read."""
         return max(min(self._due_ns.values()) - time.monotonic_ns(), 0) if self._due_ns else None
 
     def read(self, *, is_last: bool = False) -> None:
@@ -182,7 +184,7 @@ class GaugeSources:
             self._due_ns.clear()  # the host was read with the GPUs
         samples, self._just_read = self._just_read, []
         if samples:
-            self._keep(samples)  # all of one time at once, for readers that go on after the newest time
+            self._keep(samples)  # all of one time together, as readers continue after the newest time
 
     def close(self) -> None:
         """Close what `open` opened."""
@@ -191,7 +193,7 @@ class GaugeSources:
             self._guarded(partial(self._close, self._nvml))
 
     def _guarded(self, action: Callable[[], bool]) -> bool:
-        """Return the answer of an action. A fault of ours is counted, and is True."""
+        """Return the result of an action, True for a fault of ours, which is counted."""
         try:
             return action()
         except Gone:
@@ -232,7 +234,7 @@ class GaugeSources:
         return True
 
     def _reopen(self, gpus: Nvml) -> bool:
-        """Open NVML again, which other code of the process has shut down."""
+        """Open NVML again after other code of the process has shut it down."""
         self._reopened += 1
         if self._reopened > REOPENED_AT_MOST:
             self._reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
@@ -248,7 +250,7 @@ class GaugeSources:
         return not self._torch.problem
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
-        """Read torch's allocator, which no other process can."""
+        """Read torch's allocator, which no other process can read."""
         with self.inside:
             return self._torch.read(rarely)
 
@@ -256,14 +258,14 @@ class GaugeSources:
         for device, values in gauges:
             self._just_read += [Sample(name, device, now_ns, values[name]) for name in sorted(values)]
 
-    # ------------------------------------------------------------ what is known
+    # ------------------------------------------------------------ results
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs that are read."""
         return tuple(self._nvml.gpus) if self._nvml is not None else ()
 
     def add_reason(self, reason: str) -> None:
-        """Note the reason for which a gauge cannot be read."""
+        """Note the reason why a gauge cannot be read."""
         self._reasons.append(reason)
 
     def notes(self) -> list[str]:
@@ -278,10 +280,10 @@ class GaugeSources:
 
 
 STOP_S = 2.0
-"""The longest wait for the thread at the end, for it may hang in the driver."""
+"""The longest wait for the thread at the end, as it may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""The longest wait of a fork for the thread to leave NVML and torch's allocator, with locks that a child inherits."""
+"""The longest wait of a fork for the thread to leave NVML and torch's allocator, whose locks a child inherits."""
 
 THREAD_NAME = "instrument-nvml"
 
@@ -290,10 +292,10 @@ _forking = local()
 
 
 class Gauges:
-    """The gauges of this process, read on a thread of its own as the profile's `device` says.
+    """The gauges of this process, read on a thread of their own by the profile's `device`.
 
-    `keep` gets each reading on the thread that makes it. `find_room` returns the place of readings in the recording, if
-    this process has one. `start`, `stop` and the readers may be called from any thread.
+    `keep` gets each reading on the reading thread. `find_room` returns the place of readings in the recording, if this
+    process has one. Any thread may call `start`, `stop` and the methods that return readings.
     """
 
     def __init__(
@@ -312,7 +314,7 @@ class Gauges:
         self._halt = Event()
         self._thread: Thread | None = None
         self.is_reading = False
-        """True while this process reads them itself."""
+        """True while this process reads its gauges itself."""
         self._readings = Readings(self._find_room)
         self._sources = GaugeSources(self._settings, self._take)
         self._outside: tuple[Sequence[Gpu], Sequence[str]] = (), ()
@@ -333,7 +335,7 @@ class Gauges:
 
     @property
     def are_wanted(self) -> bool:
-        """True where any gauge can be read."""
+        """True if any gauge can be read."""
         return self._sources.are_there
 
     def wanted(self) -> Device:
@@ -369,12 +371,12 @@ class Gauges:
             )
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Forget the parent's readings and begin anew, or `prepare` alone.
+        """Drop the parent's readings and begin again, or only `prepare`.
 
-        What the parent opened is neither used nor closed here: the driver would close it for the parent, too.
+        The child neither uses nor closes the parent's handles: the driver would close them for the parent, too.
         """
-        held = getattr(_forking, "held", None) is self
-        self._is_spoilt = self._is_spoilt or (self._thread is not None and not held)
+        is_outside = getattr(_forking, "gauges", None) is self
+        self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
         self._begin()
         self.prepare()
         if begins:
@@ -382,7 +384,7 @@ class Gauges:
 
     @property
     def inside(self) -> Lock:
-        """The lock that the thread has while it is in NVML or torch's allocator."""
+        """The lock that the thread owns while it is in NVML or torch's allocator."""
         return self._sources.inside
 
     def _watch_forks(self) -> None:
@@ -404,7 +406,7 @@ class Gauges:
     # ------------------------------------------------------------ reading
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
-        """Read torch's allocator, where the agent reads all else. For one thread."""
+        """Read torch's allocator, if the agent reads the other gauges. For one thread."""
         self._watch_forks()
         return self._sources.torch_memory(rarely=rarely)
 
@@ -414,7 +416,7 @@ class Gauges:
             self._keep(samples, self.gpus())
 
     def note_outside(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
-        """Note the GPUs that the agent reads, and its sentences on those that it cannot."""
+        """Note the GPUs that the agent reads, and its sentences on those that it cannot read."""
         self._outside = tuple(gpus), tuple(notes)
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
@@ -441,15 +443,15 @@ def _hook_forks() -> None:
 
 
 def _before_fork() -> None:
-    """Wait for the thread to leave NVML and torch, whose locks would never be released in the child."""
+    """Wait for the thread to leave NVML and torch, whose locks the child could never release."""
     running = _running
-    _forking.held = running if running is not None and running.inside.acquire(timeout=FORK_WAIT_S) else None
+    _forking.gauges = running if running is not None and running.inside.acquire(timeout=FORK_WAIT_S) else None
 
 
 def _after_fork_in_parent() -> None:
-    held, _forking.held = _forking.held, None
-    if held is not None:
-        held.inside.release()
+    gauges, _forking.gauges = _forking.gauges, None
+    if gauges is not None:
+        gauges.inside.release()
 
 
 # The gauges of the host
@@ -467,7 +469,7 @@ class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
 class Host:
     """The host's gauges for a process, this one or that of a pid.
 
-    Shares are of the time since the reading before. The constructor and `read` raise `Gone` for a process that ended.
+    Shares refer to the time since the last reading. The constructor and `read` raise `Gone` for a process that ended.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -488,14 +490,14 @@ class Host:
         values["process_memory_peak"] = self._peak_bytes()
         busy, idle = self._system_times()
         passed = busy - self._busy + idle - self._idle
-        # Time that waits for disks may run backwards (man 5 proc), so the sum may, too.
+        # The time of waits for disks may decrease (man 5 proc), so the sum may, too.
         share = 100 * (busy - self._busy) / passed if passed > 0 else None
         values["system_cpu"] = None if share is None else min(max(share, 0.0), 100.0)
         self._process_ns, self._at_ns, self._busy, self._idle = process_ns, now_ns, busy, idle
         return values
 
     def _processor_ns(self) -> int:
-        """Read the clock of the process, which others may read, too (man clock_getcpuclockid)."""
+        """Read the clock of the process. Other processes may read it (man clock_getcpuclockid)."""
         if self._pid is None:
             return time.process_time_ns()
         try:
@@ -510,16 +512,16 @@ class Host:
             return None
 
     def _peak_bytes(self) -> float | None:
-        """Read the system's own high water mark of memory; None where it keeps none."""
+        """Read the system's own high-water mark of memory, None without one."""
         try:
             status = (self._folder / "status").read_bytes()
         except OSError:
             return None
-        _, label, rest = status.partition(b"\nVmHWM:")
-        return int(rest.split(None, 1)[0]) * 1024 if label else None
+        _, label, text = status.partition(b"\nVmHWM:")
+        return int(text.split(None, 1)[0]) * 1024 if label else None
 
     def _system_times(self) -> tuple[float, float]:
-        """Read busy and idle time of all cores since the machine started, in ticks; zeros where they are not there."""
+        """Read busy and idle time of all cores since the start of the machine, in ticks; zeros if unreadable."""
         try:
             with (PROC / "stat").open("rb") as file:
                 ticks = [int(number) for number in file.readline().split()[1:9]]

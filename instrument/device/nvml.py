@@ -1,11 +1,11 @@
-"""NVML, NVIDIA's management library: gauges of GPUs without CUDA, next to any other tool.
+"""NVML, NVIDIA's management library: gauges of GPUs without CUDA, in parallel with any other tool.
 
-All but `why_unavailable` and `why_unreadable` is for one thread. A call may take milliseconds, or hang with the driver;
-`pynvml` releases the GIL in each of them.
+One thread calls all functions except `why_unavailable` and `why_unreadable`. A call may take milliseconds, or hang with
+the driver; `pynvml` releases the GIL in each of them.
 
-Which GPUs: those that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI buses, found
-without initialising CUDA. The rules are those that CUDA was seen to follow: numbers and UUIDs (their start is enough)
-up to the first that means nothing, none at all where one comes twice, and of MIG instances only the first.
+The GPUs are those that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI buses, found
+without initialising CUDA. The observed rules of CUDA are: numbers and UUIDs (or their start) up to the first invalid
+one, no GPU if one comes twice, and only the first MIG instance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GPM_NS = 100 * 10**6
 """The least time between two samples of GPM (NVML reference, `nvmlGpmSampleGet`)."""
 
 ENERGY_NS = 400 * 10**6
-"""The least time between two readings that gives power from the energy counter, which moves every 20 to 100 ms."""
+"""The least time between two readings of the energy counter that give power. It changes every 20 to 100 ms."""
 
 MIB = 2**20
 
@@ -43,23 +43,23 @@ GPM_METRICS: dict[str, tuple[str, float]] = {
     "nvlink_sent": ("NVLINK_TOTAL_TX_PER_SEC", MIB),
     "nvlink_received": ("NVLINK_TOTAL_RX_PER_SEC", MIB),
 }
-"""The gauges of GPM, from Hopper on: NVML's name, and its unit in ours."""
+"""The gauges of GPM, from Hopper on: NVML's name, and the factor to our unit."""
 
 Values = dict[str, float | None]
 
 
 class NvmlError(Exception):
-    """NVML cannot be used, or no longer; the message is one line that says why and what to do."""
+    """An error after which NVML cannot be used. The message is one line with the reason and the remedy."""
 
 
-class Closed(Exception):  # noqa: N818 - no error: it is to be opened again
-    """Other code of the process has shut NVML down."""
+class Closed(Exception):  # noqa: N818 - no error: NVML must be opened again
+    """A signal that other code of the process has shut NVML down."""
 
 
 def why_unavailable() -> str:
-    """Return why NVML cannot be opened, "" where it can. A host without an NVIDIA driver pays one failed `dlopen`.
+    """Return the reason why NVML cannot be opened, "" if it can. Without an NVIDIA driver it costs a failed `dlopen`.
 
-    Imports `pynvml` where the driver is there, 20 to 40 ms: call it on a thread with no fork at the same time.
+    With a driver it imports `pynvml`, in 20 to 40 ms: no fork may happen meanwhile.
     """
     try:
         CDLL(LIBRARY)
@@ -67,7 +67,7 @@ def why_unavailable() -> str:
         return NO_DRIVER
     try:
         import pynvml  # the door: imported here, used by `Nvml`
-    except (ImportError, Warning) as error:  # a distribution of that name warns of itself, which may be an error here
+    except (ImportError, Warning) as error:  # a deprecated distribution of that name warns, which may be an error
         return f"there is an NVIDIA driver, but not its Python bindings ({error}); install instrument-sdk[cuda]"
     if not hasattr(pynvml, "NVMLLibraryMismatchError"):
         return f"the bindings {pynvml.__file__} are too old; install nvidia-ml-py>=12.550"
@@ -75,7 +75,7 @@ def why_unavailable() -> str:
 
 
 def why_unreadable() -> str:
-    """Return why no GPU can be read, "" where one can. Opens and closes NVML, which may take seconds."""
+    """Return the reason why no GPU can be read, "" if one can. Opens and closes NVML, which may take seconds."""
     problem = why_unavailable()
     if problem:
         return problem
@@ -91,7 +91,7 @@ def why_unreadable() -> str:
 
 @dataclass(slots=True, eq=False)
 class NvmlDevice:
-    """A GPU or a MIG instance as NVML has it. `gpm` has the older and the newer sample of GPM."""
+    """A GPU or a MIG instance of NVML. `gpm` has the older and the newer sample of GPM."""
 
     handle: Any
     uuid: str
@@ -109,7 +109,7 @@ class NvmlDevice:
 
 
 class Nvml:
-    """NVML between `open` and `close`. `gpus` are those that are read, `notes` are sentences on them.
+    """NVML between `open` and `close`. `gpus` are the GPUs that are read, `notes` are sentences on them.
 
     `failures` counts calls that failed for a reason outside of the device. `pid` is the process whose GPUs and memory
     are read, and `environ` has its variables that choose its GPUs.
@@ -128,7 +128,7 @@ class Nvml:
         self._metrics: Any = None
 
     def open(self) -> None:
-        """Begin, and find the GPUs. Raises `NvmlError`."""
+        """Initialise NVML, and find the GPUs. Raises `NvmlError`."""
         import pynvml
 
         try:
@@ -155,17 +155,17 @@ class Nvml:
         self._shown, self._devices = [], []
 
     def read(self, now_ns: int, rarely: bool) -> list[tuple[int, Values]]:
-        """Read the gauges of each GPU. `rarely` adds those that change slowly or are dear.
+        """Read the gauges of each GPU. `rarely` adds those that change slowly or are expensive.
 
-        Raises `NvmlError` when the driver has gone, and `Closed` when NVML has to be opened again.
+        Raises `NvmlError` when the driver has gone, and `Closed` when NVML must be opened again.
         """
         import pynvml
 
         if self._environ.get(VARIABLE) != self._variable:
             self._show()
-        asked = [*_OFTEN, *(_RARELY if rarely else ())]
+        readings = [*_OFTEN, *(_RARELY if rarely else ())]
         return [
-            (gpu.device, self._read_one(pynvml, gpu, device, asked, now_ns))
+            (gpu.device, self._read_one(pynvml, gpu, device, readings, now_ns))
             for gpu, device in zip(self.gpus, self._shown, strict=True)
         ]
 
@@ -174,7 +174,7 @@ class Nvml:
         """The number of GPUs, read or not."""
         return len(self._devices)
 
-    # ------------------------------------------------------------ which
+    # ------------------------------------------------------------ the choice of GPUs
 
     def _find(self, nvml: Any) -> None:
         places: list[tuple[tuple[int, int, int], NvmlDevice]] = []
@@ -192,7 +192,7 @@ class Nvml:
         self._show()
 
     def _show(self) -> None:
-        """Take the GPUs that the variable shows now: the service may set it late."""
+        """Choose the GPUs that the variable shows now: the service may set it late."""
         self._variable = self._environ.get(VARIABLE)
         for device in self._shown:
             device.energy_mj = device.first_energy_mj = None
@@ -211,11 +211,11 @@ class Nvml:
         if note not in self.notes:
             self.notes.append(note)
 
-    # ------------------------------------------------------------ what
+    # ------------------------------------------------------------ the gauges
 
-    def _read_one(self, nvml: Any, gpu: Gpu, device: NvmlDevice, asked: Sequence[_Reading], now_ns: int) -> Values:
+    def _read_one(self, nvml: Any, gpu: Gpu, device: NvmlDevice, readings: Sequence[_Reading], now_ns: int) -> Values:
         values: Values = {}
-        for reading in asked:
+        for reading in readings:
             names = [name for name in reading.names if name not in device.absent]
             if not names or device.lost:
                 continue
@@ -224,7 +224,7 @@ class Nvml:
             except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
                 values.update(dict.fromkeys(names))
                 self._judge(nvml, gpu, device, names, error)
-        if device.lost:  # reported once, and not asked again
+        if device.lost:  # reported once, and not read again
             names = [name for reading in (*_OFTEN, *_RARELY) for name in reading.names if name not in device.absent]
             device.absent.update(names)
             values = {**dict.fromkeys(names), **values}
@@ -261,7 +261,7 @@ class Nvml:
         return {"memory_used": memory.used, "memory_total": memory.total}
 
     def _power(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the power, unless the energy counter gives it, which has no gaps between two readings."""
+        """Read the power, unless the energy counter gives it without gaps between two readings."""
         if device.energy_mj is not None and now_ns - device.energy_ns >= ENERGY_NS:
             return {}  # `_energy` has it
         return {"power": nvml.nvmlDeviceGetPowerUsage(device.handle) / 1e3}
@@ -269,7 +269,7 @@ class Nvml:
     def _energy(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
         before_mj, before_ns = device.energy_mj, device.energy_ns
         energy_mj = nvml.nvmlDeviceGetTotalEnergyConsumption(device.handle)
-        if before_mj is None or energy_mj < before_mj:  # the first one, or the driver was loaded anew
+        if before_mj is None or energy_mj < before_mj:  # the first reading, or the driver was reloaded
             device.first_energy_mj = energy_mj - ((before_mj or 0) - (device.first_energy_mj or 0))
         device.energy_mj, device.energy_ns = energy_mj, now_ns
         values: Values = {"energy": (energy_mj - (device.first_energy_mj or 0)) / 1e3}
@@ -287,13 +287,13 @@ class Nvml:
         }
 
     def _memory_of_process(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        """Read the memory of our pid, which NVML does not know in another namespace of pids, such as a container's."""
-        own = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(device.handle) if p.pid == self._pid]
-        known = [used for used in own if used is not None]
-        return {"memory_of_process": sum(known) if known else None}
+        """Read the memory of our pid. In another namespace of pids, such as a container's, NVML does not know it."""
+        used = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(device.handle) if p.pid == self._pid]
+        sizes = [size for size in used if size is not None]
+        return {"memory_of_process": sum(sizes) if sizes else None}
 
     def _gpm(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the device's counts from the sample before to a new one; nothing where that would be too near."""
+        """Read the device's counts between the last sample and a new one, nothing if the last is too recent."""
         handle = device.handle if device.parent is None else device.parent
         if not device.gpm:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
@@ -312,15 +312,15 @@ class Nvml:
         return {} if is_first else self._gpm_values(nvml, device, before, fresh)
 
     def _gpm_values(self, nvml: Any, device: NvmlDevice, before: Any, fresh: Any) -> Values:
-        wanted = [(name, *GPM_METRICS[name]) for name in GPM_METRICS if name not in device.absent]
+        metrics_read = [(name, *GPM_METRICS[name]) for name in GPM_METRICS if name not in device.absent]
         metrics = self._metrics = self._metrics or nvml.c_nvmlGpmMetricsGet_t()  # 19 KB, made once
         metrics.version = nvml.NVML_GPM_METRICS_GET_VERSION
-        metrics.numMetrics, metrics.sample1, metrics.sample2 = len(wanted), before, fresh
-        for place, (_, metric, _) in enumerate(wanted):
+        metrics.numMetrics, metrics.sample1, metrics.sample2 = len(metrics_read), before, fresh
+        for place, (_, metric, _) in enumerate(metrics_read):
             metrics.metrics[place].metricId = getattr(nvml, f"NVML_GPM_METRIC_{metric}")
         nvml.nvmlGpmMetricsGet(metrics)
         values: Values = {}
-        for place, (name, _, scale) in enumerate(wanted):
+        for place, (name, _, scale) in enumerate(metrics_read):
             answer = metrics.metrics[place]
             number = answer.value * scale
             values[name] = number if answer.nvmlReturn == nvml.NVML_SUCCESS and number == number else None
@@ -331,7 +331,7 @@ class Nvml:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A question to a device, and the gauges that it fills."""
+    """A query of a device, and the gauges that it fills."""
 
     names: tuple[str, ...]
     ask: Callable[[Nvml, Any, NvmlDevice, int], Values]
@@ -352,7 +352,7 @@ _RARELY = (
 
 
 def visible_devices(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
-    """Return the GPUs or MIG instances that CUDA shows under the variable, of all in the order of PCI buses."""
+    """Return the GPUs or MIG instances that CUDA shows for the variable, from all devices in the order of PCI buses."""
     if variable is None:
         chosen = list(devices)
     elif variable.startswith("MIG-"):
@@ -369,7 +369,7 @@ def visible_devices(variable: str | None, devices: Sequence[NvmlDevice]) -> list
             if devices[int(number[1])] in chosen:
                 return []
             chosen.append(devices[int(number[1])])
-    # CUDA shows one MIG instance, and no whole GPU beside it.
+    # CUDA shows one MIG instance, and no whole GPU with it.
     instances = [instance for gpu in chosen for instance in gpu.instances]
     return instances[:1] or chosen
 
@@ -377,12 +377,12 @@ def visible_devices(variable: str | None, devices: Sequence[NvmlDevice]) -> list
 def _by_start(variable: str, prefix: str, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
     chosen: list[NvmlDevice] = []
     for part in variable.split(","):
-        meant = [device for device in devices if device.uuid.startswith(part)]
-        if not part.startswith(prefix) or len(meant) != 1:
+        matching = [device for device in devices if device.uuid.startswith(part)]
+        if not part.startswith(prefix) or len(matching) != 1:
             break
-        if meant[0] in chosen:
+        if matching[0] in chosen:
             return []
-        chosen += meant
+        chosen += matching
     return chosen
 
 
@@ -396,16 +396,16 @@ def _instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
     instances = []
     for index in range(room):
         try:
-            own = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            uuid, model = nvml.nvmlDeviceGetUUID(own), nvml.nvmlDeviceGetName(own)
-            instances.append(NvmlDevice(own, uuid, model, handle, nvml.nvmlDeviceGetGpuInstanceId(own)))
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            uuid, model = nvml.nvmlDeviceGetUUID(instance), nvml.nvmlDeviceGetName(instance)
+            instances.append(NvmlDevice(instance, uuid, model, handle, nvml.nvmlDeviceGetGpuInstanceId(instance)))
         except nvml.NVMLError:
-            continue  # a place that no instance has
+            continue  # an empty place
     return instances
 
 
 def _memory_info(nvml: Any, device: NvmlDevice) -> Any:
-    """Read memory by the second version, which counts the driver's own apart, as nvidia-smi does, else by the first."""
+    """Read memory by NVML's second version, without the driver's own as nvidia-smi does, else by the first."""
     if "v2" not in device.absent:
         try:
             return nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)

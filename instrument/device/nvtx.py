@@ -1,12 +1,12 @@
-"""NVTX: ranges of our spans for a tool that listens, such as Nsight Systems, under the names that our reports use.
+"""NVTX: ranges of our spans for a tool that listens, such as Nsight Systems, under the names in our reports.
 
-A tool is attached when a process starts, by NVTX_INJECTION64_PATH. Where that is not set nothing is imported, asked or
-recorded. Where it is, each span opens a range in the domain `instrument`, in the category of its kind: one by
-start/end, for spans cross tasks and threads, which a stack for each thread cannot tell. A generator has a range for
-each step. Copies have none: nobody knows whether a call copies before it has ended, and such tools see copies anyhow.
+NVTX_INJECTION64_PATH attaches a tool when a process starts. If it is not set nothing is imported, called or recorded.
+If it is set, each span opens a range in the domain `instrument`, in the category of its kind. Ranges use start/end,
+since spans cross tasks and threads, which a stack per thread cannot represent. A generator has a range for each step.
+Copies have none: a call is known to copy only after its end, and such tools record copies themselves.
 
-With the native core a span costs a third of a microsecond more then, besides what the tool itself takes.
-Package `nvtx` imports numpy where that is installed.
+With the native core a span then costs a third of a microsecond more, plus the time of the tool itself.
+The package `nvtx` imports numpy if it is installed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""The most sites with a name of their own, for a tool keeps names for ever. Others share one per kind."""
+"""The most sites with a name of their own, as a tool keeps names for ever. Others share one per kind."""
 
 Begin = Callable[[Any, Any, int], Any]
 """A call that begins to time a span: (site, attributes, span id) -> pair or None."""
 
 
 class Ranges:
-    """Ranges for the spans of one recorder, around what times them on a device, if anything does.
+    """A source of ranges for the spans of one recorder. It also calls the timer of device times, if there is one.
 
-    `reason` is the reason for which there are none though a tool listens, "" for none.
+    `reason` says why there are no ranges although a tool listens, "" for none.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -43,7 +43,7 @@ class Ranges:
         self.reason = ""
 
     def install(self) -> Callable[[], None]:
-        """Open a range for each span from now on, if a tool listens. Returns the detach."""
+        """Open a range for each span from now on, if a tool listens. Return the undo."""
         if not os.environ.get(VARIABLE):
             return _nothing
         try:
@@ -65,7 +65,7 @@ class Ranges:
         return self.uninstall
 
     def uninstall(self) -> None:
-        """Open no more. Those that are open end with their spans. Idempotent."""
+        """Open no more ranges. Open ranges end with their spans. Idempotent."""
         if self._domain is not None:
             self._domain = None
             self._recorder.watches_all = False
@@ -82,7 +82,7 @@ class Ranges:
         self.forks += 1
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Any:
-        """Begin a span's range, and its device time where it asks for that. The recorder calls it."""
+        """Begin a span's range, and its device time if the span asks for it. The recorder calls it."""
         pair = None
         if self._timed is not None and (site is None or site.device):
             pair = self._timed(site, attributes, span_id)
@@ -93,7 +93,7 @@ class Ranges:
         return Range(self, domain, event if event is not None else self._event(domain, site), pair)
 
     def _event(self, domain: Any, site: Site) -> Any:
-        """Return the tool's attributes of a site, made once."""
+        """Return the tool's attributes of a site, which are made once."""
         if len(self._events) >= KNOWN_SITES:
             return domain.get_event_attributes(f"(more sites of kind {site.kind})", category=site.kind)
         name = site.instance if site.kind == "layer" and site.instance else site.name
@@ -103,7 +103,7 @@ class Ranges:
 
 
 class Range:
-    """The range of one span, and its pair of events where it has one. The recorder holds it while the span is open."""
+    """The range of one span, and its pair of events, if any. The recorder refers to it while the span is open."""
 
     __slots__ = ("_domain", "_event", "_forks", "_id", "_pair", "_ranges")
 
@@ -121,20 +121,20 @@ class Range:
             self._domain.end_range(number)
 
     def pause(self) -> None:
-        """End the range as a generator's body yields."""
+        """End the range when a generator's body yields."""
         self._end()
         if self._pair is not None:
             self._pair.pause()
 
     def resume(self) -> None:
-        """Begin a range as the body goes on."""
+        """Begin a range when the body continues."""
         if self._id is None and self._forks == self._ranges.forks:
             self._id = self._domain.start_range(self._event)
         if self._pair is not None:
             self._pair.resume()
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """End the range of a span that has ended, whose row is in this ring, counted under this node."""
+        """End the range of a span that has ended. `ring` has its row; `index` is its node in the tally."""
         self._end()
         if self._pair is not None:
             self._pair.end(ring, index, span_id, start_ns, end_ns)

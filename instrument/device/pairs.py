@@ -1,7 +1,7 @@
-"""Pairs of events that time spans on a device, the contexts that have them, and their places on the host's clock.
+"""Pairs of events that time spans on a device, the contexts that own them, and their places on the host's clock.
 
-The distance of an event to an anchor is known to a microsecond or so; the order of events on a stream is known for
-certain. `Placing` combines both, so that intervals nest in a trace as they did on the device.
+The distance of an event to an anchor is known to about a microsecond. The order of events on a stream is certain.
+`Placing` combines both, so that intervals nest in a trace as they did on the device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The most streams of a context with a state. Streams whose state cannot matter any more go first."""
+"""The most streams of a context with a state. States that are of no more use are dropped first."""
 
 
 class Driver(Protocol):
-    """A driver of devices: `instrument.device.cuda.CudaDriver`, or torch's own events where that is missing."""
+    """The protocol of a driver: `instrument.device.cuda.CudaDriver`, or torch's own events if that is missing."""
 
     CAPTURING: int
     NOT_READY: int
@@ -54,7 +54,7 @@ class Driver(Protocol):
 
 
 class Times(Protocol):
-    """The part of the timer that pairs call."""
+    """The protocol of the timer, as far as pairs call it."""
 
     def begin(self, site: Any, attributes: Any, span_id: int, /) -> Pair | Untimed | None: ...
     def begin_again(self, whole: Pair, /) -> None: ...
@@ -64,8 +64,8 @@ class Times(Protocol):
     def refuse(self, span_id: int, place: Stream, at_ns: int, label: str, /) -> None: ...
 
 
-class HeldTimes(NamedTuple):
-    """The interval of one of several pairs of a span."""
+class DeferredTimes(NamedTuple):
+    """The interval of one of several pairs of a span, until the span has ended."""
 
     context: Context
     stream: int
@@ -73,26 +73,26 @@ class HeldTimes(NamedTuple):
     end_ns: int
     label: str
     uncertainty_ns: int
-    is_beside: bool
+    is_side: bool
 
 
 class Pair:
-    """Two events of a context's pool, and what they time: one stretch of a stream.
+    """A pair of events of a context's pool, and the part of a stream between them.
 
-    The recorder has the first pair of a span while the span is open. It is the `whole`: the other stretches of a span
-    that runs in several (a generator) refer to it, and it goes back to the pool last. The span's threads count `begun`,
-    the resolver `taken`: with the last stretch of a span that has ended, its device time is counted. Times of the host
-    are 0 until they are known. `handle` may later be that of another stream, `stream` is a number for ever. `thread_id`
-    is set for a handle that means another stream on another thread.
+    The recorder refers to the first pair of an open span. It is the `whole`: the pairs of a span's other parts (of a
+    generator) refer to it, and it returns to the pool last. The span's threads count `begun`, the resolver `taken`. The
+    device time of a span that has ended is counted with its last part. Times of the host are 0 until they are known.
+    `handle` may later be another stream's, while the number `stream` is unique. `thread_id` is set for a handle that
+    means another stream on another thread.
 
-    A span that may work on any of several streams has a pair on each. Those `beside` the first begin and end with it,
-    and the intervals of all are `held` until the span has ended.
+    A span that may work on any of several streams has a pair on each. The `side_pairs` of the first one begin and end
+    with it, and the intervals of all are `deferred` until the span has ended.
     """
 
     __slots__ = (
-        "attributes", "begin", "begin_key", "begin_ns", "begun", "beside", "beyond_ns", "context", "device_ns",
-        "end_event", "end_key", "end_ns", "error", "handle", "held", "is_beside", "last_ns", "place", "row", "running",
-        "site", "span_id", "stream", "taken", "thread_id", "timer", "whole",
+        "attributes", "begin", "begin_key", "begin_ns", "begun", "beyond_ns", "context", "deferred", "device_ns",
+        "end_event", "end_key", "end_ns", "error", "handle", "is_side", "last_ns", "place", "row", "running",
+        "side_pairs", "site", "span_id", "stream", "taken", "thread_id", "timer", "whole",
     )  # fmt: skip
 
     def __init__(self, timer: Times, context: Context, begin: Any, end: Any, begin_key: Any, end_key: Any) -> None:
@@ -103,7 +103,7 @@ class Pair:
         self.clear()
 
     def clear(self) -> None:
-        """Reset the pair as it is in the pool."""
+        """Reset the pair for the pool."""
         self.handle = self.stream = self.thread_id = self.begin_ns = self.end_ns = self.error = 0
         self.place: AnchoredMoment | None = None
         self.whole: Pair | None = None
@@ -113,23 +113,23 @@ class Pair:
         self.device_ns = self.beyond_ns = self.last_ns = 0
         self.site: Any = None
         self.attributes: Any = None
-        self.beside: Sequence[Pair] = ()
-        self.is_beside = False
-        self.held: list[HeldTimes] | None = None
+        self.side_pairs: Sequence[Pair] = ()
+        self.is_side = False
+        self.deferred: list[DeferredTimes] | None = None
 
     def pause(self) -> None:
-        """End the stretch as a generator's body yields."""
+        """End the current part when a generator's body yields."""
         pair, self.running = self.running, None
         if pair is not None:
             self.timer.end_pair(pair)
 
     def resume(self) -> None:
-        """Begin a stretch as the body goes on, on the stream that is current now."""
+        """Begin another part when the body continues, on the stream that is current now."""
         if self.running is None:
             self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """Take the row of a span that has ended, with its ring and node: -1 where another span has its time."""
+        """Note the row of a span that has ended, with its ring and node (-1 if another span has its time)."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
         pair = self.running
@@ -141,14 +141,14 @@ class Pair:
 
     def cancel(self) -> None:
         """Drop the pair of a span that is not recorded after all."""
-        for other in self.beside:
-            other.cancel()
+        for side_pair in self.side_pairs:
+            side_pair.cancel()
         self.whole = self.running = None
         self.end_ns = -1
-        self.timer.wake()  # or the pool runs dry by calls that do nothing
+        self.timer.wake()  # or calls that do nothing would empty the pool
 
     def add(self, start_ns: int, end_ns: int) -> None:
-        """Add a stretch to the whole, in the order of time. Time that two of them share counts once."""
+        """Add an interval to the whole, in the order of time. Overlaps count once."""
         if start_ns < self.last_ns:
             start_ns = self.last_ns
         if end_ns > start_ns:
@@ -159,7 +159,7 @@ class Pair:
 
 
 class Untimed:
-    """The pair of a span without device time, with the reason as its label."""
+    """A substitute for the pair of a span without device time, with the reason as its label."""
 
     __slots__ = ("_at_ns", "_label", "_place", "_timer")
 
@@ -177,7 +177,7 @@ class Untimed:
 
 
 class Context:
-    """A context of a device: its pool, what is under way on its streams, and its clock."""
+    """A context of a device: its pool of pairs, the pairs in flight on its streams, and its clock."""
 
     def __init__(self, handle: int, device: int, anchors: Anchors) -> None:
         self.handle = handle
@@ -190,26 +190,26 @@ class Context:
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.floors: dict[int, tuple[int, int, int]] = {}
-        """The place of the last begin, the record of the last end, and its place, by stream."""
+        """The place of the last begin, the time of the last end's record, and the place of that end, by stream."""
         self.numbers: dict[int, int] = {}
         """The numbers of streams by handle."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
-        """The last time at which the oldest end under way had not happened, by stream."""
+        """The last time at which the oldest end in flight had not happened, by stream."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
         """The time of the next try for an anchor, and the pause before it, while the device is too busy."""
         self.next_watch_ns = 0
         self.watched: int | None = None
-        """While the device is too busy: the stream whose end was just seen to happen."""
+        """The stream whose end was just seen to happen, on a device that is too busy for anchors."""
 
     def learn(self, stream: int, number: int) -> None:
-        """Note the number of the stream that has a handle now."""
+        """Note the number of the stream that now has a handle."""
         if len(self.numbers) >= STREAMS_KNOWN:
             self.numbers.clear()
         self.numbers[stream] = number
 
     def grow(self, timer: Times, driver: Driver, pairs: int) -> int:
-        """Add pairs of events to the pool of this context, which is current. Returns the driver's error."""
+        """Add pairs of events to the pool of this context, which is current. Return the driver's error."""
         for _ in range(pairs):
             error, begin = driver.new_event()
             if not error:
@@ -223,9 +223,9 @@ class Context:
         return 0
 
     def forget_streams(self, now_ns: int) -> None:
-        """Drop the state of idle streams, of which there may be ever more.
+        """Drop the state of idle streams, whose number may grow without limit.
 
-        An interval that ended before the oldest open pair began overlaps and moves nothing to come.
+        An interval that ended before the begin of the oldest open pair cannot affect later intervals.
         """
         for stream in [stream for stream, pairs in self.under_way.items() if not pairs]:
             del self.under_way[stream]
@@ -244,7 +244,7 @@ class Context:
                     self.floors.pop(stream, None)
 
     def give_up(self) -> None:
-        """Drop all pairs, for nothing will come from this device any more."""
+        """Drop all pairs, as this device gives no more results."""
         for pair in [*self.begun, *(pair for pairs in self.under_way.values() for pair in pairs)]:
             pair.whole = None
         for state in (self.recent, self.floors, self.begun, self.under_way, self.pending, self.free):
@@ -252,16 +252,16 @@ class Context:
 
 
 STALE_NS = 10**6
-"""An interval with a larger uncertainty, and one over a tenth of its length, is stale."""
+"""An interval is stale if its uncertainty exceeds this, and a tenth of its length."""
 
 LAUNCH_NS = 20_000
-"""A stream that reaches a span's end this soon after the host had run dry, for a launch takes 3 to 10 us."""
+"""A stream that reaches a span's end this soon after the host was idle, as a launch takes 3 to 10 us."""
 
 SHORT = 20
-"""The least length of an interval, in lengths of an empty one: events alone are 5 % of it."""
+"""The least length of an interval, as a multiple of an empty one: events alone are 5 % of it."""
 
 RECENT = 256
-"""The most recent intervals of a stream, merged where they touch, which those of other streams are compared with."""
+"""The newest intervals of a stream, merged where they touch, for comparison with those of other streams."""
 
 Answer = tuple[int, int, "int | None"]
 """The driver's error, a pair's length, and its begin from the newest anchor on, None if not asked."""
@@ -270,7 +270,7 @@ _by_begin = attrgetter("begin_ns")
 
 
 class Placing:
-    """Places the pairs of all contexts, on the resolver's thread. The state of a stream is in its context."""
+    """A placer of the pairs of all contexts, on the resolver's thread. The state of a stream is in its context."""
 
     def __init__(self, driver: Driver, now: Callable[[], int]) -> None:
         self._driver = driver
@@ -279,22 +279,22 @@ class Placing:
     def put_in_order(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
-        """Place the pairs that have begun on a stream, none before an event that was recorded earlier."""
+        """Place the pairs that have begun on a stream, each after all events that were recorded earlier."""
         times = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
         if not times:
             return
         last_ns = max(pair.begin_ns for pair, _ in answered)
-        begun = [
+        begun_pairs = [
             pair
             for pair in pairs
             if id(pair) in times or (pair.place is None and 0 < pair.begin_ns <= last_ns and pair.whole is not None)
         ]
-        begun.sort(key=_by_begin)
+        begun_pairs.sort(key=_by_begin)
         anchors, now_ns = context.anchors, self._now()  # later than all that has happened
         ahead = anchors.ahead() if anchors.newest_event is not None else None
         ended = deque(pair for pair, (error, _, _) in answered if not error)
         floor_ns, last_end_ns, last_at_ns = context.floors.get(stream, (0, 0, 0))
-        for pair in begun:
+        for pair in begun_pairs:
             if last_end_ns < pair.begin_ns:
                 floor_ns = max(floor_ns, last_at_ns)
             while ended and ended[0].end_ns < pair.begin_ns:
@@ -318,12 +318,12 @@ class Placing:
     def labelled(
         self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
-        """Return begin, end and label of an interval that is over. `is_alone` is True on the only stream."""
+        """Return begin, end and label of an interval that has ended. `is_alone` is True on the only stream."""
         start_ns = place.at_ns
         end_ns = start_ns + device_ns if device_ns > 0 else start_ns
         recent = context.recent.get(stream)
         if recent and start_ns < recent[-1][1] and end_ns < recent[-1][1] <= end_ns + place.uncertainty_ns:
-            end_ns = recent[-1][1]  # what it encloses cannot end after it
+            end_ns = recent[-1][1]  # an enclosed interval cannot end after it
         uncertainty_ns = place.uncertainty_ns
         if not place.near or (uncertainty_ns > STALE_NS and uncertainty_ns > device_ns // 10):
             label = "stale"
@@ -346,36 +346,36 @@ class Placing:
         stretches.append((start_ns, end_ns))
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
-        """Return True where an interval of another stream overlaps by more than the resolution of events.
+        """Return True if an interval of another stream overlaps by more than the resolution of events.
 
-        The answer is final: work that has not begun on the device by now begins after this has ended.
+        The answer is final: work that has not begun on the device yet begins after the end of this interval.
         """
         start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
         if start_ns >= end_ns:
             return False
-        for other, stretches in context.recent.items():
-            if other == stream:
+        for other_stream, stretches in context.recent.items():
+            if other_stream == stream:
                 continue
-            for begin, end in reversed(stretches):  # none touches the next, so those before this one ended earlier
+            for begin, end in reversed(stretches):  # they do not touch, so earlier ones ended earlier
                 if end <= start_ns:
                     break
                 if begin < end_ns:
                     return True
-        for other, pairs in context.under_way.items():
-            for pair in () if other == stream else pairs:
-                if pair.begin_ns >= end_ns or pair.stream != other or pair.whole is None or pair.error:
+        for other_stream, pairs in context.under_way.items():
+            for pair in () if other_stream == stream else pairs:
+                if pair.begin_ns >= end_ns or pair.stream != other_stream or pair.whole is None or pair.error:
                     continue
-                if pair.whole.held is not None:  # perhaps nothing of it is there
+                if pair.whole.deferred is not None:  # the stream may have no work of it
                     continue
                 begun_ns = self._begun_at(context, pair)
                 if begun_ns is None:
-                    break  # nor has what comes after it on its stream
+                    break  # nor have later pairs of its stream
                 if begun_ns < end_ns and self._reaches(pair, begun_ns, start_ns):
                     return True
         return False
 
     def _begun_at(self, context: Context, pair: Pair) -> int | None:
-        """Return the begin on the device of a pair under way; None where it has not begun, or is not known."""
+        """Return the begin on the device of a pair in flight, None if it has not begun or is not known."""
         place = pair.place
         if place is None:
             if self._driver.query(pair.begin):
@@ -384,7 +384,7 @@ class Placing:
         return None if place is None else place.at_ns
 
     def _reaches(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
-        """Return True where a pair that has begun on the device ends there after a time."""
+        """Return True if a pair that has begun on the device ends there after a time."""
         driver = self._driver
         if not pair.end_ns or driver.query(pair.end_event):
             return True
@@ -396,8 +396,8 @@ class Placing:
     ) -> AnchoredMoment | None:
         """Place the begin of a pair, `offset_ns` after the newest anchor, and not before its record on the host.
 
-        `ahead` is the line after that anchor, if it is known; `now_ns` is later than all that has happened. Returns
-        None for an error of the driver.
+        `ahead` is the line after that anchor, if it is known. `now_ns` is later than all events that have happened.
+        Returns None for an error of the driver.
         """
         anchors = context.anchors
         anchor = anchors.newest_event
@@ -416,5 +416,5 @@ class Placing:
             return None
         if place.at_ns < pair.begin_ns:
             return AnchoredMoment(pair.begin_ns, place.uncertainty_ns, place.near)
-        # It has happened. A later place is of a device whose clock went on while the host's was stopped.
+        # It has happened. A later place means that the device's clock ran while the host's was stopped.
         return place if place.at_ns <= now_ns else AnchoredMoment(now_ns, place.uncertainty_ns, near=False)

@@ -1,6 +1,6 @@
-"""The resolver: the thread that makes intervals of the events that have happened on devices.
+"""The resolver: the thread that makes intervals from events that have happened on devices.
 
-It asks for events instead of waiting for them, disturbs no capture of a graph, and sleeps while nothing is under way.
+It polls for events instead of waiting for them, disturbs no capture of a graph, and sleeps while no pair is in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import get_ident
 from instrument.device import cuda
 from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS
 from instrument.device.cuda import Stream
-from instrument.device.pairs import Answer, Context, Driver, HeldTimes, Pair, Placing, Times
+from instrument.device.pairs import Answer, Context, DeferredTimes, Driver, Pair, Placing, Times
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import NOTHING_TO_COME, IntervalRing
@@ -31,33 +31,33 @@ LOW = 64
 """The number of free pairs at which the resolver is woken."""
 
 POOL_LIMIT = 8_192
-"""The most pairs of a context, and of spans that wait for the device at a time. An event takes some hundred bytes."""
+"""The most pairs of a context, and so of spans that wait for the device. An event takes some hundred bytes."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
-"""The shortest and the longest time between two looks at events that have not happened.
+"""The shortest and the longest time between two polls for events that have not happened.
 
-Each look takes the lock of the interpreter from a busy service: for 20 us and 4 us a pair on an idle machine, for half
-a millisecond and more where cores have to be woken. Few looks at many pairs are better than many at few.
+Each poll takes the lock of the interpreter from a busy service: for 20 us and 4 us a pair on an idle machine, for half
+a millisecond and more if cores must wake up. Few polls of many pairs are better than many polls of few.
 """
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
-"""The time between two anchors, and the first between two tries on a device that is too busy; then twice as long."""
+"""The time between two anchors, and the first pause between two tries on a busy device, which then doubles."""
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""The pause between two questions of a watch, and their number: some 30 ms in a second without an anchor."""
+"""The pause between two polls of a watch, and their number: some 30 ms in a second without an anchor."""
 
 MEASURED_AT_ONCE = 1000
-"""The most pairs in one question to the driver, which takes a millisecond of its time."""
+"""The most pairs in one measurement by the driver, which takes a millisecond of its time."""
 
-HELD_LIMIT = 512
-"""The most intervals of a span on several streams that wait for its end. A generator that runs for days gives as many
-at a time, chosen among these."""
+DEFERRED_LIMIT = 512
+"""The most intervals of a span on several streams that wait for its end. A generator that runs for days adds them in
+portions of this size."""
 
 INTERRUPTED = -2
-"""A value in place of an error: a signal handler raised, so that nothing is known of the event."""
+"""A value in place of an error: a signal handler raised, so the state of the event is unknown."""
 
 ROW_NS = 10**7
 """The longest time from a span's row to the end of its pair."""
@@ -67,7 +67,7 @@ NOTE_NS = 2 * 10**7
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
-"""The longest wait of `stop` for the device, and the pause between two looks."""
+"""The longest wait of `stop` for the device, and the pause between two polls."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16
@@ -76,15 +76,16 @@ _by_end = attrgetter("end_ns")
 
 
 def _ended_at(pair: Pair) -> int:
-    """Return the end on the host of a pair's span, or else of the pair; 0 or less without an end to wait for."""
+    """Return the end on the host of a pair's span, else of the pair; 0 or less without an end to wait for."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
 
 class Resolver:
-    """Resolves the pairs of all contexts. `start` and `stop` are called by one thread, `look` by its own or a test's.
+    """The resolver of the pairs of all contexts. One thread calls `start` and `stop`; its own, or a test, calls `look`.
 
-    `counts` has the intervals by label, and errors; `faults` the reasons by device for which it is given up.
+    `counts` has the count of intervals by label, and of errors. `faults` has the reason for each device that is given
+    up.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Resolver:
         self.finished: deque[Pair] = deque()
         self.asleep = False
         self.pairs = 0
-        """The pairs that have been taken in, timed or not."""
+        """The count of pairs that have been resolved, timed or not."""
         self.pair_ns = 0.0
         """The cost of a pair on a thread of the service, measured on this device."""
         self.thread_ns = 0
@@ -124,7 +125,7 @@ class Resolver:
             self._thread.start()
 
     def stop(self, limit_s: float = math.inf) -> None:
-        """Wait a moment for pairs under way, give everything back to the driver, and end. Idempotent."""
+        """Wait a moment for pairs in flight, return everything to the driver, and end. Idempotent."""
         self._stopping.set()
         self._waking.set()
         thread, self._thread = self._thread, None
@@ -134,16 +135,16 @@ class Resolver:
 
     @property
     def is_running(self) -> bool:
-        """True while there is a thread."""
+        """True while the thread exists."""
         return self._thread is not None
 
     @property
     def is_stopping(self) -> bool:
-        """True where no new pair is to begin."""
+        """True once no new pair may begin."""
         return self._stopping.is_set()
 
     def disown(self) -> None:
-        """Leave all that is open to the parent, in a forked child."""
+        """Leave all open pairs to the parent, in a forked child."""
         self.asleep = False
         for context in self.contexts.values():
             context.alive = False
@@ -168,7 +169,7 @@ class Resolver:
             self._intervals.tell_settled(self.settled_ns())
 
     def wake(self) -> None:
-        """Have the thread look now."""
+        """Have the thread poll now."""
         self.asleep = False
         self._waking.set()
 
@@ -195,7 +196,7 @@ class Resolver:
         pause_s = POLL_S[0]
         while True:
             waking.clear()
-            if stopping.is_set():  # asked after the other, for `stop` sets it before
+            if stopping.is_set():  # read after `clear`, since `stop` sets it before `waking`
                 break
             try:
                 moved, waits = self.look()
@@ -212,9 +213,9 @@ class Resolver:
                 if not is_quiet or self._has_ended_pairs():
                     waking.wait(pause_s)
                     continue
-            # Only open spans are under way, if any: the end of one wakes us.
+            # Only open spans are in flight, if any: the end of one wakes this thread.
             self.asleep = True
-            # A span that began or ended before `asleep` was set is found here.
+            # This finds a span that began or ended before `asleep` was set.
             if (
                 any(context.begun for context in self.contexts.values())
                 or self.untimed
@@ -226,7 +227,7 @@ class Resolver:
                 continue
             if waking.wait(IDLE_S) and not self._is_short_of_pairs():
                 waking.clear()
-                if not stopping.is_set():  # where one span has ended others do soon, and one look takes in all of them
+                if not stopping.is_set():  # more spans usually end soon, and one poll can resolve all of them
                     waking.wait(POLL_S[0])
         end_ns = time.monotonic_ns() + STOP_NS
         try:
@@ -238,7 +239,7 @@ class Resolver:
             FAULTS.note("device thread", fault)
 
     def look(self, *, growing: bool = True) -> tuple[bool, bool]:
-        """Take in every event that has happened. Returns True where any had, and True where some are under way."""
+        """Resolve the events that have happened. Return two flags: if there were any, and if pairs are in flight."""
         moved, driver = self._note_untimed(), self._driver
         while self.finished:
             self._count_if_done(self.finished.popleft())
@@ -251,12 +252,12 @@ class Resolver:
             error = self._bind(context)
             if error:
                 self.fail(context, error)
-                waits = True  # or the next look would come at once, again and again
+                waits = True  # or the next poll would come at once, again and again
                 continue
             while context.begun:
                 pair = context.begun[0]
                 context.under_way.setdefault(pair.stream, []).append(pair)
-                context.begun.popleft()  # last, for `settled_ns` must find it on one of the two
+                context.begun.popleft()  # last, as `settled_ns` must find it in one of the two
             if any(context.under_way.values()):
                 self._anchor_if_due(context)
             if growing and len(context.free) < CHUNK and context.made < POOL_LIMIT:
@@ -271,7 +272,7 @@ class Resolver:
         return moved, waits
 
     def _bind(self, context: Context) -> int:
-        """Make a context current on this thread for good, for each call of the driver hands the lock over."""
+        """Make a context current on this thread for good, since each call of the driver releases the lock."""
         bound = get_ident(), context.handle
         error = 0 if bound == self._bound else self._driver.bind(context.handle)
         self._bound = None if error else bound
@@ -290,8 +291,8 @@ class Resolver:
             number = stream if context is None else context.numbers.get(stream, stream)
             self._keep(span_id, device, number, at_ns, at_ns, label, 0)
         self._write_intervals()
-        for span in noted:  # last, for `settled_ns` must find them here or written
-            if self.untimed[0] is span:  # not pushed out meanwhile
+        for span in noted:  # last, as `settled_ns` must find them here or in the recording
+            if self.untimed[0] is span:  # a newer one has not displaced it
                 self.untimed.popleft()
         return bool(noted)
 
@@ -301,7 +302,7 @@ class Resolver:
         if now_ns < context.next_anchor_ns or (newest_ns is not None and now_ns - newest_ns < ANCHOR_NS):
             return
         error = anchors.renew()
-        if anchors.newest_ns == newest_ns:  # too busy: more questions make it busier
+        if anchors.newest_ns == newest_ns:  # too busy: more queries would make it busier
             context.anchor_pause_ns = min(max(2 * context.anchor_pause_ns, ANCHOR_PAUSE_NS), ANCHOR_NS)
             context.next_anchor_ns = self._now() + context.anchor_pause_ns
         else:
@@ -312,9 +313,9 @@ class Resolver:
             self.fail(context, error)
 
     def watch(self) -> bool:
-        """Watch the next ends on devices that are too busy to be read. Returns True where one was seen to happen.
+        """Watch the next ends on devices that are too busy for anchors. Return True if one was seen to happen.
 
-        Such an end is as good as an anchor, if it is looked at now.
+        Such an end is as good as an anchor, if it is read at once.
         """
         watched = [self._watch(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
@@ -347,7 +348,7 @@ class Resolver:
         return False
 
     def _measured_cost(self, context: Context) -> float:
-        """Measure `begin` and `end` of a pair on our stream, the best of some rounds; 0 where none succeeds.
+        """Measure the ns of `begin` and `end` of a pair on our stream, the best of some rounds; 0 if none succeeds.
 
         It is processor time, without waits for the interpreter's lock.
         """
@@ -365,23 +366,23 @@ class Resolver:
             for pair in pairs:
                 context.begun.remove(pair)
                 self._give_back(pair)
-            if len(pairs) >= COST_PAIRS // 4:  # else the pool is nearly empty, and the next look measures
+            if len(pairs) >= COST_PAIRS // 4:  # else the pool is nearly empty, and the next poll measures
                 best_ns = min(best_ns or spent_ns, spent_ns)
         return best_ns
 
     def _resolve(self, context: Context) -> bool:
-        """Take in the pairs that have ended on each stream, in the order of their ends."""
+        """Resolve the pairs that have ended on each stream, in the order of their ends."""
         moved = False
         watched, context.watched = context.watched, None
-        # The watched stream comes first, for its end was seen just now.
+        # The watched stream comes first, as its end was seen just now.
         for stream, pairs in sorted(context.under_way.items(), key=lambda item: item[0] != watched):
             ended = [pair for pair in pairs if pair.end_ns]
             if not ended:
                 continue
-            done = [pair for pair in ended if pair.whole is None or pair.error]
+            finished = [pair for pair in ended if pair.whole is None or pair.error]
             waiting = [pair for pair in ended if pair.whole is not None and not pair.error]
             try:
-                for pair in done:
+                for pair in finished:
                     self._lose(context, stream, pair, pair.error)
                 waiting.sort(key=_by_end)
                 del waiting[MEASURED_AT_ONCE:]
@@ -396,24 +397,24 @@ class Resolver:
                     context.pending[stream] = asked_ns
                 answered = list(zip(waiting, answers, strict=False))
                 self._placing.put_in_order(context, stream, pairs, answered)
-                is_alone = all(other == stream for other in (*context.recent, *context.under_way))
+                is_alone = all(other_stream == stream for other_stream in (*context.recent, *context.under_way))
                 for pair, (error, device_ns, _) in answered:
-                    done.append(pair)
+                    finished.append(pair)
                     self._take(context, stream, pair, error, device_ns, is_alone)
-            finally:  # after a fault, too: a pair in the pool must not be taken twice
+            finally:  # after a fault, too: a pair must not return to the pool twice
                 self._write_intervals()
-                if done:
+                if finished:
                     moved = True
-                    gone = set(map(id, done))
-                    pairs[:] = [pair for pair in pairs if id(pair) not in gone]
+                    finished_ids = set(map(id, finished))
+                    pairs[:] = [pair for pair in pairs if id(pair) not in finished_ids]
             if not context.alive:
                 break
         return moved
 
     def _anchor_by_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
-        """Take the last end that was just seen as an anchor, on a device that is too busy to be read.
+        """Use the last end that was just seen as an anchor, on a device that is too busy for one.
 
-        It happened after its record, after the last look that did not see it, and before now. Returns the answers
+        It happened after its record, after the last poll that did not see it, and before now. Returns the answers
         without their offsets from an older anchor.
         """
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
@@ -431,21 +432,21 @@ class Resolver:
         return [(error, device_ns, None) for error, device_ns, _ in answers]
 
     def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
-        """Take in a stretch that is over."""
+        """Resolve a pair that has ended."""
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
             self._lose(context, stream, pair, error)
             return
         start_ns, end_ns, label = self._placing.labelled(context, stream, pair, place, device_ns, is_alone)
         self.pairs += 1
-        if whole.held is None:
+        if whole.deferred is None:
             self._add(whole, context, stream, start_ns, end_ns, label, place.uncertainty_ns)
         else:
-            times = HeldTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
-            whole.held.append(times)
-            if len(whole.held) >= HELD_LIMIT:
-                self._add_held(whole)
-                whole.held.clear()
+            times = DeferredTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_side)
+            whole.deferred.append(times)
+            if len(whole.deferred) >= DEFERRED_LIMIT:
+                self._add_deferred(whole)
+                whole.deferred.clear()
         whole.taken += 1
         if pair is not whole:
             self._give_back(pair)
@@ -458,27 +459,27 @@ class Resolver:
         self._placing.remember(context, stream, start_ns, end_ns)
         self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
-    def _add_held(self, whole: Pair) -> None:
-        """Add the intervals of a span on several streams on which it worked.
+    def _add_deferred(self, whole: Pair) -> None:
+        """Add the intervals of a span on those of its streams that had work.
 
-        A stream that had run dry at the span's end may have had no work. Where all had, the first stream is taken.
+        A stream that was idle at the span's end may have had none. If all were idle, the first stream counts.
         """
-        held = whole.held or []
-        worked = [times for times in held if times.label != "launch-bound"]
-        worked = worked or [times for times in held if not times.is_beside] or held
+        deferred = whole.deferred or []
+        worked = [times for times in deferred if times.label != "launch-bound"]
+        worked = worked or [times for times in deferred if not times.is_side] or deferred
         for times in sorted(worked, key=attrgetter("start_ns")):
-            others = (
-                other
-                for other in worked
-                if other.context is times.context and other.stream != times.stream
-                if other.start_ns < times.end_ns - RESOLUTION_NS and times.start_ns < other.end_ns - RESOLUTION_NS
+            overlaps = (
+                peer
+                for peer in worked
+                if peer.context is times.context and peer.stream != times.stream
+                if peer.start_ns < times.end_ns - RESOLUTION_NS and times.start_ns < peer.end_ns - RESOLUTION_NS
             )
             context, stream, start_ns, end_ns, label, uncertainty_ns, _ = times
-            label = "overlapped" if label != "stale" and any(others) else label
+            label = "overlapped" if label != "stale" and any(overlaps) else label
             self._add(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _lose(self, context: Context, stream: int, pair: Pair, error: int) -> None:
-        """Take in a stretch that was not timed, or has no span after all."""
+        """Resolve a pair that was not timed, or has no span after all."""
         whole = pair.whole
         if whole is None:
             self._give_back(pair)
@@ -501,8 +502,8 @@ class Resolver:
             return
         ring, index, start_ns, end_ns = whole.row
         try:
-            if whole.held is not None:
-                self._add_held(whole)
+            if whole.deferred is not None:
+                self._add_deferred(whole)
             if whole.device_ns and index >= 0:
                 host_ns = end_ns - start_ns
                 if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
@@ -527,7 +528,7 @@ class Resolver:
         )
 
     def _drop_ended_pairs(self) -> None:
-        """Count the pairs that the device has not come to as lost."""
+        """Count the pairs that the device has not reached as lost."""
         for context in self.contexts.values():
             for stream, pairs in context.under_way.items() if context.alive else ():
                 for pair in [pair for pair in pairs if pair.end_ns]:
@@ -536,13 +537,13 @@ class Resolver:
         self._write_intervals()
 
     def _close(self) -> None:
-        """Give everything back to the driver."""
+        """Return everything to the driver."""
         driver = self._driver
         for context in list(self.contexts.values()):
             if not context.alive or driver.bind(context.handle):
                 continue
             context.alive = False
-            # One by one: a thread of the service that is just beginning a span may take one meanwhile, and owns it.
+            # One by one: a thread of the service that begins a span may take a pair meanwhile, and owns it.
             while context.free:
                 pair = context.free.pop()
                 driver.destroy_event(pair.begin)

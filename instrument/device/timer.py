@@ -1,13 +1,13 @@
 """The timer: device time of spans by pairs of events, without a wait on a thread of the service.
 
 A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread
-of ours, the resolver, asks for events that have happened, puts the stretch between them on the host's clock and adds it
-to the tally. The pair spans a stretch of the stream, not a kernel: whatever else ran in between is in it, which is what
-the labels (`instrument.recording.slot_ring.LABELS`) mark.
+of ours, the resolver, polls for events that have happened, places the interval between them on the host's clock and
+adds it to the tally. The interval is a part of the stream, not a kernel: it includes all work of the stream in between.
+Labels (`instrument.recording.slot_ring.LABELS`) mark such intervals.
 
-Events come from a pool for each context, filled outside of the calls that use it. Nothing is recorded on a stream that
-is being captured into a graph. An error of the driver costs its device times, counted; one after which the driver says
-nothing else costs all of them from there on, and is reported.
+Events come from a pool for each context, which is filled outside of the calls that use it. Nothing is recorded on a
+stream that is being captured into a graph. An error of the driver loses a device time, which is counted. A fatal error
+loses all later ones of the device, and is reported.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NO_CONTEXT_YET = "spans that began before their device had a context"
 
 
 class Timer:
-    """Times spans on the devices that one driver drives. `begin` is what the recorder calls.
+    """A timer of spans on the devices of one driver. The recorder calls `begin`.
 
-    Everything but `stop` and `after_fork_in_child` runs on threads of the service and takes a microsecond or two.
+    All methods run on threads of the service, in a microsecond or two.
     """
 
     def __init__(
@@ -56,38 +56,38 @@ class Timer:
         self._mark = driver.mark
         self._meeting = Lock()
         self._devices: dict[int, int] = {}
-        """The devices of streams that were named in the code."""
+        """The devices of streams that the service's code names, by handle."""
         self._contexts = self.resolver.contexts
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
-        """Record the first event of a span. None where the host does not use a device, or it has been given up."""
+        """Record the first event of a span. Return None if no device is in use, or the device has been given up."""
         places = self._places(site, attributes)
         if not places:
             return None
-        begun = self._begin_at(places[0], span_id) if len(places) == 1 else self._begin_on(places, span_id)
-        if begun.__class__ is Pair:
-            begun.site, begun.attributes = site, attributes
-        return begun
+        pair = self._begin_at(places[0], span_id) if len(places) == 1 else self._begin_on(places, span_id)
+        if pair.__class__ is Pair:
+            pair.site, pair.attributes = site, attributes
+        return pair
 
     def _begin_on(self, places: Sequence[Stream], span_id: int) -> Pair | Untimed | None:
-        """Record an event on each of some streams."""
-        begun: list[Pair | Untimed] = []
+        """Record an event on each of the streams. Return the first pair."""
+        marks: list[Pair | Untimed] = []
         try:
             for place in places:
                 pair = self._begin_at(place, span_id)
                 if pair is not None:
-                    begun.append(pair)
+                    marks.append(pair)
         except BaseException:  # of a signal handler
-            for pair in begun:
+            for pair in marks:
                 pair.cancel()
             raise
-        pairs = [pair for pair in begun if isinstance(pair, Pair)]
+        pairs = [pair for pair in marks if isinstance(pair, Pair)]
         if len(pairs) > 1:
             whole = pairs[0]
-            whole.held, whole.begun, whole.beside = [], len(pairs), pairs[1:]
-            for pair in whole.beside:
-                pair.whole, pair.running, pair.is_beside = whole, None, True
-        return pairs[0] if pairs else next(iter(begun), None)
+            whole.deferred, whole.begun, whole.side_pairs = [], len(pairs), pairs[1:]
+            for pair in whole.side_pairs:
+                pair.whole, pair.running, pair.is_side = whole, None, True
+        return pairs[0] if pairs else next(iter(marks), None)
 
     def _begin_at(self, place: Stream, span_id: int) -> Pair | Untimed | None:
         device, stream = place
@@ -101,7 +101,7 @@ class Timer:
             context = None if is_captured else self.driver.relaxed(partial(self._meet, device))
             if context is None:
                 self.resolver.start()
-                if not is_captured:  # the host is about to make one
+                if not is_captured:  # the service is about to make one
                     self.resolver.counts[NO_CONTEXT_YET] += 1
                 return Untimed(self, place, "captured" if is_captured else "dropped", self._now())
         if not context.alive:
@@ -131,10 +131,10 @@ class Timer:
             pair.whole = pair.running = pair
             pair.begun = 1
             context.begun.append(pair)
-            if len(context.free) == LOW:  # or spans would go without until the next look
+            if len(context.free) == LOW:  # or spans would get no pair until the next poll
                 self.resolver.wake()
             return pair
-        except BaseException:  # of a signal handler, most likely: nobody will end this pair
+        except BaseException:  # probably of a signal handler: no call will end this pair
             pair.cancel()
             if not pair.begun:
                 pair.begun = 1
@@ -142,10 +142,10 @@ class Timer:
             raise
 
     def _places(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
-        """Return the streams for the work of a span that begins now; none where no device is in use.
+        """Return the streams for the work of a span that begins now, none if no device is in use.
 
-        A span with a known framework and devices has that framework's current streams there. Any other has the current
-        stream of each framework.
+        A span with a known framework and devices uses that framework's current streams on them. Any other span uses the
+        current stream of each framework.
         """
         work = None if attributes is None else attributes.get(STREAM)
         if work is not None and work.__class__ is not Work:
@@ -160,12 +160,12 @@ class Timer:
         return places if len(places) < 2 else cuda.likely(places)
 
     def _device_of(self, stream: int) -> int:
-        """Return the device of a stream that the code names; -1 where none is in use."""
+        """Return the device of a stream that the service's code names, -1 if none is in use."""
         device = self._devices.get(stream)
         if device is None:
             driver = self.driver
             current = driver.current_device()
-            # To ask whose a stream is that is being captured would end the capture.
+            # A query for the device of a captured stream would end the capture.
             if current < 0 or stream <= cuda.PER_THREAD or driver.capture(stream):
                 return current
             device = driver.device_of(stream)
@@ -175,32 +175,32 @@ class Timer:
         return device
 
     def _refused(self, context: Context, stream: int, error: int) -> str:
-        """Return the label of a span whose first event failed, "" where the device is given up."""
-        if error == cuda.BAD_HANDLE:  # the stream may be another one by now, of another device
+        """Return the label of a span whose first event failed, "" if the device is given up."""
+        if error == cuda.BAD_HANDLE:  # the handle may now be of a stream of another device
             self._devices.pop(stream, None)
         return self.resolver.refused(context, error)
 
     def begin_again(self, whole: Pair) -> None:
-        """Begin another stretch of a span, in a pair of its own. A stretch that cannot be timed is counted."""
+        """Begin another part of a span, with a pair of its own. A part that cannot be timed is counted."""
         pair = self.begin(whole.site, whole.attributes, whole.span_id)
         if isinstance(pair, Pair):
-            # No look of the resolver's comes to a pair in between that has not ended.
-            for stretch in (pair, *pair.beside):
+            # The resolver does not read a pair before it has ended.
+            for stretch in (pair, *pair.side_pairs):
                 stretch.whole, stretch.running = whole, None
                 whole.begun += 1
-            if whole.held is None and pair.beside:
-                whole.held = []
+            if whole.deferred is None and pair.side_pairs:
+                whole.deferred = []
             whole.running = pair
         elif pair is not None:
             self.resolver.counts["steps of generators without device time"] += 1
 
     def end_pair(self, pair: Pair) -> None:
-        """Record the second event. The resolver takes over from here."""
+        """Record the second event, for the resolver to read."""
         try:
             self._end(pair)
         finally:
-            for other in pair.beside:
-                self._end(other)
+            for side_pair in pair.side_pairs:
+                self._end(side_pair)
         self.wake()
 
     def _end(self, pair: Pair) -> None:
@@ -217,25 +217,25 @@ class Timer:
                         number = self._mark_again(context, pair.end_key, pair.handle, number)
                         pair.error = max(-number, 0)
             pair.end_ns = self._now()
-        except BaseException:  # of a signal handler: without an end the pair would be under way for ever
+        except BaseException:  # of a signal handler: without an end the pair would stay open for ever
             pair.error = pair.error or INTERRUPTED
             pair.end_ns = pair.begin_ns
             raise
 
     def wake(self) -> None:
-        """Let the resolver look, if it sleeps."""
+        """Wake the resolver if it sleeps."""
         if self.resolver.asleep:
             self.resolver.wake()
 
     def finish(self, pair: Pair) -> None:
-        """Hand over a span that has ended after its last stretch."""
+        """Hand the resolver a span that has ended after its last part."""
         self.resolver.finished.append(pair)
         self.wake()
 
     def _mark_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """Mark in the pair's context, on a thread with another current device or none. Returns the new answer.
+        """Record an event in the pair's context, on a thread with another current device or none. Return the answer.
 
-        `refused` is the first answer, which is returned where another context would not help.
+        `refused` is the first answer, which is returned if another context would not help.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD
@@ -250,14 +250,14 @@ class Timer:
             driver.pop()
 
     def _meet(self, device: int) -> Context | None:
-        """Make the context of a device with a few events; the resolver makes the rest."""
+        """Return the context of a device, new with a few events. The resolver makes the others."""
         driver = self.driver
         with self._meeting:
             context = self._contexts.get(device)
             if context is not None or self.resolver.is_stopping:
                 return context
             handle = driver.primary(device)
-            # A context that is current may be that of another device: torch leaves it so until it uses this one.
+            # The current context may be another device's: torch changes it when it uses this device.
             if not handle and driver.current_device() == device:
                 handle = driver.current()
             if not handle:
@@ -276,6 +276,6 @@ class Timer:
             return context
 
     def refuse(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
-        """Hand over a span that could not be timed."""
+        """Hand the resolver a span that could not be timed."""
         self.resolver.untimed.append((span_id, place, at_ns, label))
         self.wake()

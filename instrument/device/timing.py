@@ -1,4 +1,4 @@
-"""The device time of one session: a timer from the import of a library that uses a device on."""
+"""The device time of one session, by a timer that starts with the import of a library that uses a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from instrument.trace.columns import DeviceIntervals, Int64s
 
 LOOK_S = 0.002
-"""Seconds between two looks for device times, while a thread waits for them."""
+"""Seconds between two polls for device times, while a thread waits for them."""
 
 raw_clock: Callable[[], int] | None = None
 if hasattr(time, "CLOCK_MONOTONIC_RAW"):
@@ -31,9 +31,9 @@ if hasattr(time, "CLOCK_MONOTONIC_RAW"):
 
 
 class Timing:
-    """The device time of one session. It makes a timer once the host has imported a library that uses a device.
+    """The device time of one session. It makes a timer once the service has imported a library that uses a device.
 
-    `reason` says in one line why device time is missing or costs more. It is "" where neither is so.
+    `reason` says in one line why device time is missing or costs more, "" for neither.
     """
 
     def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
@@ -58,7 +58,7 @@ class Timing:
         return Timer(driver, self.intervals, RECORDER, RECORDER.now_ns, raw_clock)
 
     def install(self) -> Callable[[], None]:
-        """Time spans from now on, or from the import of such a library on. Returns the detach."""
+        """Time spans from now on, or from the import of such a library on. Return the undo."""
         self._undo_imports = imports.install(cuda.MODULES.__contains__, self.imported)
         for name in cuda.MODULES:
             module = sys.modules.get(name)
@@ -67,7 +67,7 @@ class Timing:
         return self.uninstall
 
     def imported(self, module: ModuleType) -> None:
-        """Learn the current stream of an imported framework, if there can be a device at all."""
+        """Read the current streams of an imported framework from now on, if it can use a device."""
         version = getattr(module, "version", None)
         if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
             self.reason = self.reason or f"{NO_DEVICE_TIME}this torch is built without a device"
@@ -78,7 +78,7 @@ class Timing:
             driver = self._driver_for(module)
             if driver is None:
                 return
-            hosts = self._hosts  # those before this one may have had no driver
+            hosts = self._hosts  # earlier ones may have had no driver
             self.timer = self._new_timer(driver)
             self._numba = cuda.NumbaStreams(driver.default_stream)
         for host in hosts:
@@ -88,12 +88,12 @@ class Timing:
             if source is not None:
                 name = host.__name__.partition(".")[0]
                 self.timer.frameworks[name] = source
-                # Streams may name no framework; then the first source counts: torch, if it is imported.
+                # A span may name no framework; then the first source counts: torch, if it is imported.
                 self.timer.sources.insert(0 if name == "torch" else len(self.timer.sources), source)
         self._ranges.time_by(self.timer.begin)
 
     def _driver_for(self, module: ModuleType) -> Driver | None:
-        """Return a driver by cuda-python, else by torch's own events, else None. `reason` says why."""
+        """Return a driver by cuda-python, else by torch's own events, else None. Sets `reason`."""
         from instrument.device import cuda
         from instrument.device.torch_events import TorchDriver
 
@@ -118,7 +118,7 @@ class Timing:
             return None
 
     def uninstall(self, limit_s: float = math.inf) -> None:
-        """Begin no more pairs, take in those under way in that time, give everything back. Idempotent."""
+        """Begin no more pairs, resolve those in flight within `limit_s`, return everything. Idempotent."""
         if self._undo_imports is not None:
             self._undo_imports()
             self._undo_imports = None
@@ -129,7 +129,7 @@ class Timing:
             self.timer.resolver.stop(limit_s)
 
     def after_fork_in_child(self) -> None:
-        """Begin anew without CUDA, which a child cannot use, and give nothing of the parent's back."""
+        """Begin again without CUDA, which a child cannot use. Nothing of the parent's is returned to the driver."""
         self.intervals = self._new_intervals()
         if self.timer is not None:
             before = self.timer
@@ -148,15 +148,15 @@ class Timing:
         return device_intervals(cells_in(self.intervals.packed()), span_id)
 
     def is_settled(self, at_ns: int) -> bool:
-        """Return True where every span that ended by `at_ns` has its device time, or will never have one."""
+        """Return True if every span that ended by `at_ns` has its device time, or will never have one."""
         return self.settled_ns() >= at_ns
 
     def settled_ns(self) -> int:
-        """Return the time up to which device times are settled. Each open span adds to the cost of a call."""
+        """Return the time up to which device times are settled. The call takes longer with each open span."""
         return RECORDER.now_ns() if self.timer is None else self.timer.resolver.settled_ns()
 
     def await_settled(self, at_ns: int, end_s: float) -> None:
-        """Wait until that is so of a time, as `time.monotonic` has it until `end_s`, and let others know."""
+        """Wait until `at_ns` is settled, until `end_s` of `time.monotonic` at most, and note it in the recording."""
         resolver = None if self.timer is None else self.timer.resolver
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
             settled_ns = resolver.settled_ns()
@@ -172,7 +172,7 @@ class Timing:
         return 0.0 if self.timer is None else self.timer.resolver.pair_ns
 
     def cost_ns(self) -> tuple[float, int]:
-        """Return the nanoseconds that pairs have cost the service's threads, and those of the resolver's thread."""
+        """Return the nanoseconds that pairs have cost the service's threads, and the resolver's thread."""
         if self.timer is None:
             return 0.0, 0
         resolver = self.timer.resolver
@@ -188,11 +188,11 @@ class Timing:
         }
 
     def notes(self) -> list[str]:
-        """Return the reasons for missing device times, as sentences: none where no span asked for it."""
+        """Return the reasons for missing device times as sentences, none if no span asked for device time."""
         notes = [self.reason] if self.reason and RECORDER.asks_for_device_time() else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit
             notes += [f"device time: {misfit}"] if misfit else []
             notes += resolver.faults.values()
-            notes += [f"{what}: {count} times" for what, count in resolver.counts.items() if what not in LABELS]
+            notes += [f"{name}: {count} times" for name, count in resolver.counts.items() if name not in LABELS]
         return notes

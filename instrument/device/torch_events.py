@@ -1,12 +1,12 @@
-"""torch's own events, for hosts without cuda-bindings and for ROCm: a driver as `instrument.device.cuda` is one.
+"""torch's own events, for hosts without cuda-bindings and for ROCm: a second driver besides `instrument.device.cuda`.
 
-A context is known here by its device's number, plus one. Nothing initialises CUDA: torch makes a device's context
-before anything of ours is asked about it. A thread that works on another device for a moment goes back to its own by
-the calls of torch that make no context there, as torch's guards do.
+A context is the number of its device, plus one. Nothing initialises CUDA: torch makes a device's context before our
+first call for it. A thread that works on another device for a moment returns to its own by those calls of torch that
+make no context there, as torch's guards do.
 
 torch creates an event when it is recorded for the first time, and destroys it with its object. A forked process must
-not destroy its parent's, so events are kept until `destroy_event`. Recording one costs more than by `CudaDriver`, and
-always lets go of the interpreter's lock.
+not destroy its parent's events, so they are kept until `destroy_event`. To record one costs more than with
+`CudaDriver`, and always releases the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ TEXTS = {
     907: "operation not permitted on an event last recorded in a capturing stream",
     999: "unknown error",
 }
-"""The errors of CUDA and ROCm by their words, which are all that torch gives before 2.8."""
+"""The texts of CUDA's and ROCm's errors. Before 2.8 torch gives the text alone."""
 
 OWN_TEXTS = {
     "must be completed before calculating elapsed time": cuda.NOT_READY,
     "must be recorded before calculating elapsed time": 400,
     "does not match recording stream's device": 400,
 }
-"""The driver's errors for texts of torch's own checks of events."""
+"""The driver's errors for the messages of torch's own checks of events."""
 
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
-"""Events that have not been given back, so that a forked child which clears what it inherits destroys none of them."""
+"""Events that have not been returned, so that a forked child that clears inherited objects destroys none of them."""
 
 
 class TorchDriver:
     """The driver through a torch that was built for CUDA or ROCm.
 
-    Raises `ImportError` for a torch that is too old, `OSError` where a thread cannot be kept from disturbing captures.
+    Raises `ImportError` for a torch that is too old, `OSError` if a thread cannot be kept from disturbing captures.
     """
 
     default_stream = 0
-    misfit = ""  # torch has brought what it needs of the vendor's libraries
+    misfit = ""  # torch includes the vendor's libraries
     CAPTURING = cuda.CAPTURING
     NOT_READY = cuda.NOT_READY
 
@@ -96,36 +96,36 @@ class TorchDriver:
         self.mark: Callable[[Any, Any], int] = self._mark
 
     def name(self, error: int) -> str:
-        """Return the driver's words for an error."""
+        """Return the driver's text for an error."""
         return f"{TEXTS.get(error, 'error')} ({error})"
 
     # ---------------------------------------------------------------- on a thread of the service
 
     def _mark(self, event: tuple[Any, int], stream: int) -> int:
-        """Record an event on a stream that is not captured. Returns the stream's address, or an error below 0."""
-        wanted, device = event
+        """Record an event on a stream that is not captured. Return the stream's address, or an error below 0."""
+        torch_event, device = event
         try:
             target = self._streams.get((device, stream))
             if target is None:
                 target = self._stream(device, stream)
             if self._is_captured(device, target, stream):
                 return -cuda.CAPTURING
-            wanted.record(target)
+            torch_event.record(target)
         except (RuntimeError, ValueError) as error:
             return -error_of(error)
-        return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers of vendors' tools
+        return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers that vendors' tools use
 
     def _stream(self, device: int, stream: int) -> Any:
         """Return torch's object for a stream's handle. Does not wait. Handle 0 would make a new one of torch's pool."""
         if len(self._streams) > 1024:
             self._streams.clear()
         torch = self._torch.cuda
-        made = torch.ExternalStream(stream, device=device) if stream else torch.default_stream(device)
-        self._streams[device, stream] = made
-        return made
+        stream_object = torch.ExternalStream(stream, device=device) if stream else torch.default_stream(device)
+        self._streams[device, stream] = stream_object
+        return stream_object
 
     def _is_captured(self, device: int, target: Any, stream: int) -> bool:
-        """Return True for a stream that is captured. Makes it current meanwhile: torch answers for that alone."""
+        """Return True for a stream that is captured. Makes it current meanwhile, as torch tests only that one."""
         if self._device() == device and self._current(device) == stream:
             return self._captures()
         native = self._native
@@ -149,12 +149,12 @@ class TorchDriver:
             return error_of(error)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of the device on which torch has seen a stream; else the current one."""
-        seen = next((device for device, known in list(self._streams) if known == stream), None)
-        return seen if stream > cuda.PER_THREAD and seen is not None else self.current_device()
+        """Return the index of the device of a stream that torch knows, else the current device."""
+        index = next((device for device, handle in list(self._streams) if handle == stream), None)
+        return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
 
     def relaxed(self, make: Callable[[], T]) -> T:
-        """Run a call that makes objects of the driver on a thread of the host, so that it ends no capture."""
+        """Run a call that makes objects of the driver on a thread of the service, without ending a capture."""
         mode = ctypes.c_int(_RELAXED)
         error = self._exchange_mode(ctypes.byref(mode))
         try:
@@ -164,20 +164,20 @@ class TorchDriver:
                 self._exchange_mode(ctypes.byref(mode))
 
     def current(self) -> int:
-        """Return the context of the calling thread's device, 0 where it has none."""
+        """Return the context of the calling thread's device, 0 without one."""
         device = self.current_device()
         return 0 if device < 0 else self.primary(device)
 
     def current_device(self) -> int:
-        """Return the index of the calling thread's device, -1 where torch has not initialised any."""
+        """Return the index of the calling thread's device, -1 if torch has not initialised any."""
         return self._device() if self._torch.cuda.is_initialized() else -1
 
     def primary(self, device: int) -> int:
-        """Return the context of a device, 0 where the host has made none."""
+        """Return the context of a device, 0 if the service has made none."""
         return device + 1 if self._torch.cuda.is_initialized() and self._has_context(device) else 0
 
     def push(self, context: int) -> int:
-        """Make a context's device the calling thread's until `pop`."""
+        """Make a context's device current on the calling thread until `pop`."""
         try:
             before = self._exchange(context - 1)
         except RuntimeError as error:
@@ -191,9 +191,9 @@ class TorchDriver:
     # ---------------------------------------------------------------- on the resolver's thread
 
     def bind(self, context: int) -> int:
-        """Make a context's device the calling thread's, for good, and let the thread disturb no capture.
+        """Make a context's device current on the calling thread for good, and let the thread disturb no capture.
 
-        On a thread that has no device, asking for an event would make a context on the first one.
+        On a thread without a device, a query of an event would make a context on the first device.
         """
         try:
             self._exchange(context - 1)
@@ -202,7 +202,7 @@ class TorchDriver:
         return self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def new_event(self) -> tuple[int, Any]:
-        """Make an event that takes the time."""
+        """Return the driver's error, and a new event that records the time."""
         try:
             event = self._torch.cuda.Event(enable_timing=True)
         except RuntimeError as error:
@@ -211,7 +211,7 @@ class TorchDriver:
         return 0, event
 
     def handle(self, event: Any) -> tuple[Any, int]:
-        """Return an event of the calling thread's device as `mark` takes it."""
+        """Return the argument of `mark` for an event of the calling thread's device."""
         return event, self._device()
 
     def destroy_event(self, event: Any) -> None:
@@ -219,19 +219,19 @@ class TorchDriver:
         _kept.pop(id(event), None)
 
     def new_stream(self) -> tuple[int, int]:
-        """Return one of torch's streams of high priority, which wait for no other."""
+        """Return one of torch's streams of high priority, which wait for no other stream."""
         try:
-            made = self._torch.cuda.Stream(priority=-1)
-            self._streams[made.device_index, made.cuda_stream] = made
+            stream = self._torch.cuda.Stream(priority=-1)
+            self._streams[stream.device_index, stream.cuda_stream] = stream
         except RuntimeError as error:
             return error_of(error), 0
-        return 0, made.cuda_stream
+        return 0, stream.cuda_stream
 
     def destroy_stream(self, stream: int) -> None:
-        """Do nothing: torch keeps its streams for later."""
+        """Do nothing: torch keeps its streams for later use."""
 
     def query(self, event: Any) -> int:
-        """Return 0 for an event that has happened, `NOT_READY` for one that has not."""
+        """Return 0 for an event that has happened, `NOT_READY` for any other."""
         try:
             return 0 if event.query() else cuda.NOT_READY
         except RuntimeError as error:
@@ -268,10 +268,10 @@ def error_of(error: Exception) -> int:
     if isinstance(number, int) and number:
         return number
     text = str(error)
-    for words, known in OWN_TEXTS.items():
+    for words, number_of_text in OWN_TEXTS.items():
         if words in text:
-            return known
-    return next((known for known, words in TEXTS.items() if words in text), 1)
+            return number_of_text
+    return next((number_of_text for number_of_text, words in TEXTS.items() if words in text), 1)
 
 
 def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int) -> None:
@@ -279,11 +279,11 @@ def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int
 
 
 def _mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
-    """Return the call of torch's library that sets the calling thread's mode towards captures, which torch lacks."""
+    """Return the call of the vendor's library that sets the calling thread's mode for captures, which torch lacks."""
     if not is_rocm:
         exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode
     else:
-        # The very file that torch has loaded: its name bears a version, and there may be others.
+        # The file that torch has loaded: its name has a version, and there may be others.
         library = re.search(r"/.*/libamdhip64\.so.*", Path("/proc/self/maps").read_text("utf-8", "replace"))
         if library is None:
             raise OSError("torch was built for ROCm, but has not loaded libamdhip64.so")
