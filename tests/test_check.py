@@ -18,7 +18,7 @@ import instrument
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import STATES, Verdict, over_processes
 from instrument.profile.keys import loads
-from instrument.profile.values import BESIDE, VARIABLES
+from instrument.profile.values import FOLLOWED, VARIABLES
 
 SERVICE = """
 import itertools
@@ -225,7 +225,7 @@ def test_every_variable_of_opentelemetry_that_counts_is_shown_with_what_it_says(
 
 
 def test_no_variable_of_opentelemetry_is_read_that_is_not_in_the_list() -> None:
-    known = set(BESIDE).union(*({name for name, _ in names} for names in VARIABLES.values()))
+    known = set(FOLLOWED).union(*({name for name, _ in names} for names in VARIABLES.values()))
     root = Path(instrument.__file__).parent
     read = {
         name

@@ -21,7 +21,7 @@ from instrument.otlp.connection import proxy_for
 from instrument.profile.keys import KEYS, load, setting
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS, text_of
-from instrument.profile.values import BESIDE
+from instrument.profile.values import FOLLOWED
 from instrument.recorder.scopes import OFF
 from instrument.runtime.main_module import MAINS
 
@@ -226,7 +226,7 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
             value = profile.shown.get(name, value)
         if value is not None or origin != "default":
             settings.append((name, value, origin))
-    for variable, (name, _) in BESIDE.items():
+    for variable, (name, _) in FOLLOWED.items():
         is_followed = profile.export.otlp is not None or (variable == "OTEL_PROPAGATORS" and profile.requests)
         if is_followed and (text := os.environ.get(variable)):
             # Of attributes by name alone, as of headers.

@@ -89,7 +89,7 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
         return 0
     _write(path, text, replaces=options.force)
     count = f"{first.rules} rule{'s' * (first.rules != 1)}"
-    print(f"instrument: wrote {path}: {count}, from {first.seen}; the command {_ended(code)}", file=sys.stderr)
+    print(f"instrument: wrote {path}: {count}, from {first.summary}; the command {_ended(code)}", file=sys.stderr)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The calls of older profilers over the same session, for code that has them and is not to be rewritten yet.
+"""The interfaces of older profilers over the same session, for code that cannot be rewritten yet.
 
-Each module has the names of one of them, and measures nothing itself. Its text has the differences on purpose.
+Each module has the names of one profiler, and measures nothing itself. Its docstring has the intended differences.
 """

@@ -1,7 +1,7 @@
 """The profiler of Paddle's fluid: ``start_profiler("All", "OpDetail")``, ``stop_profiler("total")``.
 
 Differences: no device is synchronised and no kernel launched. The Total of state `All` is the union of host and device
-time, not their sum. `profile_path` gets a Chrome trace. A session that runs already is used and goes on.
+time, not their sum. `profile_path` gets a Chrome trace. A running session is used and continues afterwards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Run:
     tracer_option: str
     since_ns: int
     counts_all: bool
-    """True where the session began with the run, so that its tally is exact for all calls."""
+    """True if the session began with the run, so that its tally is exact for all calls."""
     torch: TorchProfiler | None
 
 
@@ -50,7 +50,7 @@ _run: _Run | None = None
 
 
 def start_profiler(state: str, tracer_option: str = "Default") -> None:
-    """Record from now on; do nothing where it runs already. Raises `ProfileError`, a ValueError, as `profiler` does."""
+    """Record from now on. Does nothing if it runs already. Raises `ProfileError`, a ValueError, as `profiler` does."""
     global _run
     _refuse(state=(state, STATES), tracer_option=(tracer_option, TRACER_OPTIONS))
     with _lock:
@@ -68,7 +68,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
 
 
 def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
-    """Print the report of all threads together, then by thread; write the timeline. Does nothing where none runs."""
+    """Print the report of all threads together, then by thread, and write the timeline. Does nothing if it is off."""
     _stop(sorted_key, (profile_path,), None)
 
 
@@ -81,10 +81,10 @@ def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Pa
             return
         try:
             trace = run.session.trace(run.since_ns, time.monotonic_ns())
-            seen = None if run.torch is None else run.torch.end()
+            profiled = None if run.torch is None else run.torch.end()
             is_whole = trace.held[0] == trace.start_ns
-            if seen is not None and (is_whole or not run.counts_all):
-                recording = Recording.of_trace(seen.join(trace))
+            if profiled is not None and (is_whole or not run.counts_all):
+                recording = Recording.of_trace(profiled.join(trace))
             else:
                 recording = run.session.recording() if run.counts_all else Recording.of_trace(trace)
             options = Options(tracer_option=run.tracer_option, state=run.state, sorted_by=sorted_key or "default")
@@ -101,13 +101,13 @@ def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Pa
 
 
 def _report(recording: Recording, options: Options) -> str:
-    """Return the report with whole names, and the cost and the gaps of the instrumentation."""
+    """Return the report with full names, and the cost and the gaps of the instrumentation."""
     about = instrumentation(recording)
     return "\n".join([*events(recording, options).wide().lines(), *about])
 
 
 def reset_profiler() -> None:
-    """Forget the spans up to now, such as the first iterations; open ones count from here on."""
+    """Drop the spans up to now, such as the first iterations. Open spans count from now on."""
     with _lock:
         if _run is not None:
             _run.since_ns, _run.counts_all = time.monotonic_ns(), False
@@ -120,7 +120,7 @@ def profiler(
     profile_path: _Path | None = PROFILE_PATH,
     tracer_option: str = "Default",
 ) -> Iterator[None]:
-    """Record within the block, and report at its end, by an exception too."""
+    """Record within the block, and report at its end, also after an exception."""
     _refuse(sorted_key=(sorted_key or "default", SORTED_KEYS))
     start_profiler(state, tracer_option)
     try:
@@ -144,9 +144,9 @@ class ProfilerOptions:
 class Profiler:
     """The `Profiler` of `paddle.utils`: ``with Profiler(options={"batch_range": [10, 20]}) as p``, `p.record_step()`.
 
-    Options: state, sorted_key, tracer_level, batch_range (batches first to end - 1), and the files, of which `none`
-    writes none: profile_path and timeline_path get a Chrome trace, op_summary_path the report too. The report has
-    threads apart with output_thread_detail and without.
+    Options: state, sorted_key, tracer_level, batch_range (batches first to end - 1), and the files, with `none` for no
+    file: profile_path and timeline_path get a Chrome trace, op_summary_path the report. The report has separate threads
+    with and without output_thread_detail.
     """
 
     DEFAULTS: Mapping[str, Any] = {
@@ -162,17 +162,17 @@ class Profiler:
 
     def __init__(self, enabled: bool = True, options: Mapping[str, Any] | ProfilerOptions | None = None) -> None:
         self._enabled = enabled
-        asked = options.options if isinstance(options, ProfilerOptions) else options or {}
-        self._options = {**self.DEFAULTS, **asked}
+        settings = options.options if isinstance(options, ProfilerOptions) else options or {}
+        self._options = {**self.DEFAULTS, **settings}
         problems = [
             f"Profiler: options: found the key {key!r}; allowed: {', '.join(self.DEFAULTS)}"
             for key in self._options
             if key not in self.DEFAULTS
         ]
-        given = self._options["batch_range"]
-        pair = given if isinstance(given, (list, tuple)) else ()
+        value = self._options["batch_range"]
+        pair = value if isinstance(value, (list, tuple)) else ()
         if not (len(pair) == 2 and all(isinstance(batch, int) for batch in pair) and 0 <= pair[0] < pair[1]):
-            problems.append(f"Profiler: batch_range: found {given!r}; allowed: [first, end] with 0 <= first < end")
+            problems.append(f"Profiler: batch_range: found {value!r}; allowed: [first, end] with 0 <= first < end")
         if problems:
             raise ProfileError(problems)
         self._first, self._end = pair
@@ -184,7 +184,7 @@ class Profiler:
             start_profiler(self._options["state"], self._options["tracer_level"])
 
     def stop(self) -> None:
-        """Print and write the report; do nothing where the range has ended before."""
+        """Print and write the report. Does nothing if the range has ended before."""
         if self._enabled:
             profile, timeline, report = (
                 None if self._options[name] == "none" else self._options[name]
@@ -193,7 +193,7 @@ class Profiler:
             _stop(self._options["sorted_key"], (profile, timeline), report)
 
     def reset(self) -> None:
-        """Do as `reset_profiler`."""
+        """Drop the spans up to now, as `reset_profiler`."""
         if self._enabled:
             reset_profiler()
 
@@ -216,10 +216,10 @@ class Profiler:
         self.stop()
 
 
-def _refuse(**given: tuple[Any, tuple[str, ...]]) -> None:
+def _refuse(**arguments: tuple[Any, tuple[str, ...]]) -> None:
     problems = [
         f"start_profiler: {name}: found {value!r}; allowed: {', '.join(allowed)}"
-        for name, (value, allowed) in given.items()
+        for name, (value, allowed) in arguments.items()
         if value not in allowed
     ]
     if problems:

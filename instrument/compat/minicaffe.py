@@ -1,12 +1,12 @@
 """The profiler of Mini-Caffe: `enable`, `disable`, `open_scope`, `close_scope`, `dump`.
 
-The states are its own: scopes do nothing while it is off, it is not switched off with scopes open, and each thread
-closes its own scopes. Differences: `dump` is allowed at any time, forgets nothing, and writes slices in lanes of their
-threads, in nanoseconds; each thread has scopes of its own, which end with it at the latest; a name is the given one,
-not the path. The end of the session switches off, even with open scopes.
+The states are those of Mini-Caffe: scopes do nothing while it is off, it cannot be disabled with open scopes, and each
+thread closes its own scopes. Differences: `dump` is allowed at any time and drops nothing. It writes slices in lanes of
+their threads, in nanoseconds. Each thread has scopes of its own, which end with the thread at the latest. A name is the
+argument itself, not the path. The end of the session disables it, even with open scopes.
 
-Where no session runs, `enable` begins one by the profile in `INSTRUMENT_PROFILE`, else one that records the layers of
-torch's models too, each by its class. A session that runs already goes on after `disable`.
+If no session runs, `enable` begins one by the profile in `INSTRUMENT_PROFILE`, else one that also records the layers of
+torch's models, each by its class. A session that ran before continues after `disable`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVERY_LAYER = Profile(layers=(LayerRule(match=("**",), text="every layer"),), so
 
 
 class _Opened(threading.local):
-    """The scopes that this thread has open, innermost last."""
+    """The open scopes of a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
@@ -45,7 +45,7 @@ _own: Session | None = None
 
 
 def enable() -> None:
-    """Begin, or go on, to record. Raises `StateError` where it is on."""
+    """Begin or resume to record. Raises `StateError` if it is on."""
     global _is_on, _looked_at, _own
     with _lock:
         if _is_on and not _has_ended():
@@ -61,7 +61,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Stop recording; the spans can still be dumped. Raises `StateError` where it is off or scopes are open."""
+    """Stop recording. The spans can still be dumped. Raises `StateError` if it is off or scopes are open."""
     global _is_on
     with _lock:
         if not _is_on:
@@ -77,13 +77,13 @@ def disable() -> None:
 
 
 def open_scope(name: str) -> None:
-    """Begin a scope within this thread's open one; do nothing while the profiler is off."""
+    """Begin a scope within this thread's open one. Does nothing while the profiler is off."""
     if _is_on:
         _opened.scopes.append(RECORDER.make_scope(name).start())
 
 
 def close_scope() -> None:
-    """End this thread's innermost scope; do nothing while the profiler is off. Raises `StateError` without one."""
+    """End this thread's innermost scope. Does nothing while the profiler is off. Raises `StateError` without one."""
     if not _is_on:
         return
     if not _opened.scopes:
@@ -92,7 +92,7 @@ def close_scope() -> None:
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write all spans, of every time that it was on, as a Chrome trace. Raises `StateError`, `TraceError`."""
+    """Write the spans of all times at which it was on as a Chrome trace. Raises `StateError`, `TraceError`."""
     return process.dump(path)
 
 
@@ -102,12 +102,12 @@ def now() -> int:
 
 
 def _has_ended() -> bool:
-    """Return True where the session of the profiler has ended."""
+    """Return True if the session of the profiler has ended."""
     return _looked_at is not None and _running() is not _looked_at
 
 
 def _forget_scopes() -> None:
-    """Forget the scopes of threads that have ended, and end open ones of a session that has."""
+    """Drop the scopes of threads that have ended, and end the open scopes of a session that has ended."""
     for thread, scopes in list(_scopes_of.items()):
         if not thread.is_alive():
             del _scopes_of[thread]

@@ -1,11 +1,11 @@
 """The names of `paddle.profiler`: `Profiler`, `make_scheduler`, `RecordEvent`, `SortedKeys`, `SummaryView` and so on.
 
-Differences: on_trace_ready runs before the next window is armed, and nothing is written where none is given. A window
-that the schedule leaves without RECORD_AND_RETURN is delivered too. Ranges may overlap, cross steps and tasks;
-profilers may be nested. `make_scheduler` is `instrument.schedule`, and `ProfilerState` that of the windows
-(`instrument.sessions.window.State`). `summary` prints and returns the text. There is no protobuf. Operators, kernels
-and the data of `record_shapes`, `profile_memory` and `with_flops` come from torch.profiler, where torch is imported and
-no session of a profile runs. The log, once, and the session's notes have the options that are not recorded.
+Differences: on_trace_ready runs before the next window is armed; without it nothing is written. A window that the
+schedule ends without RECORD_AND_RETURN is delivered, too. Ranges may overlap, and cross steps and tasks; profilers may
+be nested. `make_scheduler` is `instrument.schedule`, and `ProfilerState` is `instrument.sessions.window.State`.
+`summary` prints and returns the text. There is no protobuf. Operators, kernels and the data of `record_shapes`,
+`profile_memory` and `with_flops` come from torch.profiler, if torch is imported and no session of a profile runs. The
+log (once) and the session's notes name the options that are not recorded.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class RecordEvent:
 
 
 class _Exporter(InBackground):
-    """Writes windows; given a profiler, as within a handler, it writes the newest at once."""
+    """A writer of windows. It is also called with a profiler, as in a handler, and writes its newest window at once."""
 
     def __call__(self, ready: Profiler | Window) -> object:
         window = ready.window if isinstance(ready, Profiler) else ready
@@ -180,7 +180,7 @@ class _Exporter(InBackground):
 
 
 def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
-    """Make a handler as `instrument.export_chrome`: a file per window, named by service or worker, process, window."""
+    """Return a handler like `instrument.export_chrome`: a file per window, by service or worker, process, window."""
     return _Exporter(chrome_files(dir_name, worker_name))
 
 
@@ -192,11 +192,11 @@ def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = 
 
 
 class Profiler(_Profiler):
-    """The `paddle.profiler.Profiler`: its arguments, in our words those of `instrument.Profiler`.
+    """The `paddle.profiler.Profiler`: its arguments are mapped to those of `instrument.Profiler`.
 
-    `targets` with a GPU time the device too; left out, both. In a `scheduler` ``(start, end)`` a start below 0 is 0.
-    `on_trace_ready` gets this object, with the recorded `window`. A handler may `stop` it: it stops after the step, and
-    later steps of the loop do not count.
+    `targets` with a GPU also time the device, and default to both. In a `scheduler` ``(start, end)`` a start below 0 is
+    0. `on_trace_ready` gets this object, with the recorded `window`. A handler may call `stop`: it stops after the
+    step, and later steps of the loop do not count.
     """
 
     def __init__(
@@ -212,22 +212,22 @@ class Profiler(_Profiler):
         custom_device_types: Sequence[str] = (),
         with_flops: bool = False,
     ) -> None:
-        wanted = set(_TIMED if targets is None else targets)
-        unknown = [target for target in wanted if not isinstance(target, ProfilerTarget)]
-        if unknown or not wanted.intersection(_TIMED):
+        devices = set(_TIMED if targets is None else targets)
+        unknown = [target for target in devices if not isinstance(target, ProfilerTarget)]
+        if unknown or not devices.intersection(_TIMED):
             raise ProfileError([f"Profiler: targets: found {targets!r}; allowed: a list of ProfilerTarget.CPU and GPU"])
         if isinstance(scheduler, (tuple, list)) and len(scheduler) == 2 and isinstance(scheduler[0], int):
             scheduler = (max(scheduler[0], 0), scheduler[1])
-        asked = {
+        options = {
             "record_shapes": record_shapes, "profile_memory": profile_memory, "emit_nvtx": emit_nvtx,
             "custom_device_types": custom_device_types, "with_flops": with_flops,
-            **{f"targets: {target.name}": True for target in wanted.difference(_TIMED)},
+            **{f"targets: {target.name}": True for target in devices.difference(_TIMED)},
         }  # fmt: skip
-        self._not_recorded = sorted(name for name, value in asked.items() if value)
-        wanted.intersection_update(_TIMED)
+        self._not_recorded = sorted(name for name, value in options.items() if value)
+        devices.intersection_update(_TIMED)
         many = on_trace_ready if isinstance(on_trace_ready, (list, tuple)) else [on_trace_ready]
         super().__init__(
-            state=None if len(wanted) > 1 else wanted.pop().name,
+            state=None if len(devices) > 1 else devices.pop().name,
             schedule=scheduler,
             on_trace_ready=[self._given(handler) for handler in many if handler is not None],
             timer_only=timer_only,
@@ -239,7 +239,7 @@ class Profiler(_Profiler):
         )
 
     def _given(self, handler: Any) -> Any:
-        """Return a handler as a function of a window, as those of `instrument` are."""
+        """Return a handler as a function of a window, like the handlers of `instrument`."""
         if (
             not callable(handler)
             or is_asynchronous(handler)
@@ -264,7 +264,7 @@ class Profiler(_Profiler):
                 self._session.account.complain(note, log=False)
 
     def _stop(self) -> None:
-        """Stop as `instrument.Profiler` does, and print the cost of the steps where some were timed."""
+        """Stop as `instrument.Profiler` does, and print the cost of the steps if some were timed."""
         was_running = self._is_running
         super()._stop()
         if was_running and not OFF and self._benchmark.loop().steps:
@@ -300,7 +300,7 @@ Handler = Callable[[Profiler], object] | InBackground
 
 
 class ProfilerResult:
-    """A saved window: its `trace`, its `tally`, and its `summary` as that of `Profiler`."""
+    """A saved window: its `trace`, its `tally`, and a `summary` like that of `Profiler`."""
 
     def __init__(self, trace: Trace, tally: Tally) -> None:
         self.trace = trace
@@ -328,9 +328,9 @@ def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:
 
 
 def get_profiler(config_path: str | os.PathLike[str]) -> Profiler:
-    """Return the profiler of a JSON file of Paddle's. Raises `ProfileError` for a mistake in it.
+    """Return the profiler that a JSON file of Paddle's describes. Raises `ProfileError` for a mistake in it.
 
-    Functions of `paddle.profiler` that it names are those of this module.
+    Names of `paddle.profiler` in it mean the functions of this module.
     """
     try:
         return Profiler(**_arguments(json.loads(Path(config_path).read_text(encoding="utf-8"))))
@@ -338,26 +338,26 @@ def get_profiler(config_path: str | os.PathLike[str]) -> Profiler:
         raise ProfileError([f"get_profiler: {os.fspath(config_path)}: {type(error).__name__}: {error}"]) from error
 
 
-def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Profiler` in such a file."""
-    unknown = [name for name in given if name not in _KEYS]
+def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Profiler` from the settings of a JSON file."""
+    unknown = [name for name in settings if name not in _KEYS]
     if unknown:
         raise ValueError(f"found the key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
-    asked = dict(given)
-    if "targets" in asked:
-        asked["targets"] = [ProfilerTarget[name.upper()] for name in asked["targets"]]
+    arguments = dict(settings)
+    if "targets" in arguments:
+        arguments["targets"] = [ProfilerTarget[name.upper()] for name in arguments["targets"]]
     for name in ("scheduler", "on_trace_ready"):
-        if isinstance(asked.get(name), dict):
-            ((function, how),) = asked[name].items()
-            asked[name] = _named(function, **how)
-    return asked
+        if isinstance(arguments.get(name), dict):
+            ((function, kwargs),) = arguments[name].items()
+            arguments[name] = _named(function, **kwargs)
+    return arguments
 
 
 def _named(function: str, module: str, use_direct: bool = False, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """Return a function that a file names, or the result of its call."""
     ours = module == "paddle.profiler" or module.startswith("paddle.profiler.")
-    named = getattr(sys.modules[__name__] if ours else import_module(module), function)
-    return named if use_direct else named(*args, **(kwargs or {}))
+    value = getattr(sys.modules[__name__] if ours else import_module(module), function)
+    return value if use_direct else value(*args, **(kwargs or {}))
 
 
 def _text(
@@ -368,8 +368,8 @@ def _text(
     time_unit: str,
     views: SummaryView | Iterable[SummaryView] | None,
 ) -> str:
-    """Return the views in Paddle's order; all of them by default, that of memory where it was profiled."""
-    if views is None:  # memory where it was profiled, as there
+    """Return the text of the views in Paddle's order. The default is all views, memory only if it was profiled."""
+    if views is None:  # memory only if it was profiled, as in Paddle
         hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
         views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]
     elif isinstance(views, SummaryView):

@@ -1,12 +1,12 @@
 """The device profiling of SINGA: `SetVerbosity`, `SetSkipIteration`, `PrintTimeProfiling` of a device.
 
-Verbosity 0 prints nothing, 1 forward and backward, 2 a line per operator in the order of execution, 3 those of
-communication alone. An iteration begins with the forward after a backward or an optimizer, or with each forward where
-there is neither; `EndIteration`, which SINGA has not, marks the end of a graph instead. Differences: nothing is
-synchronised; averages divide by the timed iterations, whose number is printed; Backward is backward alone, without the
-optimizer and gaps (the view `phases` has them), and a missing phase is `-`. No device is made or used: the spans decide
-what is timed. Where no session runs, that of `INSTRUMENT_PROFILE` begins, else one that records phases, layers,
-communication and copies, with the operators of torch.profiler, up to the first print, where torch is imported.
+Verbosity 0 prints nothing, 1 forward and backward, 2 a line per operator in the order of execution, 3 only operators of
+communication. An iteration begins with the forward after a backward or an optimizer, or without these with each
+forward. `EndIteration`, which SINGA lacks, marks the end of a graph instead. Differences: nothing is synchronised.
+Averages divide by the timed iterations, whose number is printed. Backward is backward alone, without the optimizer and
+gaps, which the view `phases` has. A missing phase is `-`. No device is made or used: the spans are the timed work.
+If no session runs, one begins by `INSTRUMENT_PROFILE`, else one that records phases, layers, communication and copies.
+If torch is imported, it also records the operators of torch.profiler, up to the first print.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EVALUATES = "autograd::engine::evaluate_function"
 
 
 class Device:
-    """The calls of SINGA's device that time its graph. `verbosity` 0 records nothing."""
+    """The methods of SINGA's device that time its graph. `verbosity` 0 records nothing."""
 
     def __init__(self) -> None:
         self.verbosity = 0
@@ -52,7 +52,7 @@ class Device:
         self._ended = 0
 
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802 - the name that its users have
-        """Set the verbosity, 0 to 3. From 1 on the first iteration begins; back at 0 the recording ends and is gone."""
+        """Set the verbosity, 0 to 3. A value above 0 begins the first iteration; 0 ends and drops the recording."""
         if verbosity not in (0, 1, 2, 3):
             raise ProfileError([f"SetVerbosity: found {verbosity!r}; allowed: 0, 1, 2, 3"])
         self.verbosity = verbosity
@@ -88,7 +88,7 @@ class Device:
                 self._torch.look()
 
     def PrintTimeProfiling(self) -> None:  # noqa: N802
-        """Print the means of the iterations up to now, without a reset. Prints nothing for verbosity 0."""
+        """Print the means of the iterations so far, without a reset. Prints nothing for verbosity 0."""
         if not self.verbosity:
             logger.info("SINGA: verbosity is 0: nothing was timed; SetVerbosity(1) or more")
         elif self._session is not None:  # None: switched off by the environment
@@ -103,29 +103,29 @@ class Device:
             return [*propagation_lines(view.mean_ns), self._timed(view.timed if view.of == "step" else 0)]
         if any(is_operator(span.site) for span in trace.spans):
             means, timed = _means(trace, self.skip_iteration)
-            shown = [(at, *one) for at, one in enumerate(means.items()) if self._is_shown(one[0][1])]
+            shown = [(at, *item) for at, item in enumerate(means.items()) if self._is_shown(item[0][1])]
             return [*(_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown), self._timed(timed)]
         order = operators(recording, options).in_order
         if order is None:
             return [self._timed(0)]
-        listed = [one for one in order.operators if one.total_ns and self._is_shown(one.kind)]
-        return [*(_line(one.number, one.name, one.mean_ns) for one in listed), self._timed(order.timed)]
+        listed = [item for item in order.operators if item.total_ns and self._is_shown(item.kind)]
+        return [*(_line(item.number, item.name, item.mean_ns) for item in listed), self._timed(order.timed)]
 
     def _is_shown(self, kind: str) -> bool:
         return self.verbosity == 2 or kind == "comm"
 
     def _trace(self, session: Session) -> Trace:
-        """Return the trace with its iterations, for as long as torch.profiler was on, if it was."""
-        seen = None if self._torch is None else self._torch.end()
-        if seen is None and self._joined is not None and self.verbosity > 1:
+        """Return the trace with its iterations. If torch.profiler was on, it covers that time alone."""
+        profiled = None if self._torch is None else self._torch.end()
+        if profiled is None and self._joined is not None and self.verbosity > 1:
             return self._joined
-        until_ns = time.monotonic_ns() if seen is None else seen.end_ns
+        until_ns = time.monotonic_ns() if profiled is None else profiled.end_ns
         trace = session.trace_of(session.take(self._since_ns, until_ns))
         steps = [step for step in self._steps if step.end_ns <= until_ns] if self._ended else _iterations(trace)
         trace = with_steps(trace, steps)
-        if seen is not None:
-            trace = self._joined = seen.join(trace)
-            self._cut = f"; torch.profiler was on for these alone: {seen.cut}" if seen.cut else ""
+        if profiled is not None:
+            trace = self._joined = profiled.join(trace)
+            self._cut = f"; torch.profiler was on for these alone: {profiled.cut}" if profiled.cut else ""
         return trace
 
     def _timed(self, count: int) -> str:
@@ -136,24 +136,24 @@ class Device:
 
 
 def _iterations(trace: Trace) -> list[Step]:
-    """Split at the forward after a backward or an optimizer, or at each forward where there is neither."""
+    """Split a trace at each forward after a backward or an optimizer, or without these at each forward."""
     by_thread: dict[int, list[tuple[Span, str]]] = {}
     for span in trace.spans:
         phase = phase_of(span.site)
         if phase in ("forward", "backward", OPTIMIZER) and not span.clipped:
             by_thread.setdefault(span.thread_id, []).append((span, phase))
     steps: list[Step] = []
-    for thread_id, own in by_thread.items():
-        own.sort(key=lambda item: item[0].start_ns)
-        learns = any(phase != "forward" for _, phase in own)
+    for thread_id, phases_of_thread in by_thread.items():
+        phases_of_thread.sort(key=lambda item: item[0].start_ns)
+        learns = any(phase != "forward" for _, phase in phases_of_thread)
         starts: list[int] = []
         has_learnt = True
-        for span, phase in own:
+        for span, phase in phases_of_thread:
             if phase == "forward" and (has_learnt or not learns):
                 starts.append(span.start_ns)
                 has_learnt = False
             has_learnt |= phase != "forward"
-        ends = [*starts[1:], max(span.end_ns for span, _ in own)]
+        ends = [*starts[1:], max(span.end_ns for span, _ in phases_of_thread)]
         steps += [Step(at, *times, thread_id) for at, times in enumerate(zip(starts, ends, strict=True)) if starts]
     return steps
 
@@ -161,7 +161,7 @@ def _iterations(trace: Trace) -> list[Step]:
 def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
     """Return the mean time of operators by name, kind and their number in an iteration, and the number of iterations.
 
-    They are in the order of execution; an operator around others has their time.
+    They are in the order of execution. An operator includes the time of operators inside it.
     """
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {
@@ -190,7 +190,7 @@ def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float
 
 
 def _is_listed(span: Span, by_id: Mapping[int, Span]) -> bool:
-    """Return True for an operator with a line: no layer, whose operators have lines, and none within another."""
+    """Return True for an operator with a line. Layers have none, nor have operators inside another operator."""
     if not is_operator(span.site):
         return span.site.kind in IN_ORDER and span.site.kind != "layer"
     around = [outer.site for outer in _around(span, by_id) if is_operator(outer.site)]

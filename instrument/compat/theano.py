@@ -2,11 +2,11 @@
 
 ``@function(profile=True)`` replaces ``theano.function(..., profile=True)``: the calls of the Python function are its
 profile, and the views `classes`, `ops` and `instances` are its sections Class, Ops and Apply. The first such function
-begins a session where none runs, and torch.profiler at its first call, where torch is imported and there is no profile:
-operators of torch are the ops then. Differences: ``theano.function([x], y)``, which compiles a graph, is refused; times
-are self times of spans in place of thunks. Functions that call each other each have their own calls' time; their sum
-counts it once. Of Theano's flags, in `THEANO_FLAGS` or as `config.profile`, `profile`, `profiling.n_ops`,
-`profiling.n_apply` and `profiling.destination` are honoured; the log has a line on others.
+begins a session if none runs. Its first call begins torch.profiler if torch is imported and no profile is in force;
+then operators of torch are the ops. Differences: ``theano.function([x], y)``, which compiles a graph, is refused; times
+are self times of spans instead of thunks. Functions that call each other have the time of their own calls; their sum
+counts it once. Theano's flags `profile`, `profiling.n_ops`, `profiling.n_apply` and `profiling.destination` are
+honoured, in `THEANO_FLAGS` or as `config.profile`; the log has a line on others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SECTIONS = ("classes", "ops", "instances")
 SUM = Site("all functions")
-"""The site of all functions in their sum."""
+"""The site of the sum of all functions."""
 
 _NO_GRAPH = "no graph is compiled here"
 
@@ -65,13 +65,13 @@ _REFUSED: Mapping[str, str] = {
 """The flags of profiling that are not honoured, with the reasons."""
 
 _AS_THEANO: Mapping[str, object] = {"profiling.time_thunks": True}
-"""The values of these flags that agree with ours; of the others it is False."""
+"""The values that our profiles follow, by flag; the value of any other flag is False."""
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class _Flags:
-    """Attributes that are flags. Those in `_kinds`, with their types, are honoured."""
+    """An object whose attributes are flags. The flags in `_kinds`, with their types, are honoured."""
 
     _prefix = ""
     _kinds: Mapping[str, type] = {}
@@ -109,7 +109,7 @@ class Profiling(_Flags):
 
 
 class Config(_Flags):
-    """Theano's `config`, for profiling. Another flag that is set gets a line in the log, and does nothing."""
+    """Theano's `config`, for profiling. To set another flag writes a line into the log, and does nothing."""
 
     _kinds: Mapping[str, type] = {"profile": bool}
 
@@ -136,7 +136,7 @@ class Config(_Flags):
 
 
 def _flag_value(text: str, kind: type | None) -> Any:
-    """Return the value of a flag's text; the text itself where it is none of that kind."""
+    """Return the value of a flag's text, or the text itself if it is not of that kind."""
     if kind is bool and text.lower() in (*_TRUE, *_FALSE):
         return text.lower() in _TRUE
     if kind is int and text.isdecimal():
@@ -149,9 +149,10 @@ config = Config.of(os.environ.get("THEANO_FLAGS", ""))
 
 
 class ProfileStats:
-    """The profile of a function, or of all functions that were given this object.
+    """The profile of a function, or of all functions that share this object.
 
-    `message` names it, else the place of the first function. `calls` and `call_ns` are exact, whatever the rings hold.
+    `message` is its name and defaults to the place of the first function. `calls` and `call_ns` are exact, regardless
+    of the rings' size.
     """
 
     def __init__(self, message: str | None = None) -> None:
@@ -165,12 +166,12 @@ class ProfileStats:
 
     @property
     def calls(self) -> int:
-        """The number of calls of the functions, without those from one of them."""
+        """The number of calls of the functions, without the calls from one of them."""
         return _outermost(self._tally()).calls
 
     @property
     def call_ns(self) -> int:
-        """The time in these calls, in ns."""
+        """The time of the calls, in ns."""
         return _outermost(self._tally()).total_ns
 
     def summary(
@@ -189,13 +190,13 @@ class ProfileStats:
         lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}"]
         if OFF:
             return "\n".join([*lines, "", process.SWITCHED_OFF]) + "\n"
-        tally, beside = self._tally(), _below(_beside_torch(), self._sites)
+        tally, torch_tally = self._tally(), _below(_tally_with_torch(), self._sites)
         lines.append(f"  Time in {self.calls} calls to Function.__call__: {self.call_ns / 1e9:e}s")
-        if beside.calls:
-            tally = beside
-            outermost = _outermost(beside)
+        if torch_tally.calls:
+            tally = torch_tally
+            outermost = _outermost(torch_tally)
             calls_ns, calls = outermost.total_ns, outermost.calls
-            work_ns = sum(row.totals.self_ns for row in beside.rows() if is_operator(row.path[-1]))
+            work_ns = sum(row.totals.self_ns for row in torch_tally.rows() if is_operator(row.path[-1]))
             lines.append(f"  Time in thunks: {work_ns / 1e9:e}s ({100 * work_ns / (calls_ns or 1):.3f}%)")
             if calls < self.calls:
                 lines.append(f"  Thunks, classes, ops and instances: of the first {calls}, with torch.profiler beside")
@@ -223,7 +224,7 @@ class _Torch:
         self.tally = Tally()
 
     def begin(self) -> None:
-        """Begin once, where torch is imported."""
+        """Begin torch.profiler once, if torch is imported."""
         profiler = self.profiler
         if profiler is None or self._since_ns:
             return
@@ -232,13 +233,13 @@ class _Torch:
             self._since_ns = time.monotonic_ns()
 
     def end(self) -> Tally:
-        """End. Returns the tally of the calls meanwhile, with torch's operators in them."""
+        """End torch.profiler. Return the tally of the calls meanwhile, with torch's operators."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None
-            seen = profiler.end()
-            if seen is not None:
-                trace = seen.join(self.session.trace_of(self.session.take(self._since_ns, seen.end_ns)))
+            profiled = profiler.end()
+            if profiled is not None:
+                trace = profiled.join(self.session.trace_of(self.session.take(self._since_ns, profiled.end_ns)))
                 if any(is_operator(span.site) for span in trace.spans):
                     whole = [span for span in trace.spans if not span.clipped]
                     self.tally = Recording.of_trace(replace(trace, spans=whole)).tally
@@ -251,11 +252,11 @@ _torch: _Torch | None = None
 def function(
     *graph: object, profile: bool | str | ProfileStats | None = None, name: str | None = None
 ) -> Callable[[Function], Function]:
-    """Return a decorator whose result has its `profile`: one of its own, by a message, or one that functions share.
+    """Return a decorator whose result has a `profile`: one of its own, by a message, or one that functions share.
 
-    Left out, `profile` is `config.profile`. `name` is that of its spans, else the function's own; one made again at the
-    same place has a number behind it, for its calls are its own. `profile=False` records nothing. Raises `ProfileError`
-    for the inputs and outputs of a graph.
+    `profile` defaults to `config.profile`; False records nothing. `name` is the name of its spans and defaults to the
+    function's. A function made again at the same place has a number after its name, and its own calls. Raises
+    `ProfileError` for the inputs and outputs of a graph.
     """
     if graph:
         raise ProfileError(
@@ -280,7 +281,7 @@ def function(
             with _lock:
                 _made[site.key] += 1
                 number = _made[site.key]
-            if number > 1:  # another one of a factory, or of the same line, with the same site
+            if number > 1:  # another function of a factory, or of the same line, with the same site
                 recorded = profiled(f"{site.name} ({number})")(target)
                 site = site_on(recorded)
         if site is None:
@@ -298,7 +299,7 @@ def function(
 
 
 def _with_profile(target: Any, stats: ProfileStats) -> Any:
-    """Return the same function, or one that calls it where it takes no attribute, such as a bound method."""
+    """Return the function with its profile, or a wrapper if it takes no attribute, such as a bound method."""
     try:
         target.profile = stats
     except (AttributeError, TypeError):
@@ -319,7 +320,7 @@ def _begin() -> None:
 
 
 def _beginning(target: Function) -> Function:
-    """Have torch.profiler begin at a function's first call, or now where it is no plain function."""
+    """Have torch.profiler begin at a function's first call, or now if it is no plain function."""
     torch = _torch
     if torch is None or torch.profiler is None:
         return target
@@ -337,7 +338,7 @@ def _beginning(target: Function) -> Function:
     return first  # type: ignore[return-value]
 
 
-def _beside_torch() -> Tally:
+def _tally_with_torch() -> Tally:
     with _lock:
         return Tally() if _torch is None or _torch.session is not process.session() else _torch.end()
 
@@ -353,7 +354,7 @@ def _print_at_exit() -> None:
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
-    """Print to the file, else to the destination of the flags, at the end of a file."""
+    """Print to `file`, else to the destination of the flags. A file is appended to."""
     destination = config.profiling.destination
     if file is None and destination not in ("stderr", "stdout"):
         with Path(destination).open("a", encoding="utf-8") as opened:
@@ -363,7 +364,7 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 
 def report() -> str:
-    """Return each profile, the one with most time in calls first, and their sum, as printed at exit."""
+    """Return the profiles, the one with most time in calls first, and their sum, as printed at exit."""
     with _lock:
         profiles = sorted(_profiles, key=lambda stats: stats.call_ns, reverse=True)
     called = [stats for stats in profiles if stats.calls]
@@ -372,14 +373,14 @@ def report() -> str:
     if len(called) > 1:
         lines = [f"Sum of all({len(called)}) printed profiles at exit", ""]
         sites = [site for stats in called for site in stats._sites]
-        tally, beside = _below(process.session().tally(), sites, SUM), _below(_beside_torch(), sites, SUM)
-        tally = beside if beside.calls else tally
+        tally, torch_tally = _below(process.session().tally(), sites, SUM), _below(_tally_with_torch(), sites, SUM)
+        tally = torch_tally if torch_tally.calls else tally
         texts.append("\n".join([*lines, *_sections(tally)]) + "\n")
     return "\n".join(texts)
 
 
 def _outermost(tally: Tally) -> Totals:
-    """Return the totals of the calls that are in no other call of the functions."""
+    """Return the totals of the calls that are not inside another call of the functions."""
     return total_of(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
 
 
@@ -398,11 +399,11 @@ def _no_trace() -> Trace:
 
 
 def _below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
-    """Return the part of a tally in calls of these sites, below the outermost of them, or `root` in its place."""
-    keys = {site.key for site in sites}
+    """Return the part of a tally inside calls of the sites, from the outermost on, or with `root` in its place."""
+    keys_of_sites = {site.key for site in sites}
 
     def below(path: CallPath) -> CallPath | None:
-        first = next((depth for depth, site in enumerate(path) if site.key in keys), None)
+        first = next((depth for depth, site in enumerate(path) if site.key in keys_of_sites), None)
         return None if first is None else path[first:] if root is None else (root, *path[first + 1 :])
 
     return tally.placed(below)

@@ -1,12 +1,12 @@
-"""A YAML document as nodes that know their place, and the readers of its plain values.
+"""A YAML document as nodes with their places, and the readers of its plain values.
 
-A reader is a function of one `YamlNode`: it returns the node's value, or notes a problem and refuses the node, and the
-reading goes on with other nodes. So `Document.read` finds every problem of a text at once, each as
+A reader is a function of one `YamlNode`: it returns the node's value, or notes a problem and refuses the node. The
+reading continues with other nodes. So `Document.read` finds every problem of a text at once, each as
 ``file:line:column: where: found ...; allowed: ...``.
 
 Aliases are expanded, merge keys merged, and ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` replaced as in
-OpenTelemetry's configuration files: in values only, never in keys, and a variable's value is never structure. It may
-be a secret: no message shows it, except for OpenTelemetry's own variables.
+OpenTelemetry's configuration files: in values only, never in keys, and a variable's value is never structure. The value
+may be a secret: no message shows it, except for OpenTelemetry's own variables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import yaml
 
 FILE_BYTES = 2**20
-"""The largest file that is read."""
+"""The size of the largest file that is read."""
 NODES = 10_000
 """The most values of a document, with each use of an alias."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
@@ -34,8 +34,8 @@ DEPTH = 32
 """The deepest nesting of lists and mappings."""
 
 
-class _Refused(Exception):  # noqa: N818 - it is no error of the caller's: the problems are noted, the reading goes on
-    """Ends the reading of one node whose problems have been noted."""
+class _Refused(Exception):  # noqa: N818 - no error of the caller: the problems are noted, the reading continues
+    """A signal that ends the reading of one node, whose problems have been noted."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -59,12 +59,12 @@ def read_text(path: str | os.PathLike[str]) -> str:
     except UnicodeDecodeError as error:
         before = data[: error.start]
         line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8; allowed: text; save the file as UTF-8"
-        raise ProfileError([f"{name}:{line}:{column}: encoding: found {found}"]) from error
+        problem = f"the byte 0x{data[error.start]:02x}, which is not UTF-8; allowed: text; save the file as UTF-8"
+        raise ProfileError([f"{name}:{line}:{column}: encoding: found {problem}"]) from error
 
 
-def _unreadable(name: str, found: str) -> ProfileError:
-    return ProfileError([f"{name}: asked to read a profile, found {found}"])
+def _unreadable(name: str, problem: str) -> ProfileError:
+    return ProfileError([f"{name}: asked to read a profile, found {problem}"])
 
 
 _TOO_LARGE = "more than 1 MiB; is this the right file?"
@@ -73,8 +73,8 @@ _TOO_LARGE = "more than 1 MiB; is this the right file?"
 class Document:
     """A YAML text: its name, the variables that it may refer to, and the problems found so far.
 
-    `faults` counts the problems, and each broken node that was tried. Readers of variables note by path the value's
-    source in `origins`, and the text that messages show in its place in `shown`.
+    `faults` counts the problems, and each attempt to read a broken node. Readers of variables note the value's source
+    in `origins`, and its text for messages in `shown`, both by path.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
@@ -91,19 +91,19 @@ class Document:
         """Sentences on variables of the environment that are not followed."""
 
     def read(self, read: Read) -> Any:
-        """Read the root, an empty mapping for an empty text. Returns None where it was refused."""
+        """Read the root, an empty mapping for an empty text. Return None if it was refused."""
         with suppress(_Refused):
             return _root(self).attempt(read)
         return None
 
     @property
     def problems(self) -> list[str]:
-        """The problems noted, each once, in the order of their places."""
+        """The noted problems without duplicates, in the order of their places."""
         return list(dict.fromkeys(problem for _, _, problem in sorted(self.noted)))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Refuse the node being read when anything within it was refused, once all within it has been tried."""
+        """Refuse the node that is being read if a part of it was refused, after all its parts have been read."""
         faults = self.faults
         yield
         if self.faults > faults:
@@ -115,10 +115,10 @@ class YamlNode:
     """A value of a document, and its place: the path `where`, the line and the column, both from 1.
 
     `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
-    is as written, references replaced; it is `plain` without quotes, and `variable` is the one that it consists of.
-    `written` is the text with the references in it where a variable may have a secret, else "". `unset` is the node
-    without that variable, None unless it is one of `STANDARD`.
-    `items` are a list's values; `pairs` a mapping's keys and values by name.
+    is the written text with references replaced. It is `plain` without quotes. `variable` is the variable that makes
+    the whole text, "" for none. `written` is the text with its references if a variable may have a secret, else "".
+    `unset` is the node without that variable, None unless it is one of `STANDARD`. `items` are a list's values; `pairs`
+    a mapping's keys and values by name.
     """
 
     document: Document = field(repr=False)
@@ -164,11 +164,11 @@ class YamlNode:
         return f"{self.where}.{name}" if self.where else name
 
     def note(self, allowed: str, *, found: str = "", near: str = "") -> None:
-        """Note a problem: the values allowed here, the one found (else this one), and the one perhaps meant."""
-        document, where = self.document, self.where
-        where = clip(where or "profile") if where.isprintable() else ascii(clip(where))
-        meant = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
-        message = f"{where}: found {found or self.shown}; allowed: {allowed}{meant}"
+        """Note a problem: the allowed values, the value found (default: this one), and the one probably meant."""
+        document, path = self.document, self.where
+        path = clip(path or "profile") if path.isprintable() else ascii(clip(path))
+        suggestion = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
+        message = f"{path}: found {found or self.shown}; allowed: {allowed}{suggestion}"
         document.noted.append((self.line, self.column, f"{self.place}: {message}"))
         document.faults += 1
 
@@ -178,7 +178,7 @@ class YamlNode:
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
-        """Return True for a value of a variable that is understood; else a remark says what is done `instead`."""
+        """Return True if a variable's value can be read. Otherwise add a remark on what happens `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt(read)
         if document.faults == faults:
@@ -191,7 +191,7 @@ class YamlNode:
         return False
 
     def attempt(self, read: Read) -> Any:
-        """Read the node. Returns None where it has problems, which are noted."""
+        """Read the node. Return None if it has problems, which are noted."""
         if self.kind == "broken":
             self.document.faults += 1
             return None
@@ -223,22 +223,22 @@ def clip(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known word with the closest spelling, "" if none is close."""
     from difflib import get_close_matches
 
-    folded = {name.lower(): name for name in known}
+    folded = {name.lower(): name for name in names}
     close = get_close_matches(word[:80].lower(), folded, n=1, cutoff=cutoff)
     return folded[close[0]] if close else ""
 
 
-# ---------------------------------------------------------------- from YAML's nodes to ours
+# ---------------------------------------------------------------- conversion of YAML's nodes
 
 
 def _root(document: Document) -> YamlNode:
     import yaml
 
-    # The pure loader on purpose: it fails on deep nesting where libyaml's would exhaust the C stack.
+    # The loader in pure Python: it fails on deep nesting, where libyaml's would exhaust the C stack.
     class Loader(yaml.SafeLoader):
         nodes = depth = 0
 
@@ -261,23 +261,23 @@ def _root(document: Document) -> YamlNode:
         at.refuse("printable text", found=f"the character {text[error.position]!a}")
     except yaml.MarkedYAMLError as error:
         at = _place(document, "YAML", error.problem_mark or error.context_mark)
-        found = ", ".join(part for part in (error.context, error.problem) if part)
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
         line = text.splitlines()[at.line - 1 : at.line]
         hint = " (inside [] and {} a ${...} needs quotes)" if "${" in "".join(line) else ""
         hint = " (a pattern that begins with ! needs quotes)" if _EXCLUDING.search("".join(line)) else hint
-        at.refuse(f"one document of valid YAML{hint}", found=f"broken YAML ({found})")
+        at.refuse(f"one document of valid YAML{hint}", found=f"broken YAML ({problem})")
     node = _Tree(document, loader.resolve).node(root, "") if root else None
     return YamlNode(document, "", 1, 1, "mapping") if node is None or node.kind == "null" else node
 
 
-def _place(document: Document, where: str, mark: Any) -> YamlNode:
-    return YamlNode(document, where, mark.line + 1, mark.column + 1) if mark else YamlNode(document, where, 1, 1)
+def _place(document: Document, path: str, mark: Any) -> YamlNode:
+    return YamlNode(document, path, mark.line + 1, mark.column + 1) if mark else YamlNode(document, path, 1, 1)
 
 
 def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
     if nodes > NODES:
-        found = f"more than {NODES} values, aliases counted"
-        _place(document, "YAML", mark).refuse(f"at most {NODES}", found=found)
+        problem = f"more than {NODES} values, aliases counted"
+        _place(document, "YAML", mark).refuse(f"at most {NODES}", found=problem)
     if depth > DEPTH:
         _place(document, "YAML", mark).refuse(f"at most {DEPTH}", found=f"nesting deeper than {DEPTH}")
 
@@ -285,7 +285,7 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 _TAG = "tag:yaml.org,2002:"
 _PATTERN = re.compile(r"![^!].*")
 _EXCLUDING = re.compile(r"(?:^|[\[,:-])\s*![^\s\"']")
-"""The begin of a plain value by an exclamation mark, which is a tag for YAML."""
+"""A plain value that begins with an exclamation mark, which is a tag for YAML."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
     "scalar": ("null", "bool", "int", "float", "text", "date"),
@@ -298,7 +298,7 @@ _REFERENCE = re.compile(
 
 
 class _Tree:
-    """The conversion of YAML's nodes to ours: aliases expanded, merge keys merged, references replaced.
+    """A converter of YAML's nodes to ours: it expands aliases, merges merge keys and replaces references.
 
     YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`; `resolve` returns a plain scalar's tag.
     """
@@ -309,8 +309,8 @@ class _Tree:
         self.nodes = 0
         self.open: list[int] = []
 
-    def node(self, source: Any, where: str) -> YamlNode:
-        at = _place(self.document, where, source.start_mark)
+    def node(self, source: Any, path: str) -> YamlNode:
+        at = _place(self.document, path, source.start_mark)
         self.nodes += 1
         _check_size(self.document, source.start_mark, self.nodes, len(self.open))
         if id(source) in self.open:
@@ -324,7 +324,7 @@ class _Tree:
         self.open.append(id(source))
         try:
             if kind == "list":
-                items = (self.node(item, f"{where}[{index}]") for index, item in enumerate(source.value))
+                items = (self.node(item, f"{path}[{index}]") for index, item in enumerate(source.value))
                 return replace(at, kind=kind, items=tuple(items))
             if kind == "mapping":
                 return replace(at, kind=kind, pairs=self.pairs(source, at))
@@ -337,7 +337,7 @@ class _Tree:
         return _KINDS.get(name, name)
 
     def pairs(self, source: Any, mapping: YamlNode) -> Mapping[str, tuple[YamlNode, YamlNode]]:
-        own: dict[str, tuple[YamlNode, YamlNode]] = {}
+        pairs_of_mapping: dict[str, tuple[YamlNode, YamlNode]] = {}
         merged: dict[str, tuple[YamlNode, YamlNode]] = {}
         for key, value in source.value:
             at = _place(self.document, mapping.where, key.start_mark)
@@ -346,12 +346,12 @@ class _Tree:
                     merged.setdefault(name, pair)
             elif key.id != "scalar":
                 at.note("words as keys", found="a list or mapping as a key")
-            elif key.value in own:
-                first = own[key.value][0].line
+            elif key.value in pairs_of_mapping:
+                first = pairs_of_mapping[key.value][0].line
                 at.note(f"once (first in line {first})", found=f"the key {clip(key.value)!r} twice")
             else:
-                own[key.value] = (at, self.node(value, mapping.path(key.value)))
-        return {**merged, **own}
+                pairs_of_mapping[key.value] = (at, self.node(value, mapping.path(key.value)))
+        return {**merged, **pairs_of_mapping}
 
     def merged(self, value: Any, mapping: YamlNode) -> Iterator[tuple[str, tuple[YamlNode, YamlNode]]]:
         for part in value.value if value.id == "sequence" else (value,):
@@ -381,7 +381,7 @@ class _Tree:
         return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
 
     def resolved(self, source: Any, text: str, quoted: str) -> str:
-        """Return YAML's kind of a text without quotes, where the source has none, else `quoted`."""
+        """Return YAML's kind of a text if the source has no quotes, else `quoted`."""
         return self.kind(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
     def value(self, reference: re.Match[str]) -> str:
@@ -405,7 +405,7 @@ class _Tree:
 Shape = Mapping[str, Any]
 
 SHAPES: dict[Read, Shape] = {}
-"""The JSON Schema of readers, of which `schema` makes `profile.schema.json`."""
+"""The JSON Schema of each reader, from which `schema` makes `profile.schema.json`."""
 
 REFERENCE: Shape = {"$ref": "#/$defs/reference"}
 
@@ -449,7 +449,7 @@ def flag(node: YamlNode) -> bool:
 
 
 def one_of(*words: str) -> Read:
-    """Make a reader of one word of a list."""
+    """Return a reader of one word of a list."""
 
     @shaped({"enum": [*words, *([False] if "off" in words else [])]})
     def read(node: YamlNode) -> str:
@@ -465,7 +465,7 @@ _WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 
 
 def whole(least: int) -> Read:
-    """Make a reader of a whole number that is at least `least`."""
+    """Return a reader of a whole number that is at least `least`."""
 
     @shaped({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
     def read(node: YamlNode) -> int:
@@ -478,14 +478,14 @@ def whole(least: int) -> Read:
 
 
 SMALL = 1024
-"""The least number without a unit for which bytes are suggested."""
+"""The least number without a unit for which a message suggests bytes."""
 
 _QUANTITY = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = re.compile(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
 
 def _amount(text: str, units: Mapping[str, int]) -> int | None:
-    """Convert a number with a unit to the smallest unit, rounded down; None for any other text."""
+    """Return a number with a unit in the smallest unit, rounded down; None for any other text."""
     parts = _QUANTITY.fullmatch(text)
     if not parts or parts[3] not in units:
         return None
@@ -494,7 +494,7 @@ def _amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Make a reader of a number with a unit, in the smallest unit; a bare 0 needs none.
+    """Return a reader of a number with a unit, which returns the smallest unit. A bare 0 needs no unit.
 
     `also` are the caller's other values in messages, such as `auto, or `.
     """
@@ -523,7 +523,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
 
 
 def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
-    """Make a reader of text of a syntax; `suggest` returns the text perhaps meant by one that does not follow it."""
+    """Return a reader of text of a syntax. `suggest` returns the text that a wrong text probably means."""
 
     @shaped(syntax_shape(syntax))
     def read(node: YamlNode) -> str:
@@ -537,7 +537,7 @@ def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda te
 
 
 def or_off(read: Read) -> Read:
-    """Make a reader of a value, or of the word `off`, which is None."""
+    """Return a reader of a value, or of the word `off`, which is None."""
 
     @shaped({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
     def read_or_off(node: YamlNode) -> Any:
@@ -547,7 +547,7 @@ def or_off(read: Read) -> Read:
 
 
 def each(read_item: Read, allowed: str) -> Read:
-    """Make a reader of a list, every item by `read_item`; `allowed` is for the message on a node that is no list."""
+    """Return a reader of a list, every item by `read_item`. `allowed` is for the message on a node that is no list."""
 
     @shaped({"type": "array", "items": SHAPES[read_item]})
     def read(node: YamlNode) -> tuple[Any, ...]:
@@ -560,7 +560,7 @@ def each(read_item: Read, allowed: str) -> Read:
 
 
 def one_or_more(read_item: Read) -> Read:
-    """Make a reader of a list of at least one item, or of an item by itself; each different value once."""
+    """Return a reader of a list of at least one item, or of a single item. It drops duplicates."""
     read_list = each(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 

@@ -52,10 +52,10 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
     The file of a preset is read as a profile that only names it.
     Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
     """
-    given: object = path
-    if not isinstance(given, (str, os.PathLike)):
+    argument: object = path
+    if not isinstance(argument, (str, os.PathLike)):
         raise ProfileError(
-            [f"profile: found {given!r:.60}; allowed: a Profile, or the path of a file as str or PathLike"]
+            [f"profile: found {argument!r:.60}; allowed: a Profile, or the path of a file as str or PathLike"]
         )
     name = os.fspath(path)
     if preset := named_by(path):
@@ -69,23 +69,23 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     Raises `ProfileError` with every mistake of the text.
     """
     document = Document(text, name=name, environ=settings() if environ is None else environ)
-    given: dict[str, str] = {}
+    preset_texts: dict[str, str] = {}
 
     def read(root: YamlNode) -> dict[str, Any]:
         whole, of_preset = refined(root)
-        given.update(of_preset)
+        preset_texts.update(of_preset)
         return _fields(whole, "")
 
     values = document.read(read)
     if document.problems:
         raise ProfileError(document.problems)
-    origins = {**document.origins, **dict.fromkeys(given, "preset")}
-    profile = model.Profile(**values, source=name, origins=origins, shown={**document.shown, **given})
+    origins = {**document.origins, **dict.fromkeys(preset_texts, "preset")}
+    profile = model.Profile(**values, source=name, origins=origins, shown={**document.shown, **preset_texts})
     profile = switched(profile, document)
     schedule = profile.schedule
     if schedule is None or schedule.step is None:
         return profile
-    # The last rule, so that one of the file's own that names the function says how it is recorded.
+    # The last rule, so that a rule of the file for the same function has precedence.
     counted = model.FunctionRule((schedule.step,), kind="step", counted=True, text=f"schedule.step {schedule.step}")
     return replace(profile, functions=(*profile.functions, counted))
 
@@ -100,7 +100,7 @@ REMOVED: Mapping[tuple[str, str], str] = {
 
 
 def with_engine(profile: model.Profile, package: str) -> model.Profile:
-    """Add the rules of functions and requests of an engine's preset to a profile, after its own."""
+    """Return a profile with the rules of functions and requests of an engine's preset after its own."""
     preset = load(path_of(ENGINES[package]))
     ignored = tuple(path for rule in preset.requests for path in rule.ignore)
     generated = tuple(path for rule in preset.requests for path in rule.gen_ai)
@@ -117,7 +117,7 @@ def with_engine(profile: model.Profile, package: str) -> model.Profile:
 
 
 def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
-    """Read all keys of a mapping as the fields of its type. Refuses the node where any was refused."""
+    """Read all keys of a mapping as the fields of its type. Refuse the node if one was refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
         node.refuse(f"{also}a mapping of {', '.join(keys)}")
@@ -205,7 +205,7 @@ CLASSES: Mapping[str, type] = {
 class Key:
     """A key of the file: its field, its reader, and the allowed values in the message on a missing key.
 
-    With `blank`, a null value differs from a key that is left out.
+    `blank` is True if a null value differs from a key that is left out.
     """
 
     field: str
@@ -215,7 +215,7 @@ class Key:
 
 
 def _part(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
-    """Make a reader of a section; `also` are the caller's other values in messages, such as `off, or `."""
+    """Return a reader of a section. `also` are the caller's other values in messages, such as `off, or `."""
 
     @shaped(section_shape(section))
     def read(node: YamlNode) -> Any:
@@ -225,7 +225,7 @@ def _part(section: str, build: Callable[..., Any] | None = None, also: str = "")
 
 
 def _export_part(way: str) -> Key:
-    """Return the key of an export, or of the word `off`, which removes that of a preset."""
+    """Return the key of an export. The word `off` removes the export of a preset."""
     return Key(way, or_off(_part(f"export.{way}", also="off, or ")), blank=True)
 
 
@@ -251,7 +251,7 @@ def _argument(node: YamlNode) -> model.Argument:
 
 
 def _request_keys(section: str, path: Read) -> Read:
-    """Make a reader of a path, or of a mapping that has one."""
+    """Return a reader of a path, or of a mapping with a path."""
 
     @shaped({"anyOf": [SHAPES[path], section_shape(section)]})
     def read(node: YamlNode) -> model.RequestKeys:
@@ -349,9 +349,9 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @shaped({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> model.Otlp | None:
-    """Read the collector; None for none, also where a variable asks for one that cannot be.
+    """Read the collector. Return None for none, also if a variable names an impossible one.
 
-    With `auto` it is the collector that a variable names.
+    `auto` means the collector that a variable names.
     """
     if node.is_off:
         return None
@@ -373,10 +373,10 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
     if not endpoint:
         return None
     if values.get("client_key") and not values.get("client_certificate"):
-        where = replace(node, where=node.path("client_key"))
+        key_node = replace(node, where=node.path("client_key"))
         if _is_written(node, "client_key"):
-            where.refuse("a key with its client_certificate", found="a key alone")
-        document.remarks.append(f"{where.where}: found a key without its client_certificate; it is not followed")
+            key_node.refuse("a key with its client_certificate", found="a key alone")
+        document.remarks.append(f"{key_node.where}: found a key without its client_certificate; it is not followed")
         del values["client_key"]
     # In a profile that only refers to the base variable, the path is a prefix, as in the variable.
     handed_on = origin == "profile" and node.pairs["endpoint"][1].variable == _BASE_VARIABLE
@@ -386,7 +386,7 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
 
 
 def _is_written(node: YamlNode, name: str) -> bool:
-    """Return True where the profile itself has the value of a key, and no variable does."""
+    """Return True if the profile itself, and no variable, has the value of a key."""
     return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
 
 
@@ -395,7 +395,7 @@ _exports = one_or_more(one_of(*(way.name for way in fields(model.Export))))
 
 @shaped({"anyOf": [section_shape("export"), SHAPES[_exports]]})
 def _export(node: YamlNode) -> model.Export:
-    """Read the exports: a mapping of them, or the names of those with defaults."""
+    """Read the exports: a mapping of exports, or the names of exports with defaults."""
     if node.kind in ("text", "list"):
         ways = {name: (node, replace(node, where=node.path(name), kind="mapping", items=())) for name in _exports(node)}
         node = replace(node, kind="mapping", pairs=ways)

@@ -1,7 +1,7 @@
-"""The model of a profile: the functions, layers and copies to instrument, and what is kept and exported.
+"""The model of a profile: the functions, layers and copies to instrument, and the data to keep and export.
 
-A `Profile` and its parts are frozen and have plain values, times in ns and sizes in bytes. `keys` reads one from a
-file, and refuses bad values; one made in code is not checked.
+A `Profile` and its parts are frozen and have plain values, times in ns and sizes in bytes. `keys` reads a profile from
+a file, and refuses bad values. A profile made in code is not checked.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "lo
 """The kinds of spans."""
 
 PREPARING: tuple[str, ...] = ("load", "compile")
-"""The phases that make a service ready: to load a model, and to compile it."""
+"""The phases that prepare a service: to load a model, and to compile it."""
 
 PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
-"""The parts of a piece of work that a span may be declared to be, under the attribute `phase` of its site."""
+"""The usual parts of a request or a step, as values of the attribute `phase` of a span's site."""
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
@@ -92,9 +92,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
-    """The place of a call's key, or of its batch's keys: `argument` is a path, see
-    `instrument.instrumentors.arguments`. `weights` is the path of the members' weights, perhaps in another
-    parameter, or by key. The matches of the regular expression `cut` are removed from keys.
+    """The path of a call's key, or of its batch's keys: `argument`, see `instrument.instrumentors.arguments`.
+
+    `weights` is the path of the members' weights, perhaps in another parameter, or by key. Matches of the regular
+    expression `cut` are removed from keys.
     """
 
     argument: str
@@ -104,18 +105,18 @@ class RequestKeys:
 
 @dataclass(frozen=True, slots=True)
 class FunctionRule:
-    """A rule of functions to instrument: the `module:qualname` patterns that select and that exclude them.
+    """A rule of functions to instrument: the `module:qualname` patterns that select functions or exclude them.
 
     In a pattern `*` matches any part of a dotted segment and `**`, a segment of its own, any number of segments. `name`
-    replaces the function's own name, with its fields {module}, {qualname}, {class} and {function}. `device` asks for
-    device time too. `phase` is a part of the work, and makes the kind `phase` where a file gives none. Calls shorter
-    than `min_ns` are in the tally alone. `attributes` are recorded of the arguments. `text` is the rule's name in
-    messages. `line` (from 1) and `place` are its place in the file, and are not compared: a rule that only moved is the
-    same rule. `counted` is that of the function that `schedule.step` names: another rule may have it, but one of
-    kind `op` records it as `step`. The first call of one with `first_request` is the first request of the view
-    `startup`. A function with `metrics` has a metric of its calls' times. The items of one with `gen_ai` are
-    generated. `key` is the key of a span's request, `batch` those of a span that serves several. `engine` is the
-    package of an engine that the host has imported, and whose preset has the rule.
+    replaces the function's own name, with its fields {module}, {qualname}, {class} and {function}. `device` also asks
+    for device time. `phase` is a part of the work, and makes the kind `phase` if a file gives none. Calls shorter than
+    `min_ns` are in the tally alone. `attributes` are read from the arguments. `text` is the rule's name in messages.
+    `line` (from 1) and `place` are its place in the file, and are not compared: a rule that only moved is equal.
+    `counted` marks the rule of `schedule.step`: if another rule of kind `op` has the function, it records it as `step`.
+    The first call of a function with `first_request` is the first request of the view `startup`. A function with
+    `metrics` has a metric of its calls' times. The items of a function with `gen_ai` are generated. `key` reads the key
+    of a span's request, `batch` those of a span that serves several. `engine` is the imported engine's package whose
+    preset has the rule.
     """
 
     match: tuple[str, ...]
@@ -140,9 +141,9 @@ class FunctionRule:
 
 @dataclass(frozen=True, slots=True)
 class LayerRule:
-    """Layers of a model to instrument: by path in the module tree, by class name, or by both, which must both hold.
+    """A rule of layers to instrument: by path in the module tree, by class name, or by both, which must both match.
 
-    An empty `match` means every path, an empty `types` every class. The rest is as in `FunctionRule`.
+    An empty `match` means every path, an empty `types` every class. The other fields are as in `FunctionRule`.
     """
 
     kind: ClassVar[str] = "layer"
@@ -157,10 +158,10 @@ class LayerRule:
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """Memory copies to instrument: those of `frameworks` in one of `directions` that move at least `min_bytes`.
+    """A rule of memory copies to instrument: of `frameworks`, in one of `directions`, of at least `min_bytes`.
 
-    A framework is called by the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) are seen
-    only by a rule that names them.
+    A framework has the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) are recorded only
+    if a rule names them.
     """
 
     directions: tuple[str, ...] = DEVICE_DIRECTIONS
@@ -174,7 +175,7 @@ class CopyRule:
 class FrameworkRule:
     """A framework whose own entry points are instrumented once the service has imported it.
 
-    `auto` is true where the profile took all frameworks and did not name this one, so that its absence is no complaint.
+    `auto` is True if the profile asks for all frameworks without this name, so that its absence is not reported.
     """
 
     name: str
@@ -189,14 +190,14 @@ class FrameworkRule:
 
 @dataclass(frozen=True, slots=True)
 class RequestsRule:
-    """Requests of the servers that the host imports, by endpoint and without a rule for any of them.
+    """A rule of the requests of servers that the service imports, by endpoint, without a rule for each.
 
     `servers` are of `SERVERS`. Requests to a path of `ignore`, exact or with a `*` at its end, are not recorded. `name`
-    is the name of spans, with {method} and {route}. `attributes` are those of OpenTelemetry's that may have data of a
-    caller, recorded because they are named. The caller's trace is followed, linked to, or left alone (`traceparent`).
-    Reports and metrics group requests `by` an attribute, such as one that names a tenant: by up to `at_most` values,
-    and the others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by
-    item. `blocked_ns` is that of the profile's `Limits`, filled in where the rule is attached.
+    is the name of spans, with {method} and {route}. `attributes` names those of OpenTelemetry's attributes to record
+    that may have data of a caller. The caller's trace is followed, linked to, or left alone (`traceparent`). Reports
+    and metrics group requests `by` an attribute, such as one that names a tenant: by up to `at_most` values, and the
+    others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by item.
+    `blocked_ns` is that of the profile's `Limits`, added when the rule is attached.
     """
 
     servers: tuple[str, ...] = tuple(SERVERS)
@@ -238,7 +239,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class PercentileThreshold:
-    """A limit relative to an endpoint's usual times: `factor` times the percentile of a `fraction`."""
+    """A limit relative to an endpoint's usual times: `factor` times the percentile at `fraction`."""
 
     fraction: float
     factor: float
@@ -250,7 +251,7 @@ Comparison = tuple[str, str | bool | int | float]
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A condition on an attribute: that any of the comparisons holds."""
+    """A condition on an attribute: one of the comparisons is true."""
 
     attribute: str
     any_of: tuple[Comparison, ...]
@@ -260,10 +261,10 @@ class Where:
 class Capture:
     """The requests that are kept in full: a share of all, and the slow, failed and matching ones.
 
-    A request is slow that takes longer than `slow_ns`, or than `slow_over` of its endpoint. It matches where every
-    condition of `where` is true for its own span as it ends. `limit` bounds the number of kept requests, `before_ns`
-    adds those before one. The agent of the run writes kept requests into the folder `to` while the service runs; None
-    for no folder. Where it `is_off` by a variable of OpenTelemetry none is kept, even if a caller asks.
+    A request is slow that takes longer than `slow_ns`, or than `slow_over` of its endpoint. It matches if every
+    condition of `where` is true for its own span when it ends. `limit` bounds the number of kept requests, `before_ns`
+    adds the requests before each. The agent of the run writes kept requests into the folder `to` while the service
+    runs; None for no folder. If a variable of OpenTelemetry sets `is_off` none is kept, even if a caller asks.
     """
 
     sample: float = 1.0
@@ -281,8 +282,8 @@ class Capture:
 class Limits:
     """The bounds of the instrumentation: memory of the rings, spans of a request, disk of its files.
 
-    `ring_folder` is the folder of files in which each process has its recording, which outlive it; None for memory that
-    ends with its last process. `disk_bytes` is for the trace and summary files that the profile's paths name, of all
+    `ring_folder` is the folder for recordings in files, which outlive their processes; None for memory that is freed
+    with its last process. `disk_bytes` bounds the trace and summary files that the profile's paths name, of all
     processes that share them. `blocked_ns` is the least recorded time for which a callback blocks an event loop with
     open requests, or a garbage collection all threads; None for none.
     """
@@ -298,10 +299,10 @@ class Limits:
 class Device:
     """The settings of devices: `cuda` is `auto` or `off`; gauges have intervals, None for never.
 
-    `gil` is `hold` where a thread of the service keeps the interpreter's lock while it records an event, else
-    `release`. `nvml_ns` is for gauges of GPUs: `AUTO_NS` is every second where there is an NVIDIA driver, and silence
-    where there is none. `host_ns` is for those of process, machine and torch's allocator: `AUTO_NS` is the interval of
-    GPUs, where these are read.
+    `gil` is `hold` if a thread of the service keeps the interpreter's lock while it records an event, else `release`.
+    `nvml_ns` is for gauges of GPUs: `AUTO_NS` is every second with an NVIDIA driver, and no message without one.
+    `host_ns` is for those of process, machine and torch's allocator: `AUTO_NS` is the interval of GPUs, if these are
+    read.
     """
 
     cuda: str = "auto"
@@ -312,9 +313,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The ways by which a running process gets a changed profile, off by default.
+    """The channels by which a running process gets a changed profile, off by default.
 
-    `watch` looks at the file every 100 ms. `socket` is the folder in which each process listens on `<pid>.sock`, or
+    `watch` checks the file every 100 ms. `socket` is the folder in which each process listens on `<pid>.sock`, or
     `auto` for the user's own.
     """
 
@@ -324,24 +325,24 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Chrome:
-    """Chrome traces, one file a window; `path` may hold `{service}`, `{run}`, `{pid}` and `{window}`."""
+    """Chrome traces, one file per window. `path` may contain `{service}`, `{run}`, `{pid}` and `{window}`."""
 
     path: str = "traces/{service}-{run}-{window}.json.gz"
 
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """Recordings, one file a window; `path` ends in `.npz` and may hold what that of `Chrome` may."""
+    """Recordings, one file per window. `path` ends in `.npz` and may contain the same fields as that of `Chrome`."""
 
     path: str = "traces/{service}-{run}-{window}.npz"
 
 
 @dataclass(frozen=True, slots=True)
 class Otlp:
-    """Spans to an OpenTelemetry collector; `endpoint` is the final URL, `headers` stay out of the repr.
+    """The export of spans to an OpenTelemetry collector. `endpoint` is the final URL, `headers` are not in the repr.
 
-    `certificate` is a file of those that verify the collector, `client_certificate` and `client_key` are those by which
-    it verifies us; all in PEM, and only for https.
+    `certificate` is a file that verifies the collector. `client_certificate` and `client_key` are files by which the
+    collector verifies us. All are in PEM, and only for https.
     """
 
     endpoint: str = "http://localhost:4318/v1/traces"
@@ -356,16 +357,16 @@ class Otlp:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """Metrics of the run for scrapes by Prometheus: its agent answers HTTP at `listen`, a host and a port."""
+    """The metrics of the run for Prometheus: the agent answers HTTP at `listen`, a host and a port."""
 
     listen: str = "127.0.0.1:9464"
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Text reports to `stderr`, `stdout` or a file, whose path may hold `{service}` and `{pid}`.
+    """Text reports to `stderr`, `stdout` or a file, whose path may contain `{service}` and `{pid}`.
 
-    Its options are those of `instrument.report.view.Options`; `per_thread` is of `events`.
+    The options are those of `instrument.report.view.Options`; `per_thread` is for the view `events`.
     """
 
     to: str = "stderr"
@@ -381,7 +382,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The exports; one that is None is off."""
+    """The exports. An export that is None is off."""
 
     recording: Recordings | None = None
     chrome: Chrome | None = None
@@ -391,25 +392,25 @@ class Export:
 
     @property
     def is_empty(self) -> bool:
-        """True where all are off, so that nothing is written by itself."""
+        """True if all exports are off, so that nothing is written automatically."""
         return all(getattr(self, name) is None for name, _ in members(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A `profile.yaml`. `Profile()` is that of an empty file; `schedule` None means always on.
+    """A `profile.yaml`. `Profile()` is the profile of an empty file; `schedule` None means always on.
 
-    `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`. So are `phases`, for
+    `loaders` is `auto`, for the data loaders of the frameworks that the service imports, or `off`. So are `phases`, for
     torch's training loops (forward, backward, optimizer), and `comm`, for torch.distributed. `startup` is `auto` for
-    imports and the loading and compiling of models. With `engines: auto` the rules of an engine's preset are added
-    where the host imports it. `agent` is `auto`, for one per run, or `off`.
+    imports and the loading and compiling of models. With `engines: auto` the rules of an engine's preset are added when
+    the service imports it. `agent` is `auto`, for one per run, or `off`.
 
-    `preset` is the one that the file names; its values are in the other fields, as if they were in the file. `source`
-    is the file's path, or the name given to `loads`. `origins` has the source of each setting that a variable can give:
-    ``profile``, the variable's name, or ``default``, and ``preset`` for each of the preset. `shown` has the text of a
-    value for messages, where it may have a secret or is of the preset. `remarks` are sentences on variables of the
-    environment that are not followed, or that switch something off. Two profiles are equal when they ask for the same,
-    in any file.
+    `preset` is the preset that the file names; its values are in the other fields, as if they were in the file.
+    `source` is the file's path, or the name passed to `loads`. `origins` has the source of each setting that a variable
+    can give: ``profile``, the variable's name, or ``default``, and ``preset`` for each of the preset. `shown` has the
+    text of a value for messages, if it may have a secret or comes from the preset. `remarks` are sentences on variables
+    of the environment that are not followed, or that switch a part off. Two profiles are equal if they ask for the
+    same, in any file.
     """
 
     service: str = "unknown_service"
@@ -442,7 +443,7 @@ class Profile:
 
     @property
     def leaves_nothing(self) -> bool:
-        """Return True where nothing is written or sent by itself."""
+        """True if nothing is written or sent automatically."""
         return self.export.is_empty and self.capture.to is None
 
     @property
@@ -452,10 +453,10 @@ class Profile:
 
 
 def _compared(thing: Any) -> Any:
-    """Return the fields of a dataclass that are compared and in its repr, as plain values."""
+    """Return the fields of a dataclass that are both compared and in its repr, as plain values."""
     if isinstance(thing, tuple):
         return tuple(map(_compared, thing))
-    shown = [name for name, known in members(thing) if known.compare and known.repr]
+    shown = [name for name, member in members(thing) if member.compare and member.repr]
     return (type(thing).__name__, [(name, _compared(getattr(thing, name))) for name in shown]) if shown else thing
 
 
@@ -468,4 +469,4 @@ EVERYTHING = Profile(
     device=Device(host_ns=10**9),
     source="the default of a Profiler",
 )
-"""The profile of a loop without one. The path "" is that of a whole model."""
+"""The profile of a loop without a profile. The path "" is that of a whole model."""

@@ -1,9 +1,9 @@
-"""The JSON Schema of `profile.yaml`, for completion in editors, made of its readers.
+"""The JSON Schema of `profile.yaml`, for completion in editors, generated from the profile's readers.
 
-    python -m instrument.profile.schema    # writes profile.schema.json, beside this file
+    python -m instrument.profile.schema    # writes profile.schema.json, next to this file
 
 Keys, and the required ones, come from `keys.KEYS`; words, patterns and bounds from the readers by `shaped`; defaults
-from `model`. The descriptions of keys are in the file alone, and stay there.
+from `model`. The descriptions of keys are in the file alone, and are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FILE = Path(__file__).with_name("profile.schema.json")
 LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
 
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
-"""A pattern that selects something."""
+"""The shape of a pattern that selects, and does not exclude."""
 
 SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     ("functions", "match"): {
@@ -52,7 +52,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     },
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""The shapes of keys whose rule has more conditions than the reader."""
+"""The shapes of keys with more conditions than those of the reader."""
 
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {
@@ -73,13 +73,13 @@ COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"):
 """The descriptions with words of other modules."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults that the reader of a section completes."""
+"""The defaults to which the reader of a section adds a part."""
 
 
 def schema() -> dict[str, Any]:
     """Return the schema as plain values."""
-    known = json.loads(FILE.read_text("utf-8"))
-    sections = {section: _section(section, known["$defs"].get(section, {}) if section else known) for section in KEYS}
+    old = json.loads(FILE.read_text("utf-8"))
+    sections = {section: _section(section, old["$defs"].get(section, {}) if section else old) for section in KEYS}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "urn:instrument-sdk:profile",
@@ -128,9 +128,9 @@ def _quantity(units: Mapping[str, int]) -> Shape:
     }
 
 
-def _section(section: str, known: Mapping[str, Any]) -> dict[str, Any]:
+def _section(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section with the known descriptions of its keys; new ones are written into the file by hand."""
-    keys, described = KEYS[section], known.get("properties", {})
+    keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {
         "type": "object",
@@ -141,24 +141,24 @@ def _section(section: str, known: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _key(section: str, name: str, key: Key, known: Mapping[str, Any]) -> dict[str, Any]:
+def _key(section: str, name: str, key: Key, current: Mapping[str, Any]) -> dict[str, Any]:
     shape = SHAPES_OF_KEYS.get((section, name)) or SHAPES[key.read]
     section_of = str(shape.get("$ref")).removeprefix("#/$defs/")
     is_alone = section_of in KEYS or shape.get("type") in ("array", "object")
     otherwise: Shape = REFERENCE if key.required else {"type": "null"} if is_alone or key.blank else LEFT_OUT
     alternatives = shape["anyOf"] if [*shape] == ["anyOf"] else [shape]
     return {
-        "description": COMPUTED_DESCRIPTIONS.get((section, name)) or known.get("description", ""),
+        "description": COMPUTED_DESCRIPTIONS.get((section, name)) or current.get("description", ""),
         **_default(section, name, key, shape),
         "anyOf": [*alternatives, otherwise],
     }
 
 
 def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
-    """Return the default of a key as a profile has it; nothing for a key that is left out."""
+    """Return the default of a key as a profile writes it, an empty mapping for none."""
     if text := TEXTS_OF_DEFAULTS.get((section, name)):
         return {"default": text}
-    defaults = {known.name: known.default for known in fields(CLASSES[section]) if known.init}
+    defaults = {class_field.name: class_field.default for class_field in fields(CLASSES[section]) if class_field.init}
     value = defaults.get(key.field)
     choices = [shape, *shape.get("anyOf", ())]
     words = [word for choice in choices for word in choice.get("enum", ())]
@@ -175,7 +175,7 @@ def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
 
 
 def _quantity_text(value: int, units: Mapping[str, int]) -> str:
-    """Write a number in the largest unit of which it is a whole number; 0 in that of the examples."""
+    """Return the text of a number in the largest unit that divides it. 0 has the unit of the examples."""
     if not value:
         return "0B" if "B" in units else "0s"
     name, unit = max((item for item in units.items() if value % item[1] == 0), key=lambda item: item[1])

@@ -1,4 +1,4 @@
-"""A profile that `instrument run` has read, for the processes of its run, which need not read YAML again.
+"""A profile that `instrument run` has read, for the processes of its run, which then need no YAML.
 
 It is valid in a process with the same values of the variables that it used, while its file is unchanged.
 """
@@ -22,14 +22,14 @@ NAME = "profile"
 """The name of its file in the folder of a run."""
 
 _CLASS = ""
-"""The key of a plain mapping that names the class of a dataclass; no field is called so."""
+"""The key of a plain mapping with the name of a dataclass. No field has this name."""
 
 _ITERATED = "OTEL_"
 """The prefix of variables that a profile iterates over."""
 
 
 class Consulted(Mapping[str, str]):
-    """The environment of the processes to come, which notes the variables that are read."""
+    """The environment of later processes. It notes the variables that are read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = settings(environ)
@@ -58,21 +58,21 @@ def write(path: Path, profile: Profile, consulted: Consulted) -> None:
 
 
 def read(path: Path | None, source: str) -> Profile | None:
-    """Read a profile of another process; None where there is none, or its file or variables differ here."""
+    """Read the profile of another process. Return None without one, or if its file or variables differ here."""
     if path is None:
         return None
     try:
         names, values, state, plain = json.loads(path.read_bytes())
         if values != _values(names, settings()) or state != [*_state_of(source)]:
             return None
-        made: Profile = _made(plain)
+        profile: Profile = _made(plain)
     except (OSError, ValueError, TypeError, LookupError):
         return None
-    return replace(made, source=source)
+    return replace(profile, source=source)
 
 
 def _values(names: Any, environ: Mapping[str, str]) -> dict[str, str | None]:
-    return {name: environ.get(name) for name in {*names, *(known for known in environ if known.startswith(_ITERATED))}}
+    return {name: environ.get(name) for name in {*names, *(key for key in environ if key.startswith(_ITERATED))}}
 
 
 def _state_of(source: str) -> tuple[int, int]:
@@ -82,8 +82,8 @@ def _state_of(source: str) -> tuple[int, int]:
 
 def _plain(thing: Any) -> Any:
     """Turn a dataclass of the model and its fields into plain values for JSON."""
-    if known := members(thing):
-        return {_CLASS: type(thing).__name__, **{name: _plain(getattr(thing, name)) for name, _ in known}}
+    if fields := members(thing):
+        return {_CLASS: type(thing).__name__, **{name: _plain(getattr(thing, name)) for name, _ in fields}}
     if isinstance(thing, Mapping):
         return dict(thing)
     return [*map(_plain, thing)] if isinstance(thing, tuple) else thing

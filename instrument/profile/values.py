@@ -129,7 +129,7 @@ _read_ring = size("64MiB", least="64KiB")
 
 @shaped(SIZE)
 def ring_size(node: YamlNode) -> int:
-    """Read the size of the rings, which this machine must have: all of it is used."""
+    """Read the size of the rings. The machine must have it, as all of it is used."""
     size_bytes: int = _read_ring(node)
     memory = memory_bytes()
     if memory is not None and size_bytes > memory:
@@ -153,7 +153,7 @@ duration_or_off = or_off(shaped(DURATION)(quantity(DURATION_UNITS, "5ms", "100us
 
 
 def _with_colon(text: str) -> str:
-    """`chat.engine.Engine.step` as `chat.engine:Engine.step`; a class starts with a capital, as a rule."""
+    """Return `chat.engine.Engine.step` as `chat.engine:Engine.step`: a class usually starts with a capital."""
     segments = text.split(".")
     split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
     return ".".join(segments[:split]) + ":" + ".".join(segments[split:])
@@ -247,9 +247,9 @@ def slow_limit(node: YamlNode) -> int | PercentileThreshold:
     parts = re.fullmatch(USUAL_SYNTAX, text)
     if parts:
         return PercentileThreshold(round(float(parts[1]) / 100, 6), float(parts[2]))
-    meant = re.fullmatch(USUAL_SYNTAX, re.sub(r"[ %]", "", text.lower()).replace("x", "*"))
-    if meant:
-        node.refuse("a percentile of the endpoint's own such as p99*1.5", near=meant[0])
+    suggestion = re.fullmatch(USUAL_SYNTAX, re.sub(r"[ %]", "", text.lower()).replace("x", "*"))
+    if suggestion:
+        node.refuse("a percentile of the endpoint's own such as p99*1.5", near=suggestion[0])
     slow_ns: int = _read_slow(node)
     return slow_ns
 
@@ -343,7 +343,7 @@ def address(node: YamlNode) -> str:
 
 @shaped({"type": "string", "minLength": 1})
 def readable_file(node: YamlNode) -> str:
-    """Read the path of a file that is there and may be read."""
+    """Read the path of a readable file."""
     path = string(node)
     if not os.access(path, os.R_OK) or not Path(path).is_file():
         node.refuse("the path of a file that is there and that this process may read")
@@ -372,7 +372,7 @@ def headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
 
 
 def _header_value(node: YamlNode) -> str:
-    # Header values are secrets as a rule: no message shows one.
+    # Header values are usually secrets: no message shows one.
     if node.kind != "text":
         node.refuse("text; put the value in quotes", found="a value that is no text (not shown)")
     if not re.fullmatch(HEADER_VALUE_SYNTAX, node.text):
@@ -392,7 +392,7 @@ def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
 
 
 def public_texts(node: YamlNode, key: str) -> list[str]:
-    """Return the texts of a rule, for its name in messages, each once."""
+    """Return the distinct texts of a rule's key, for the rule's name in messages."""
     _, value = node.pairs.get(key, (node, node))
     return list(dict.fromkeys(text.public_text for text in value.items or (value,) if text.kind == "text"))
 
@@ -415,7 +415,7 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
 
 
 SERVICE = "INSTRUMENT_SERVICE"
-"""The variable by which `instrument run` names a service that has no other name."""
+"""The variable in which `instrument run` passes the name of a service without another name."""
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "service": (("OTEL_SERVICE_NAME", string), (SERVICE, string)),
@@ -428,9 +428,9 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
     "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
 }
-"""The variables of settings that the profile leaves out. The first that is set and understood counts."""
+"""The variables of settings that the profile leaves out. The first that is set and valid counts."""
 
-BESIDE: Mapping[str, tuple[str, str]] = {
+FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_SDK_DISABLED": ("OpenTelemetry disabled", "true|false"),
     "OTEL_TRACES_EXPORTER": ("traces exporter", "otlp|none"),
     "OTEL_TRACES_SAMPLER": ("traces sampler", "always_off"),
@@ -441,10 +441,10 @@ BESIDE: Mapping[str, tuple[str, str]] = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": ("resource detectors", ".*"),
     "OTEL_PROPAGATORS": ("propagators", ".*"),
 }
-"""The other variables for the data sent to a collector: the name of each setting, and the values followed.
+"""The other variables for the data sent to a collector: the name of each setting, and the values that are followed.
 
-`none` for an exporter means that nothing of that signal is sent. The propagators are those of a caller's trace. These
-and `VARIABLES` are all of OpenTelemetry's variables that are honoured.
+`none` for an exporter means that nothing of that signal is sent. The propagators are those of a caller's trace. No
+variables of OpenTelemetry except these and `VARIABLES` are honoured.
 """
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
@@ -483,19 +483,19 @@ def switched(profile: Profile, document: Document) -> Profile:
 
 
 def _remarks_on(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield sentences on the variables that are set and change what is sent, or should and do not."""
+    """Yield sentences on the set variables that change the data sent, and on those that are not followed."""
     for signal, switch in _unsent(environ).items():
         yield f"no {signal} are sent to a collector: {switch}"
-    known = {name for names in VARIABLES.values() for name, _ in names}
+    valid = {name for names in VARIABLES.values() for name, _ in names}
     missed = [
         name
         for name, value in sorted(environ.items())
-        if name.startswith("OTEL_") and value and name not in known and not _is_followed(name, value.strip().lower())
+        if name.startswith("OTEL_") and value and name not in valid and not _is_followed(name, value.strip().lower())
     ]
     if missed:
         yield f"set and not followed: {', '.join(missed)}"
 
 
 def _is_followed(name: str, value: str) -> bool:
-    _, followed = BESIDE.get(name, ("", "(?!)"))
+    _, followed = FOLLOWED.get(name, ("", "(?!)"))
     return name.startswith(_OF_ITS_SDK) or re.fullmatch(followed, value) is not None

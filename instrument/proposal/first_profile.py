@@ -1,4 +1,4 @@
-"""The first profile of a service that was observed, and its text: short, with the reason of each rule above it."""
+"""The first profile of an observed service, and its text: short, with the reason of each rule above it."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class LayerProposal:
 
 @dataclass(slots=True)
 class FirstProfile:
-    """A first profile: its rules, and paragraphs of comments at the `head`, on `requests` and on what was `left_out`.
+    """A first profile: its rules, and paragraphs of comments at the `head`, on `requests` and on the `left_out`.
 
-    `seen` is a summary of the observation.
+    `summary` describes the observation in one sentence.
     """
 
     service: str
     preset: str = "serving"
-    seen: str = ""
+    summary: str = ""
     head: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -163,23 +163,23 @@ def list_of(items: Sequence[str]) -> str:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """Return the part of a command that a comment may show: the program, and files and modules of the folder after it.
+    """Return the part of a command that a comment may show: the program, and the folder's files and modules after it.
 
-    The rest may be secret, such as a key or an address with a password in it.
+    Later words may be secret, such as a key or an address with a password.
     """
     shown = list(words[:2] if words[:1] == ["-m"] else words[:1])
-    rest = list(words[len(shown) :])
-    while rest and _is_beside(rest[0]):
-        shown.append(rest.pop(0))
-    return " ".join([*shown, "..."] if rest else shown)
+    words_left = list(words[len(shown) :])
+    while words_left and _is_in_folder(words_left[0]):
+        shown.append(words_left.pop(0))
+    return " ".join([*shown, "..."] if words_left else shown)
 
 
-def _is_beside(word: str) -> bool:
+def _is_in_folder(word: str) -> bool:
     """Return True for a file in the folder, or an object of a module there, as in `app.main:app`."""
-    named = re.fullmatch(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*", word)
+    reference = re.fullmatch(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*", word)
     try:
-        if named is not None:
-            return Path(f"{named[1]}.py").is_file() or Path(named[1]).is_dir()
+        if reference is not None:
+            return Path(f"{reference[1]}.py").is_file() or Path(reference[1]).is_dir()
         return re.fullmatch(r"[\w./][\w./-]*", word) is not None and Path(word).is_file()
     except OSError:  # a name that is too long, a folder that may not be read
         return False
@@ -196,17 +196,17 @@ def _plain(text: str) -> str:
 
 
 def first_profile_of(observation: Observation, words: Sequence[str], service: str, file: str) -> FirstProfile:
-    """Propose a profile for a service that was observed, run by the words of a command."""
+    """Propose a profile for an observed service, which the words of a command run."""
     choice = choose_functions(observation)
     choose_keys(observation, choice)
     command = command_of(words)
     first = FirstProfile(service, functions=choice.rules, layers=choose_layers(observation))
     count = sum(node.calls for node in choice.requests)
     processes = f"{observation.processes} process{'es' * (observation.processes != 1)}"
-    what = f"{number_of(count)} request{'s' * (count != 1)}" if count else "no requests"
-    first.seen = f"{what} in {time_of(observation.seconds * 1e9)}, {processes}"
+    requests_text = f"{number_of(count)} request{'s' * (count != 1)}" if count else "no requests"
+    first.summary = f"{requests_text} in {time_of(observation.seconds * 1e9)}, {processes}"
     first.head = [
-        f"A first profile, by `instrument init -- {command}`: {first.seen}. "
+        f"A first profile, by `instrument init -- {command}`: {first.summary}. "
         "Each rule has its reason above it; the numbers are of that run, of which observing took "
         f"{share_of(observation.cost)}. Delete what is of no use to you."
     ]
@@ -231,10 +231,10 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
 
 
 def _packages_seen(observation: Observation) -> Iterator[str]:
-    seen = of_role(observation.packages, "web", "server", "engine", "library")
-    if seen:
+    packages = of_role(observation.packages, "web", "server", "engine", "library")
+    if packages:
         device = " CUDA was used, so rules over layers have `device: true`." if observation.uses_cuda else ""
-        yield f"Imported: {', '.join(seen)}.{device}"
+        yield f"Imported: {', '.join(packages)}.{device}"
     for package, preset in presets_for(observation.packages):
         yield f"A preset that is made for {package}, by hand: `instrument check --preset {preset}` prints it."
 
@@ -285,11 +285,11 @@ def _sums(nodes: Iterable[ObservedNode]) -> str:
 
 
 def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
-    named = {rule.label for rule in choice.rules}
-    hot = [f"{label}: {words}" for label, words in choice.hot.items() if label not in named]
+    labels = {rule.label for rule in choice.rules}
+    hot = [f"{label}: {words}" for label, words in choice.hot.items() if label not in labels]
     if hot:
         yield f"Left out, too short or too frequent to be worth a span each: {list_of(hot)}."
-    small = len(choice.small - named)
+    small = len(choice.small - labels)
     if small:
         yield f"Left out, too little of the time: {small} function{'s' * (small != 1)} of your own that ran."
     if observation.unseen:
@@ -305,7 +305,7 @@ def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]
 
 @dataclass(slots=True)
 class _Layers:
-    """The layers of one pattern: their calls and time in all, their places and classes."""
+    """The layers of one pattern: the sums of their calls and times, their places and classes."""
 
     calls: int = 0
     total_ns: int = 0
@@ -314,7 +314,7 @@ class _Layers:
 
 
 def pattern_of(path: str) -> str:
-    """Put `*` in place of the numbers of a layer's path."""
+    """Return a layer's path with `*` in place of numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
@@ -345,7 +345,7 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
 
 
 def _chosen(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[str]:
-    """Choose repeated blocks and their parts, then large layers outside of them."""
+    """Choose repeated blocks and their parts, then large layers outside of blocks."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(
         (
@@ -371,5 +371,5 @@ def _chosen(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[str]:
 
 
 def _outside_of_others(patterns: list[str]) -> list[str]:
-    """Return the patterns that are below no other."""
-    return [pattern for pattern in patterns if not any(pattern.startswith(f"{other}.") for other in patterns)]
+    """Return the patterns that are below no other pattern."""
+    return [pattern for pattern in patterns if not any(pattern.startswith(f"{prefix}.") for prefix in patterns)]

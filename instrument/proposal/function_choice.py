@@ -1,9 +1,9 @@
-"""The functions that a first profile names, chosen from what ran: where requests spend their time, and what splits it.
+"""The choice of a first profile's functions: those in which requests spend their time, and those that divide it.
 
-A function gets a rule for time of its own, or for splitting the time of a request or a step between functions that
-have such. Time in functions too short or too frequent to be recorded, in layers and in copies, counts for the function
-around them. Outside of requests the loops come first: functions that were called once or never end, such as `main` and
-the body of a thread. The functions that a loop calls again and again are the units of work.
+A function gets a rule if it has enough time of its own, or divides the time of a request or a step between such
+functions. The time of functions that are too short or too frequent to be recorded, of layers and of copies counts for
+the function around them. The root of other work is a loop: a function that is called once or never ends, such as `main`
+or the body of a thread. The functions that a loop calls again and again are the units of work.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from instrument.proposal.observation import Observation, ObservedNode
 
 
 def number_of(value: float) -> str:
-    """Write a count: exact up to a thousand, then with three significant digits."""
+    """Return the text of a count: exact up to a thousand, then with three significant digits."""
     whole = round(value)
     return f"{round(whole, min(3 - len(str(whole)), 0)):,}"
 
 
 def time_of(ns: float) -> str:
-    """Write a time with two significant digits."""
+    """Return the text of a time with two significant digits."""
     unit = next((unit for unit, size in TIME_UNITS.items() if ns >= size), "ns")
     value = ns / TIME_UNITS[unit]
     return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
 
 
 def each_of(calls: int, total_ns: int) -> str:
-    """Write a number of calls, and the mean time of a call."""
+    """Return the text of a number of calls, and of the mean time of a call."""
     if calls == 1:
         return f"once, {time_of(total_ns)}"
-    each = f", {time_of(total_ns / calls)} each" if calls else ""
-    return f"{calls:,} times{each}"
+    mean_text = f", {time_of(total_ns / calls)} each" if calls else ""
+    return f"{calls:,} times{mean_text}"
 
 
 def share_of(share: float) -> str:
-    """Write a share, in per cent."""
+    """Return the text of a share, in per cent."""
     return f"{min(share, 1.0) * 100:.2g} %" if share < 0.1 else f"{min(share, 1.0):.0%}".replace("%", " %")
 
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The least share of a function with a rule: of the requests' time, of the work outside of them, or of a run without
-repeated work. A private function needs twice as much."""
+"""The least share of a function with a rule: of the requests' time, of other work, or of a run without repeated work.
+A private function needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The least share of a function that gets a rule because it splits its time."""
+"""The least share of a function that gets a rule because it divides its time."""
 
 LEAST_PART = 0.02
-"""The least share of a part in the time of the function that it splits."""
+"""The least share of a part in the time of the divided function."""
 
 SHORT_NS = 5_000
 """The least mean time of a recorded function."""
@@ -64,13 +64,13 @@ REPEATED = 3
 """The calls per process from which on work counts as repeated."""
 
 LOADING_NS = 50_000_000
-"""The least time of a function with a rule for what it loads at the start."""
+"""The least time of a loading function with a rule."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""A function repeats its request with at least the first share of its time, and less than the second of its own."""
+"""A function repeats its request if it takes the first share of its time, and has less than the second of its own."""
 
 RULES = 12
-"""The most functions of a first profile, beside those that requests, steps and keys need."""
+"""The most functions of a first profile, without those that requests, steps and keys need."""
 
 _WAITING = re.compile(r"(^|_)(wait|sleep|idle|poll|listen|recv|receive|acquire|heartbeat|run_forever)(_|$)")
 REQUEST = re.compile(
@@ -96,7 +96,7 @@ _SPECIAL = re.compile(r"(^|\.)__(?!call__)\w+__$|<lambda>|\.(setter|deleter)$|\[
 
 
 LOADS, OF_REQUESTS, OUTSIDE = range(3)
-"""The groups of rules, in their order: what loads, what requests call, work outside of requests."""
+"""The groups of rules, in their order: loading, functions of requests, work outside of requests."""
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class FunctionProposal:
 class FunctionChoice:
     """The rules of functions, and the functions left out: reasons of the `hot` by label, and labels of the `small`.
 
-    A function left out may still get a rule for its key or batch.
+    A function that is left out may still get a rule for its key or batch.
     """
 
     rules: list[FunctionProposal]
@@ -171,7 +171,7 @@ def is_probe(path: str) -> bool:
 
 
 def phase_by_name(name: str) -> str:
-    """Return the phase that a function's name implies; "" for none."""
+    """Return the phase that a function's name implies, "" for none."""
     return next((phase for phase, names in _PHASES.items() if names.search(name)), "")
 
 
@@ -208,13 +208,13 @@ class _Chooser:
             self._blocking(rules),
         ):
             rules.setdefault(rule.label, rule)
-        kept = self._largest(list(rules.values()))
-        self._small.update(rules.keys() - {rule.label for rule in kept})
-        self._small -= {rule.label for rule in kept} | self._hot.keys()
-        rules_in_order = sorted(kept, key=lambda rule: rule.order)
+        largest = self._largest(list(rules.values()))
+        self._small.update(rules.keys() - {rule.label for rule in largest})
+        self._small -= {rule.label for rule in largest} | self._hot.keys()
+        rules_in_order = sorted(largest, key=lambda rule: rule.order)
         return FunctionChoice(rules_in_order, self._hot, self._small, self._requests, self._units)
 
-    # ---------------------------------------------------------------- what is what
+    # ---------------------------------------------------------------- kinds of work
 
     def _units_of_work(self) -> list[ObservedNode]:
         """Return the functions that are called again and again outside of requests, at the root or by a loop."""
@@ -225,7 +225,7 @@ class _Chooser:
                 if node.called.kind in ("request", "layer", "copy"):
                     continue
                 is_once = node.calls < REPEATED * max(len(node.processes), 1)
-                # A server's own call of the service is no unit, but may have some below it.
+                # A server's own call of the service is no unit, but may contain units.
                 if is_once or not node.called.label:
                     look(node.children.values())
                 elif not _WAITING.search(function_name(node.called.label)):
@@ -235,7 +235,7 @@ class _Chooser:
         return units
 
     def _lowest_alike(self, node: ObservedNode) -> ObservedNode:
-        """Return the function that a private unit leaves its work to, the unit itself where there is none."""
+        """Return the function to which a private unit delegates its work, else the unit itself."""
         while function_name(node.called.label).startswith("_"):
             alike = [
                 child
@@ -249,11 +249,11 @@ class _Chooser:
 
     def _requests_among(self, units: list[ObservedNode]) -> list[ObservedNode]:
         """Return the units that are most likely requests, for a service without a known server."""
-        named = [unit for unit in units if self._is_kept(unit) and REQUEST.search(function_name(unit.called.label))]
-        named = [unit for unit in named if not STEP.search(function_name(unit.called.label))]
-        if not named:
+        likely = [unit for unit in units if self._is_kept(unit) and REQUEST.search(function_name(unit.called.label))]
+        likely = [unit for unit in likely if not STEP.search(function_name(unit.called.label))]
+        if not likely:
             return []
-        largest = max(named, key=lambda unit: (unit.total_ns, unit.called.label)).called.label
+        largest = max(likely, key=lambda unit: (unit.total_ns, unit.called.label)).called.label
         return [unit for unit in units if unit.called.label == largest]
 
     def _not_worth_a_span(self) -> dict[str, str]:
@@ -280,10 +280,10 @@ class _Chooser:
         qualname = label.rpartition(":")[2]
         return not _SPECIAL.search(qualname) and node.called.shape != "layer"
 
-    # ---------------------------------------------------------------- what is worth a rule
+    # ---------------------------------------------------------------- proposals
 
     def _without_server(self) -> Iterator[FunctionProposal]:
-        """Propose the functions that are taken for requests, where no server was met."""
+        """Propose the functions that count as requests, as no server was observed."""
         for node in self._named_requests:
             words = f"ran {each_of(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
             yield FunctionProposal(
@@ -291,7 +291,7 @@ class _Chooser:
             )
 
     def _within(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
-        """Propose the functions below `tops` that have a share of their time, or split it."""
+        """Propose the functions below `tops` that have a share of their time, or divide it."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
@@ -320,7 +320,7 @@ class _Chooser:
                 self._small.add(label)
 
     def _collect(self, node: ObservedNode, by_label: dict[str, _Paths]) -> int:
-        """Sum up functions below a path. Returns the path's own time, with that of all without a rule."""
+        """Sum up the functions below a path. Return the path's own time, with that of children without a rule."""
         own_ns = node.self_ns
         for child in node.children.values():
             inner_ns = self._collect(child, by_label)
@@ -333,7 +333,7 @@ class _Chooser:
         return own_ns
 
     def _parts_of(self, paths: _Paths, holding: set[str]) -> set[str]:
-        """Return the functions with time of their own that split a function's, the nearest below it."""
+        """Return the nearest functions below a function that have time of their own and divide its time."""
         parts: dict[str, int] = defaultdict(int)
         waiting = [child for node in paths.nodes for child in node.children.values()]
         for node in waiting:
@@ -352,7 +352,7 @@ class _Chooser:
     ) -> bool:
         """Return True for a function around every whole request that calls the functions with the time.
 
-        Its own time is the framework's, which the request's span has.
+        Its own time is the framework's, which the request's span includes.
         """
         if not self._repeats(paths, tops, base_ns):
             return False
@@ -369,7 +369,7 @@ class _Chooser:
             reasons.append("parts it between what it calls")
         phase = phase_by_name(name)
         if phase == "compute" and shapes & {"coroutine", "generator"}:
-            phase = ""  # it waits for others most of the time
+            phase = ""  # it mostly waits for other functions
         if "generator" in shapes:
             reasons.append("a generator, up to its last item")
         elif "coroutine" in shapes and paths.own_ns > 0.5 * paths.total_ns:
@@ -387,7 +387,7 @@ class _Chooser:
         )  # fmt: skip
 
     def _runs_on_device(self, nodes: Iterable[ObservedNode]) -> bool:
-        """Return True where CUDA was used, and layers ran below the nodes."""
+        """Return True if CUDA was used, and layers ran below the nodes."""
         below = (inner.called.kind for node in nodes for inner in node.walk())
         return self._observation.uses_cuda and "layer" in below
 
@@ -422,7 +422,7 @@ class _Chooser:
             )
 
     def _loading(self) -> Iterator[FunctionProposal]:
-        """Propose the functions that load or build something at the start, the outermost of each."""
+        """Propose the outermost functions that load or build an object at the start."""
         firsts = [node.first_ns for node in (*self._requests, *self._units) if node.first_ns]
         until_ns = min(firsts, default=0)
         for node in self._observation.nodes():
@@ -456,9 +456,9 @@ class _Chooser:
     @staticmethod
     def _largest(rules: list[FunctionProposal]) -> list[FunctionProposal]:
         needed = [rule for rule in rules if rule.is_needed]
-        others = sorted((rule for rule in rules if not rule.is_needed), key=lambda rule: (-rule.share, rule.label))
-        loading = [rule for rule in others if rule.phase == "load"][:3]
-        return needed + loading + [rule for rule in others if rule.phase != "load"][:RULES]
+        optional = sorted((rule for rule in rules if not rule.is_needed), key=lambda rule: (-rule.share, rule.label))
+        loading = [rule for rule in optional if rule.phase == "load"][:3]
+        return needed + loading + [rule for rule in optional if rule.phase != "load"][:RULES]
 
 
 def _is_loading(node: ObservedNode) -> bool:

@@ -1,8 +1,8 @@
-"""The arguments by which a first profile identifies requests, keys and batches, chosen from the arguments of calls.
+"""The choice of keys and batches of a first profile, from the observed arguments of calls.
 
-A path names requests where its values differ from request to request and occur again elsewhere: in arguments or the
-result of a function below the requests, and in arguments on another thread or in another process. A path with several
-values per call is a batch.
+A path names requests if its values differ between requests and occur elsewhere, too. The values occur in arguments or
+the result of a function below the requests, and in arguments on another thread or in another process. A path with
+several values per call is a batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from instrument.proposal.function_choice import OF_REQUESTS, OUTSIDE, FunctionCh
 from instrument.proposal.observation import Observation, ObservedNode
 
 KEYS, BATCHES = 3, 3
-"""The most rules with a key, besides the rule that binds it, and the most with a batch."""
+"""The most rules with a key, in addition to the rule that binds it, and the most rules with a batch."""
 
 LOOKS = 3
-"""The least number of times that a path was seen."""
+"""The least number of observations of a path."""
 
 DISTINCT = 0.8
 """The least share of distinct values of a path that names requests."""
@@ -32,10 +32,10 @@ LEAST_BATCH = 0.05
 """The least share of a batch in the work outside of requests."""
 
 PASSED = 0.95
-"""The least share of requests at the rule that binds the key, of those at the function that most requests pass."""
+"""The least calls of the rule that binds the key, as a share of the calls of the function that most requests call."""
 
 COVERED = 0.8
-"""The share of the whole's time from which on batches of its parts are named in its place."""
+"""The share of a function's time from which on the batches of its parts are named instead of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Path:
 
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
-    """Give the rules of the choice their keys and batches, and add rules for these alone."""
+    """Add keys and batches to the rules of the choice, and rules for further keys and batches."""
     inside = _nodes_by_label(choice.requests)
     binder = _binder(observation, choice, inside)
     if binder is None:
@@ -67,7 +67,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         if _shares(ids, bound)
     ]
     singles = _best([path for path in shared if not path.ids.many])
-    # A function with one request as its argument serves that one, even if its object has others.
+    # A function with one request as its argument serves that request, even if its object has others.
     many = [path for path in shared if path.ids.many and not (path.label in singles and path.path.startswith("self."))]
     batches = _batches(many, singles, outside)
     base_ns = sum(node.total_ns for node in choice.units)
@@ -77,7 +77,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         if sum(node.total_ns for node in outside[label]) >= LEAST_BATCH * base_ns
     }
     units = set(choice.units)
-    beside = {node.parent for label in batches for node in outside[label] if units.intersection(node.above())}
+    batch_parents = {node.parent for label in batches for node in outside[label] if units.intersection(node.above())}
     added = 0
     for label, candidate in batches.items():
         rule = _rule(choice, label, outside[label])
@@ -91,7 +91,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         nodes = outside[label]
         if label in batches or _is_below(nodes, batches) or _is_below(nodes, singles):
             continue
-        if any(node.parent in beside for node in nodes):
+        if any(node.parent in batch_parents for node in nodes):
             rule = _rule(choice, label, nodes)
             rule.batch = candidate.path
             rule.reasons.append("serves one request at a time, beside the batches")
@@ -110,7 +110,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 
 
 def _binder(observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]) -> _Path | None:
-    """Return the path below the requests that names them, and that most other functions share."""
+    """Return the path below the requests that names them, and whose values most other functions share."""
     count = sum(node.calls for node in choice.requests)
     shared: dict[str, set[str]] = {}
     for label, paths in observation.keys.items():
@@ -119,17 +119,17 @@ def _binder(observation: Observation, choice: FunctionChoice, inside: Mapping[st
     candidates = []
     for label in inside:
         for path, ids in observation.keys.get(label, {}).items():
-            is_told_apart = len(ids.digests) >= max(DISTINCT * min(ids.looks, count), 2)
-            if ids.many or ids.looks < LOOKS or not is_told_apart:
+            is_distinct = len(ids.digests) >= max(DISTINCT * min(ids.looks, count), 2)
+            if ids.many or ids.looks < LOOKS or not is_distinct:
                 continue
             if _calls(inside[label]) > 1.5 * count:
                 continue
             elsewhere = sum(len(ids.digests & digests) >= LOOKS for digests in shared.values())
-            if elsewhere or ID.match(_last_name(path)):  # an `id` that nobody else has may be of anything
+            if elsewhere or ID.match(_last_name(path)):  # an `id` that occurs once may be of any object
                 candidates.append((_Path(label, path, ids), elsewhere))
     if not candidates:
         return None
-    # A function that only some requests pass, such as streamed ones, would leave the others without a key.
+    # A function that only some requests call, such as streamed ones, would leave the others without a key.
     passed = max(_calls(inside[candidate.label]) for candidate, _ in candidates)
     candidates = [
         (candidate, elsewhere)
@@ -155,7 +155,7 @@ def _batches(
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches.
 
-    Parts replace a whole where they, with those of `singles`, take its time.
+    The parts of a function replace it if they, with those of `singles`, take its time.
     """
     best = _best(paths)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
@@ -191,7 +191,7 @@ def _shares(ids: SeenPath, bound: set[str]) -> bool:
 
 
 def _rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
-    """Return the choice's rule for a function, which is made where there is none."""
+    """Return the choice's rule for a function, and add one if there is none."""
     for rule in choice.rules:
         if rule.label == label:
             return rule
@@ -214,8 +214,8 @@ def _nodes_by_label(tops: Iterable[ObservedNode]) -> dict[str, list[ObservedNode
 
 
 def _is_below(nodes: Iterable[ObservedNode], labels: Iterable[str]) -> bool:
-    wanted = set(labels)
-    return any(above.called.label in wanted for node in nodes for above in node.above())
+    label_set = set(labels)
+    return any(above.called.label in label_set for node in nodes for above in node.above())
 
 
 def _depth(nodes: Iterable[ObservedNode]) -> int:

@@ -31,7 +31,7 @@ _PASSED_OVER = re.compile(
     r"\..*|__pycache__|__main__|tests?|testing|docs?|build|dist|node_modules|site-packages|.*\.egg-info|setup|conftest"
     r"|noxfile|test_.*|.*_test|instrument|migrations|venv|env"
 )
-"""The names of files and folders without code of a service."""
+"""The names of files and folders that have no code of a service."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -75,7 +75,7 @@ class ObservedNode:
             yield from child.walk()
 
     def above(self) -> Iterator[ObservedNode]:
-        """Yield its ancestors, the nearest first."""
+        """Yield the ancestors of the node, the nearest first."""
         node = self.parent
         while node is not None:
             yield node
@@ -86,9 +86,9 @@ class ObservedNode:
 class Observation:
     """The merged reports of a command's processes.
 
-    `keys` are by label and path, `unseen` has reasons by target. `blockers` has by label the number of times that a
-    function blocked an event loop, and the longest in ns. `seconds` is the longest time of a process, `cost` the
-    largest share of it that observing took. `silent` counts processes that ended without a report.
+    `keys` are by label and path, `unseen` has reasons by target. `blockers` has the count of blocks of an event loop
+    and the ns of the longest, by the function's label. `seconds` is the longest time of a process, `cost` the largest
+    share of a process's time that the observation took. `silent` counts processes that ended without a report.
     """
 
     roots: list[ObservedNode]
@@ -109,7 +109,7 @@ class Observation:
 
 
 def mark_begun(folder: str) -> None:
-    """Mark this process as one that owes a report."""
+    """Mark this process as begun, so that a missing report is noticed."""
     Path(folder, f"{os.getpid()}{BEGAN}").touch()
 
 
@@ -182,23 +182,23 @@ def _is_of_layer(label: str) -> bool:
 def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
     """Wait for the reports of all processes of the command, for `longest_s` at most.
 
-    `ends` sends SIGTERM to those that outlive the command.
+    `ends` sends SIGTERM to the processes that outlive the command.
     """
-    asked: set[int] = set()
+    signalled: set[int] = set()
     until = time.monotonic() + longest_s
     while time.monotonic() < until:
-        others = _others(folder) if ends else set()
-        for pid in others - asked:
+        running = _others(folder) if ends else set()
+        for pid in running - signalled:
             with suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
-        asked |= others
-        if not others and not any(Path("/proc", pid).exists() for pid in _silent(folder)):
+        signalled |= running
+        if not running and not any(Path("/proc", pid).exists() for pid in _silent(folder)):
             return
         time.sleep(0.05)
 
 
 def _others(folder: str) -> set[int]:
-    """Return the command's processes, by our mark in their environment."""
+    """Return the pids of the command's processes, by our mark in their environment."""
     mark = f"{INIT_FOLDER}={folder}".encode()
     pids = set()
     for path in Path("/proc").iterdir():
@@ -254,18 +254,18 @@ def _add_tree(top: dict[Called, ObservedNode], facts: Mapping[str, Any]) -> None
 
 def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapping[str, Any]]) -> None:
     for label, paths in arguments.items():
-        for path, seen in paths.items():
-            sums = keys.setdefault(label, {}).setdefault(path, SeenPath(seen["many"]))
-            sums.looks += seen["looks"]
-            sums.items += seen["items"]
-            sums.largest = max(sums.largest, seen["largest"])
-            sums.weights = sums.weights or seen["weights"]
-            sums.of_class = sums.of_class or seen["of_class"]
-            sums.digests.update(seen["digests"])
+        for path, values in paths.items():
+            sums = keys.setdefault(label, {}).setdefault(path, SeenPath(values["many"]))
+            sums.looks += values["looks"]
+            sums.items += values["items"]
+            sums.largest = max(sums.largest, values["largest"])
+            sums.weights = sums.weights or values["weights"]
+            sums.of_class = sums.of_class or values["of_class"]
+            sums.digests.update(values["digests"])
 
 
 def roots_of(words: Sequence[str], folder: Path) -> list[Path]:
-    """Return the folders of a command's modules: the current one, its script's, and those of `PYTHONPATH`."""
+    """Return the folders of a command's modules: the current folder, its script's, and those of `PYTHONPATH`."""
     folders = [folder]
     if words and not words[0].startswith("-"):
         script = (folder / words[0]).resolve()
@@ -273,17 +273,17 @@ def roots_of(words: Sequence[str], folder: Path) -> list[Path]:
             folders.append(script if script.is_dir() else script.parent)
     folders += [folder / entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     folders += [root / "src" for root in folders if (root / "src").is_dir() and not (root / "src/__init__.py").exists()]
-    own = [root.resolve() for root in folders if root.is_dir() and not _is_installed(root.resolve())]
-    return list(dict.fromkeys(own))
+    roots_found = [root.resolve() for root in folders if root.is_dir() and not _is_installed(root.resolve())]
+    return list(dict.fromkeys(roots_found))
 
 
 def own_names(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the top-level names of a command's own modules: those in `roots_of`, and installed ones that it names."""
+    """Return the top-level names of a command's own modules: in its folders, and installed ones that it names."""
     roots = roots_of(words, folder)
     names = {name for root in roots for name in _top_level(root)}
     paths = [*map(str, roots), *sys.path]
-    named = [word for before, word in zip(("", *words), words, strict=False) if before == "-m" or ":" in word]
-    for word in named:
+    module_words = [word for before, word in zip(("", *words), words, strict=False) if before == "-m" or ":" in word]
+    for word in module_words:
         match = re.match(r"([A-Za-z_]\w*)(?:\.\w+)*(?::|$)", word)
         name = match[1] if match else ""
         if name and name not in _SERVERS and name not in sys.stdlib_module_names and PathFinder.find_spec(name, paths):

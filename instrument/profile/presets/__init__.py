@@ -1,7 +1,7 @@
 """Presets: profiles by name, each a file of this folder, with the lines that most profiles need.
 
-A profile names one with `preset:` and refines it: mappings are merged key by key, and any other value that the profile
-gives takes the place of the preset's, a list as a whole. Null counts as left out, as everywhere.
+A profile names a preset with `preset:` and refines it. Mappings are merged key by key. Any other value of the profile
+replaces the preset's, a list as a whole. Null counts as left out, as everywhere.
 """
 
 from __future__ import annotations
@@ -46,41 +46,41 @@ def named_by(path: str | os.PathLike[str]) -> str | None:
 
 
 def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
-    """Merge the preset that a profile names into its root. Returns both the root and the preset's texts by path."""
+    """Merge the preset that a profile names into its root. Return the root, and the preset's texts by path."""
     from instrument.profile.document import Document
 
-    key, named = profile.pairs.get("preset", (profile, profile))
-    if named.kind != "text" or named.text not in PRESETS:
+    key, value = profile.pairs.get("preset", (profile, profile))
+    if value.kind != "text" or value.text not in PRESETS:
         return profile, {}
-    preset = Document(text_of(named.text), name=path_of(named.text), environ=profile.document.environ)
-    given: dict[str, str] = {}
-    return _merged(profile, _placed(preset.read(lambda node: node), key), given), given
+    preset = Document(text_of(value.text), name=path_of(value.text), environ=profile.document.environ)
+    preset_texts: dict[str, str] = {}
+    return _merged(profile, _placed(preset.read(lambda node: node), key), preset_texts), preset_texts
 
 
 def _placed(node: YamlNode, at: YamlNode) -> YamlNode:
-    """Give a node of a preset the place at which the profile names the preset, for messages."""
+    """Return a node of a preset with the place at which the profile names the preset, for messages."""
     items = tuple(_placed(item, at) for item in node.items)
     pairs = {name: (_placed(key, at), _placed(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
 
 
-def _merged(own: YamlNode, preset: YamlNode, given: dict[str, str]) -> YamlNode:
-    pairs = dict(own.pairs)
+def _merged(mapping: YamlNode, preset: YamlNode, preset_texts: dict[str, str]) -> YamlNode:
+    pairs = dict(mapping.pairs)
     for name, (key, value) in preset.pairs.items():
-        place, mine = own.pairs.get(name, (key, None))
+        place, mine = mapping.pairs.get(name, (key, None))
         if mine is None or mine.kind == "null":
             pairs[name] = (place, value)
-            _note(value, given)
+            _note(value, preset_texts)
         elif mine.kind == value.kind == "mapping":
-            pairs[name] = (place, _merged(mine, value, given))
-    return replace(own, pairs=pairs)
+            pairs[name] = (place, _merged(mine, value, preset_texts))
+    return replace(mapping, pairs=pairs)
 
 
-def _note(value: YamlNode, given: dict[str, str]) -> None:
+def _note(value: YamlNode, preset_texts: dict[str, str]) -> None:
     if value.kind != "mapping":
-        given[value.where] = _written(value)
+        preset_texts[value.where] = _written(value)
     for _, inner in value.pairs.values():
-        _note(inner, given)
+        _note(inner, preset_texts)
 
 
 def _written(value: YamlNode) -> str:
