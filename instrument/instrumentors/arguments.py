@@ -129,15 +129,13 @@ def reader(
     """
     reads: list[_AttributeRead] = []
     missing: dict[str, None] = {}  # without duplicates: a function of unknown parameters gives each the same message
-    for argument in arguments:
-        name, *path = argument.argument.split(".")
+    for item in arguments:
+        name, *path = item.argument.split(".")
         parameter = parameter_of(function, name)
         if isinstance(parameter, str):
             missing[parameter] = None
         else:
-            reads.append(
-                _AttributeRead(argument.name, parameter, tuple(path), _READERS[argument.record], argument.argument)
-            )
+            reads.append(_AttributeRead(item.name, parameter, tuple(path), _READERS[item.record], item.argument))
     return (ArgumentReader(reads, place) if reads else None), list(missing)
 
 
@@ -187,8 +185,7 @@ _native = native.MODULE
 class KeyReader:
     """A reader of a rule's keys in calls of one function: in their arguments, and in their results.
 
-    `missing` has a message for each parameter that the function lacks. `of_call` and `of_result` are None if they have
-    nothing to read.
+    `missing` has a message for each missing parameter. `of_call` and `of_result` are None if they have nothing to read.
     """
 
     def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:

@@ -246,8 +246,7 @@ class Layers:
 
     def _tensors_of(self, module: Any) -> Sequence[Any]:
         """Return the tensors whose devices a layer uses: its own, else one of a neighbour."""
-        own_tensors = tensors_of(module)
-        return own_tensors or tensors_near(
+        return tensors_of(module) or tensors_near(
             module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
         )
 

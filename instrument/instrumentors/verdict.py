@@ -97,9 +97,8 @@ def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
 def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
     """Return the marks that this process leaves on the run's board for its attached and called rules."""
     recording = [verdict for verdict in verdicts if verdict.state in RECORDING]
-    return {board.attached(verdict.rule) for verdict in recording} | {
-        board.called(verdict.rule) for verdict in recording if verdict.calls
-    }
+    marks = {board.attached(verdict.rule) for verdict in recording}
+    return marks | {board.called(verdict.rule) for verdict in recording if verdict.calls}
 
 
 def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:

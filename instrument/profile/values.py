@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from instrument.profile import model
 from instrument.profile.document import (
     Document,
     Read,
@@ -29,16 +30,7 @@ from instrument.profile.document import (
     string,
     syntax_shape,
 )
-from instrument.profile.model import (
-    AUTO_NS,
-    COMPRESSIONS,
-    PROTOCOLS,
-    Capture,
-    PercentileThreshold,
-    Profile,
-    Rate,
-    Where,
-)
+from instrument.profile.model import COMPRESSIONS, PROTOCOLS, Capture, PercentileThreshold, Profile, Rate, Where
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.control_groups import memory_bytes
 
@@ -146,7 +138,7 @@ def interval(node: YamlNode) -> int | None:
     """Read the interval of gauges, in ns."""
     if node.is_off:
         return None
-    return AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
+    return model.AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
 
 
 duration_or_off = or_off(shaped(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))

@@ -82,9 +82,7 @@ class Transfers:
 
     def asks_for(self, framework: str, directions: Iterable[str]) -> bool:
         """Return True if a rule asks for copies of a framework in one of the directions."""
-        return any(
-            framework in rule.frameworks and not set(directions).isdisjoint(rule.directions) for rule in self.rules
-        )
+        return any(framework in rule.frameworks and {*directions} & {*rule.directions} for rule in self.rules)
 
     def watch(
         self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool], stream: Stream

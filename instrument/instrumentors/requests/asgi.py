@@ -74,8 +74,7 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
 class AsgiChannel:
     """The channel of messages between the server and the app for one exchange.
 
-    An exchange has no reference to its channel, since contexts keep exchanges for long. An `__init__` would take 0.05
-    us.
+    An exchange has no reference to its channel, since contexts keep exchanges for long. An `__init__` takes 0.05 us.
     """
 
     __slots__ = ("exchange", "server_receive", "server_send")

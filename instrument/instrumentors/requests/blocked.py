@@ -192,10 +192,7 @@ def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
 def _span_over(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """Return the site of the innermost span that was open for most of the time, None without one.
-
-    A span that has ended precedes an open one.
-    """
+    """Return the site of the innermost span open for most of the time, None without one. Ended spans come first."""
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
