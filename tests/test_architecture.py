@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "recording": (4_021, 19),
     "report": (12_800, 45),
     "runtime": (2_617, 18),
-    "sessions": (7_229, 30),
+    "sessions": (7_226, 30),
     "trace": (8_588, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -1,4 +1,4 @@
-"""The account of a session: what it has cost, what was not kept, what could not be observed, what went wrong."""
+"""The diagnostics of a session: its losses, its own cost, its complaints, and what could not be observed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _UNSENT = ("failed", "rejected", "dropped")
 
 
 @dataclass(eq=False, kw_only=True)
-class Account:
-    """Keeps the books of a session: asks its parts, and takes down what the session itself has to say.
+class SessionDiagnostics:
+    """The diagnostics of a session, collected from its parts and from what the session itself reports.
 
-    `timing` and `exporter` are None where no device is timed and nothing is sent. `tells_waiting` is whether rules that
-    have met nothing yet are noted: those that somebody wrote. `refused` is why parts of the newest profile were not
-    taken on, `thread_ns` the processor time of the session's own thread so far.
+    `timing` and `exporter` are None where no device is timed and nothing is sent. `tells_waiting` is True where notes
+    name rules that have met nothing yet: those of a user's profile. `refused` has the reasons why parts of the newest
+    profile are not in force. `thread_ns` is the processor time of the session's own thread so far.
     """
 
     recorder: Recorder
@@ -67,7 +67,7 @@ class Account:
     _complaints: deque[str] = field(default_factory=lambda: deque(maxlen=COMPLAINTS_KEPT))
 
     def after_fork_in_child(self) -> None:
-        """Begin anew: losses and complaints are the parent's."""
+        """Clear the losses and complaints, which are the parent's."""
         self.thread_ns = 0
         self._losses.clear()
         self._complaints.clear()
@@ -75,28 +75,28 @@ class Account:
     # ---------------------------------------------------------------- what the session takes down
 
     def complain(self, message: str, *, log: bool = True) -> None:
-        """Take down what went wrong, for `notes`; the newest `COMPLAINTS_KEPT` are kept."""
+        """Record an error message for `notes`; the newest `COMPLAINTS_KEPT` are kept."""
         self._complaints.append(message)
         if log:
             logger.warning(message)
 
     def refuse(self, message: str) -> None:
-        """Take down why a profile was not taken on, until one is."""
+        """Record the reason why a profile was refused, until one is accepted."""
         if (message,) != self.refused:
             logger.warning("reload: %s", message)
         self.refused = (message,)
 
     def lose(self, what: str, count: int) -> None:
-        """Count something that was recorded and not kept. One thread at a time."""
+        """Count something that was recorded and not kept. Called by one thread at a time."""
         self._losses[what] += count
 
     # ---------------------------------------------------------------- what it tells
 
     def cost(self, window_ns: int) -> Cost:
-        """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
+        """Return the cost of the instrumentation so far, by the calls in the tally.
 
-        By the calls of the tally as it is now. A generator counts as one step, whatever it made. Device times add what
-        a pair of events costs on this device.
+        Each span costs what a probe of its shape costs on this machine; a generator counts as one step. Device times
+        add the cost of their pairs of events on this device.
         """
         calls = self.recorder.shape_calls()
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
@@ -105,8 +105,8 @@ class Account:
         return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
 
     def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
-        """What it has cost in a window, by the spans of each site and how many of them were timed on a device; its
-        threads are taken to work evenly while the session runs."""
+        """Return the cost in a window, from the spans of each site and the count of spans timed on a device. Our
+        threads are assumed to work evenly over `session_ns`."""
         shapes: Counter[str] = Counter()
         for site, count in calls.items():
             shapes[self.recorder.shapes.get(site, "scope")] += count
@@ -117,11 +117,11 @@ class Account:
         return Cost(spans, mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
 
     def pairs_ns(self) -> float:
-        """What all pairs of events on devices have cost."""
+        """Return the nanoseconds that all pairs of device events have cost."""
         return 0.0 if self.timing is None else self.timing.cost_ns()[0]
 
     def threads_ns(self) -> dict[str, int]:
-        """Processor time of the threads of our own, by what they do."""
+        """Return the processor time of our own threads, by their work."""
         found = {"looking through spans": self.thread_ns, "reading gauges": self.gauges.thread_ns}
         if self.exporter is not None:
             found["sending to the collector"] = self.exporter.thread_ns
@@ -130,7 +130,7 @@ class Account:
         return {name: spent_ns for name, spent_ns in found.items() if spent_ns}
 
     def upkeep(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
-        """What only the process knows of its instrumentation; spans are timed by `clock`."""
+        """Return the facts on the instrumentation that only the process knows; `clock` names the clock of spans."""
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
@@ -146,7 +146,7 @@ class Account:
         )
 
     def losses(self) -> Mapping[str, int]:
-        """Everything that was recorded and not kept, by reason."""
+        """Return the counts of all that was recorded and not kept, by reason."""
         counts: Counter[str] = Counter(self._losses)
         counts.update(self.recorder.losses())
         if self.timing is not None:
@@ -162,11 +162,11 @@ class Account:
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
-        """Everything that could not be observed, and what went wrong, in sentences.
+        """Return sentences on all that could not be observed, and on all that went wrong.
 
-        Without those on sites that are or were muted, where a table says it; not on those whose probe is off, nor on
-        what only a preset asks for and this program does not do, such as copies where there is no device. Not `of_all`:
-        without those on rules that sleep here, which the run's first process reports.
+        `with_muted` False leaves out sites that are or were muted, for a table that lists them. Rules that only a
+        preset asks for are left out while this program does nothing for them, such as copies without a device. `of_all`
+        False leaves out rules that sleep here; the run's first process reports those.
         """
         verdicts = without_others(self.verdicts(of_all=of_all), board.marks())
         untold = ("attached", "uncalled") if self.tells_waiting else ("attached", "uncalled", "waiting")
@@ -202,13 +202,13 @@ class Account:
         return notes
 
     def unmet(self) -> str:
-        """A sentence on requests or jobs that came and were not recorded, "" without any."""
+        """Return a sentence on requests or jobs that came and were not recorded, "" without any."""
         self.selection.wake("requests")
         verdicts = without_others(self.verdicts(of_all=False), board.marks())
         return "; ".join(str(one) for one in verdicts if one.state == "unmet")
 
     def own_notes(self, *, of_all: bool = True) -> OwnNotes:
-        """The rules and targets of which `notes` hold for this process alone."""
+        """Return the rules and targets whose `notes` are true of this process alone."""
         verdicts = self.verdicts(of_all=of_all)
         waiting = [(board.attached(one.rule), str(one)) for one in verdicts if one.state in ("waiting", "nothing")]
         idle = self.selection.idle_of_preset()
@@ -236,5 +236,5 @@ def _is_idle_rule(verdict: Verdict) -> bool:
 
 
 def _uncalled(verdicts: Iterable[Verdict]) -> list[str]:
-    """The targets that nothing has called."""
+    """Return the targets that nothing has called."""
     return [one.target or one.rule for one in verdicts if one.state == "uncalled" and not _is_idle_rule(one)]

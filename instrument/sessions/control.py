@@ -30,13 +30,13 @@ from instrument.sessions.control_client import Answer, Request, poll_selector, r
 from instrument.sessions.membership import Membership
 
 POLL_S = 0.1
-"""How often the file is looked at."""
+"""Seconds between two looks at the watched file."""
 
 SETTLE_S = 0.02
-"""A changed file is read once it has stayed the same for so long: it may be written in place, a part at a time."""
+"""Seconds that a changed file must stay the same before it is read: it may be written in place, a part at a time."""
 
 GRACE_S = 1.0
-"""A file that cannot be used is complained of when it has been so for this long; it may be half-written until then."""
+"""Seconds for which a file must be unusable before that is reported; it may be half-written until then."""
 
 REQUEST_BYTES = 8_192
 CALLERS = 16
@@ -44,18 +44,18 @@ CALL_S = 1.0
 """The longest request, the most connections at a time (the oldest goes for a new one), and how long each may take."""
 
 MAIN_S = 0.2
-"""How often it is asked whether the main thread lives, in a process that may end by its end."""
+"""Seconds between two checks that the main thread lives, in a process that may end with that thread."""
 
 EXPORT_S = 1.0
-"""How often it is looked whether anybody exports what this process records."""
+"""Seconds between two checks that an exporter reads what this process records."""
 
 AGENT_S = 1.0
-"""How often a process whose agent has gone looks for another one in its place."""
+"""Seconds between two attempts to find another agent, once that of the process has gone."""
 
 
 @dataclass(slots=True)
 class _Caller:
-    """One connection: what it has sent, and what of the answer is still to be sent."""
+    """A connection: the bytes received, and the part of the answer that is still to be sent."""
 
     until: float
     received: bytearray = field(default_factory=bytearray)
@@ -63,12 +63,12 @@ class _Caller:
 
 
 class ControlServer:
-    """Serves one process from a thread of its own, between `start` and `stop`.
+    """A thread that serves reload requests to one process, between `start` and `stop`.
 
-    `reload(request)` does what a caller or a changed file asks for and tells what became of it, with `error` where it
-    was refused, and `other` where another process was meant. `watched()` names the file at hand (None: there is nothing
-    to watch). `settle()` is called after a reload until it returns False. `complain(message)` is told of a file that
-    stays unusable. `end()` is called where the process's main thread has ended.
+    `reload(request)` does what a caller or a changed file asks for. It returns the result, with `error` where it was
+    refused and `other` where another process was meant. `watched()` returns the file to watch, None for none.
+    `settle()` is called after a reload until it returns False. `complain(message)` reports a file that stays unusable.
+    `end()` is called when the process's main thread has ended.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ControlServer:
 
     @property
     def is_for_agent_alone(self) -> bool:
-        """Whether there is neither a file to watch nor a socket to listen on: there is a thread for the agent alone."""
+        """True where the thread serves the agent alone, with no file to watch and no socket to listen on."""
         return self._folder is None and self._watched() is None
 
     def start(self) -> str:
@@ -383,7 +383,7 @@ def _has_main_thread_ended() -> bool:
 
 
 def _stamp(path: Path | None) -> tuple[int, ...] | None:
-    """What tells one state of a file from another; None where there is no file."""
+    """Return the modification time, size and identity of a file; None where there is no file."""
     try:
         facts = os.stat(path) if path is not None else None  # noqa: PTH116 - the plain call, ten times a second
     except OSError:
@@ -392,7 +392,7 @@ def _stamp(path: Path | None) -> tuple[int, ...] | None:
 
 
 def _is_trusted(connection: Socket) -> bool:
-    """Whether the other end is this user or root; a mode of 0600 alone would leave it to the file system."""
+    """Return True where the peer is this user or root. A mode of 0600 alone would leave that to the file system."""
     try:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except OSError:

@@ -1,6 +1,6 @@
-"""How processes are asked for something by their control sockets: what may be asked, and who is to be asked.
+"""Requests to running processes by their control sockets.
 
-The same as `control` serves: a line of JSON there and one back for each connection.
+A connection carries one line of JSON each way, as `control` serves it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from instrument.runtime.cheap_start import dataclass, late_pattern
 from instrument.runtime.unpatched import Socket, poll
 
 ANSWER_S = 0.2
-"""How long a process has to answer before it is named as one that has not done so yet."""
+"""Seconds that a process has to answer before it is reported as slow."""
 
 WAIT_S = 5.0
-"""How long a caller waits for those."""
+"""Seconds that a caller waits for all answers."""
 
 AGAIN_S = 0.05
-"""How long after a process hung up, or had no room for another caller, it is asked again."""
+"""Seconds before a process is asked again that hung up or had no room for another caller."""
 
 Answer = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller asks for: to read the profile at `path`, or the process's own file again (None).
+    """A request of a caller: to read the profile at `path`, or the process's own file again (None).
 
-    Where `service` is given, only a process of that service is meant; `switch` allows another file than its own. Where
-    `records` is given, it asks for that instead: to record, or to stop recording until it is asked again.
+    `service` limits it to processes of that service; `switch` allows another file than the process's own. With
+    `records` it asks instead to record, or to stop recording until asked again.
     """
 
     path: str | None = None
@@ -43,11 +43,11 @@ class Request:
     records: bool | None = None
 
     def line(self) -> bytes:
-        """As it goes over the socket."""
+        """Return the request as a line of JSON for the socket."""
         return json.dumps(self.asked()).encode() + b"\n"
 
     def asked(self) -> dict[str, Any]:
-        """The same as JSON takes it."""
+        """Return the request as a JSON object."""
         if self.records is not None:
             return {"record": self.records}
         more = {name: value for name, value in (("service", self.service), ("switch", self.switch)) if value}
@@ -55,7 +55,7 @@ class Request:
 
     @classmethod
     def parsed(cls, line: bytes) -> Request | None:
-        """The request of a line, None where it is none."""
+        """Parse the request on a line; None where it is none."""
         try:
             asked = json.loads(line)
         except (ValueError, RecursionError):
@@ -74,12 +74,12 @@ _SOCKET_NAME = late_pattern(r"[0-9]+\.sock")
 
 
 def folder_of(setting: str, base: Path) -> Path:
-    """The folder that `control.socket` means: `auto` is the user's own, other paths start at `base`."""
+    """Return the folder that `control.socket` names: `auto` is the user's own, other paths start at `base`."""
     return Path(f"/tmp/instrument-{os.geteuid()}") if setting == "auto" else base / setting  # noqa: S108 - 0700, checked
 
 
 def poll_selector() -> selectors.BaseSelector:
-    """By poll(2) itself. Not epoll, whose registrations a forked child would share with its parent."""
+    """Return a selector that uses poll(2). A forked child would share the registrations of epoll with its parent."""
 
     class Selector(selectors.PollSelector):
         _selector_cls = staticmethod(poll)
@@ -88,7 +88,7 @@ def poll_selector() -> selectors.BaseSelector:
 
 
 def sockets(folder: Path) -> list[Path]:
-    """The sockets in a folder, of processes that run or have gone, by process id; nothing where there is no folder."""
+    """Return the sockets in a folder by process id, of processes that run or have gone; [] where there is no folder."""
     try:
         found = [path for path in folder.iterdir() if _SOCKET_NAME.fullmatch(path.name)]
     except OSError:
@@ -121,10 +121,11 @@ def tell(
     timeout_s: float = WAIT_S,
     slow: Callable[[Sequence[Path]], object] = lambda paths: None,
 ) -> dict[Path, Answer | None]:
-    """Ask every process behind these sockets, all at once; None stands for one that did not answer in time.
+    """Send a request to every process behind these sockets at once. An answer is None where none comes in time.
 
-    One that hangs up without an answer is asked again within the time. `slow(paths)` is told once, after `ANSWER_S`, of
-    those that have not answered yet. A socket that nobody listens on any more is removed and not in the answer.
+    A process that hangs up without an answer is asked again within the time. `slow(paths)` is called once, after
+    `ANSWER_S`, with the sockets that have not answered. A socket without a listener is removed, and is not in the
+    result.
     """
     line = request.line()
     answers: dict[Path, Answer | None] = dict.fromkeys(paths)

@@ -1,6 +1,6 @@
-"""How a session has what it records exported while it runs: by itself, or by the agent of its run.
+"""The export of what a session records while it runs: by the session itself, or by the agent of its run.
 
-`handover` says which of both.
+`handover` knows which of the two exports.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ else:
     otlp, recording_reader = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.recording_reader")
 
 FLUSH_S = 0.01
-"""How often it is looked whether the agent has sent everything."""
+"""Seconds between two checks that the agent has sent everything."""
 
 SCRAPE_WAIT_S = 1.0
-"""The longest that a scrape waits for the session, which may be writing a file; it is told what was known before."""
+"""Seconds that a scrape waits at most for the session, which may be writing a file; it then gets the last metrics."""
 
 GAUGES_FOR_NS = 30 * 10**9
-"""How old a gauge may be that a scrape is told."""
+"""Nanoseconds of the past from which a scrape gets gauges."""
 
 NO_AGENT = (
     "export.prometheus and capture.to: asked of the agent of a run, found none; nothing listens and nothing is written "
@@ -54,7 +54,7 @@ NO_AGENT = (
 
 
 class SessionLock:
-    """A reentrant lock. A signal that comes to its holder can be put off until it lets go."""
+    """A re-entrant lock. A signal that arrives while a thread has it can be sent again after its release."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -62,7 +62,7 @@ class SessionLock:
 
     @contextmanager
     def held(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Hold it; tells whether it could be had in that time. A signal that was put off is sent again at the end."""
+        """Acquire the lock, and yield True where that was possible in time. Then send a postponed signal again."""
         held = self._lock.acquire(timeout=timeout_s)
         try:
             yield held
@@ -74,7 +74,7 @@ class SessionLock:
                 os.kill(os.getpid(), number)
 
     def postpone(self, number: int) -> bool:
-        """Whether the calling thread holds it: the signal is then sent again when it lets go."""
+        """Return True where the calling thread has the lock; the signal is then sent again at its release."""
         if self._is_mine():
             self._postponed = number
         return self._is_mine()
@@ -84,7 +84,7 @@ class SessionLock:
 
 
 class Exporting:
-    """The way out of what one profile has recorded in one process. All methods may be called from any thread.
+    """The export of what one profile records in one process. All methods may be called from any thread.
 
     `prepare(what)` imports what a fork must not find half of. `threads()` returns the threads of the session.
     """
@@ -108,7 +108,7 @@ class Exporting:
         self._threads = threads
         self._exporter, self._own, self.handover = recorded.exporter, recorded.own, recorded.handover
         self.lock = SessionLock()
-        """Held by whoever reads on in the recording, or changes what the session goes by."""
+        """The lock for reading on in the recording, and for changing the profile in force."""
         self._scraped_here: exposition.Metered | None = None
         """The last metrics of this process alone that a scrape got."""
         self._scraped: dict[bool, str] = {}
@@ -151,7 +151,7 @@ class Exporting:
         return True
 
     def choose(self) -> None:
-        """Leave the export to the agent, where there is one or can be: for good, whatever becomes of that one."""
+        """Leave the export to the agent, where there is one or can be: for good, even if that one goes."""
         if self._recorded.profile.agent != "off" and self._membership.has_agent():
             self.handover.leave_to_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -181,7 +181,7 @@ class Exporting:
             return True
 
     def look_after(self, *, is_joined: bool) -> None:
-        """Let the agent know what it needs to export what is recorded here: called now and then."""
+        """Publish what the agent needs to export what is recorded here: called now and then."""
         self._facts.publish_resource()
         self._facts.publish_books()
         joined = self._membership.joins if is_joined else 0
@@ -192,7 +192,7 @@ class Exporting:
             self._membership.tell({"requests": True})
 
     def hear_agent(self, message: Mapping[str, Any]) -> None:
-        """Go by what the agent says of what it does in place of this process."""
+        """Follow a message of the agent on the work that it does in place of this process."""
         if "unexported" in message:
             self.handover.is_refused = True
         if "gauges" in message:
@@ -201,15 +201,15 @@ class Exporting:
             self._recorded.selection.note_connections(ports)
 
     def sends_to(self, endpoint: str) -> bool:
-        """Whether the session itself sends what `capture` keeps to that collector."""
+        """Return True where the session itself sends what `capture` keeps to that collector."""
         wanted = self._recorded.profile.export.otlp
         return self._exporter is not None and wanted is not None and wanted.endpoint == endpoint
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Those spans of a window that the session neither has sent nor will send: the caller does.
+        """Return the spans of a window that the session neither has sent nor will send, for the caller to send.
 
-        A request that has not ended is kept, for nobody else knows its fate. Where the agent exports, it sends them.
-        Raises `ExportError` where it does not hear.
+        A request that has not ended is kept until its fate is known. Where the agent exports, it sends the window's
+        spans, and the list is empty. Raises `ExportError` where the agent does not answer.
         """
         if not spans:
             return []
@@ -230,7 +230,7 @@ class Exporting:
             return own.unsent(spans)
 
     def count_loss(self, what: str, count: int) -> None:
-        """Have the reports tell of something that was recorded and not kept."""
+        """Count something that was recorded and not kept, for the reports."""
         with self.lock.held():
             self._recorded.account.lose(what, count)
 
@@ -243,7 +243,7 @@ class Exporting:
         return is_read or recorded.profile.budget is not None or recorded.ticks.are_used
 
     def pump(self, timeout_s: float = -1, *, meters: bool = False) -> None:
-        """Look through what has been recorded since the last time. Where it `meters`, metrics are taken now."""
+        """Read what has been recorded since the last call. With `meters`, take metrics now."""
         recorded, cut = self._recorded, self._recorded.windows.cut
         with self.lock.held(timeout_s) as held:
             if not held or not (self.is_looked_after() or cut):
@@ -263,7 +263,7 @@ class Exporting:
                 self._saving.write_window(*window, origin)
 
     def prometheus(self, *, openmetrics: bool = False) -> str:
-        """The metrics of the run as they are now, in Prometheus's text format; see `instrument.prometheus`."""
+        """Return the metrics of the run as they are now, in Prometheus's text format; see `instrument.prometheus`."""
         from instrument.otlp import exposition
 
         exposition.require_client()
@@ -287,7 +287,7 @@ class Exporting:
         return exposition.text_of(exposition.families_of_process(metered, why_alone), openmetrics=openmetrics)
 
     def _begin_scrapes(self) -> None:
-        """From now on read the recording for scrapes alone, of which nothing is exported."""
+        """Begin to read the recording for scrapes alone; nothing of it is exported."""
         reader = OwnExport(
             otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False), sends=False
         )
@@ -318,7 +318,7 @@ class Exporting:
     # ---------------------------------------------------------------- what is still on its way
 
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
-        """Hand over all that has finished and wait, at most so long, until the collector has it.
+        """Deliver all finished spans to the collector, and wait for it at most `timeout_s`.
 
         Returns what was delivered and what was not; None where the profile exports to no collector.
         """
@@ -339,7 +339,7 @@ class Exporting:
             )
 
     def _flush_here(self, own: OwnExport, end: float) -> None:
-        """Offer all that has finished, as far as there is room in the exporter before the time is up."""
+        """Offer all finished spans to the exporter, as far as it has room before the time is up."""
         self._await_device_times(end)
         self._facts.publish_books(at_once=True)
         is_done = False

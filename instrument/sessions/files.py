@@ -32,11 +32,11 @@ RUN_VARIABLE = "INSTRUMENT_RUN"
 SHARED_RUN_VARIABLE = "INSTRUMENT_RUN_NAME"
 _RUN = late_pattern(r"\d{8}T\d{6}-\d+")
 STREAMS = ("stderr", "stdout")
-"""Where a report may go that is no file."""
+"""The standard streams that a report may go to instead of a file."""
 
 
 def own(template: str, *, is_first: bool) -> str:
-    """The template of a path; with the process's number in it, but for the first process of the service."""
+    """Return a path's template, with the process's number in it except for the first process of the service."""
     if "{pid}" in template or is_first:
         return template
     folder, name = os.path.split(template)
@@ -45,28 +45,28 @@ def own(template: str, *, is_first: bool) -> str:
 
 
 def new_run() -> str:
-    """What a run that begins now is called: when, in UTC, and by which process. Two of a container may be of one."""
+    """Return the name of a run that begins now: the time in UTC, in seconds, and the id of this process."""
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 
 
 def run_of_process() -> str:
-    """The run that this process is of: that of `instrument run`, or its own."""
+    """Return the run of this process: that of `instrument run`, or a new one."""
     return run_told() or new_run()
 
 
 def run_told() -> str:
-    """The run of `instrument run` that this process is of, "" for none."""
+    """Return the run of `instrument run` that this process belongs to, "" for none."""
     told = os.environ.get(RUN_VARIABLE, "")
     return told if _RUN.fullmatch(told) else ""
 
 
 def run_of_keys() -> str:
-    """The run in which a key names one request: what runs of several hosts call it, or that of `instrument run`."""
+    """Return the run in which a key names one request: the name for several hosts, or that of `instrument run`."""
     return run_shared() or run_told()
 
 
 def run_shared() -> str:
-    """What runs of several hosts call the one that they are together, "" where nobody says so."""
+    """Return the name that runs of several hosts share, "" where the environment has none."""
     return os.environ.get(SHARED_RUN_VARIABLE, "")
 
 
@@ -94,22 +94,22 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
 
 
 def is_main() -> bool:
-    """Whether this is the process that `instrument run` started, or one that called `start` itself."""
+    """Return True in the process that `instrument run` started, and in one that called `start` itself."""
     main = os.environ.get("INSTRUMENT_RUN_PID")
     return main is None or main == str(os.getpid())
 
 
 def path_of(template: str, folder: Path, service: str, run: str, window: int) -> Path:
-    """The file that a template means, below the folder in which the session began."""
+    """Return the file that a template means, below the folder in which the session began."""
     name = file_name(template, service=service, run=run, pid=os.getpid(), window=window)
     return Path(name) if folder == working_folder() else folder / name
 
 
 def make_room(templates: Iterable[str], folder: Path, service: str, kept: Collection[Path], disk_bytes: int) -> int:
-    """Remove the oldest files of these templates, of whichever process, until all keep within `disk_bytes`: how many.
+    """Remove the oldest files of these templates until all fit in `disk_bytes`; return the count of removed files.
 
-    Those in `kept` stay. The newest file of another process that runs goes only where no other is left to go. What is
-    being written counts too; what processes that are gone left unfinished is removed first.
+    Files in `kept` stay. The newest file of another running process goes only where no other file is left. Unfinished
+    files count too; those of processes that have gone are removed first.
     """
     left = disk_bytes
     found: dict[str, tuple[bool, int, int]] = {}
@@ -136,7 +136,7 @@ def make_room(templates: Iterable[str], folder: Path, service: str, kept: Collec
 
 
 def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
-    """The files of a template, with and without a process's number in their names: each one's process, 0 if unknown."""
+    """Return the process id of each file of a template, 0 if unknown. Names may have a process's number or not."""
     found: dict[str, int] = {}
     for form in {own(template, is_first=first) for first in (True, False)}:
         pattern, numbered = "", ""
@@ -174,7 +174,7 @@ def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 
 
 def write(stream: TextIO, text: str, limit_ns: int) -> None:
-    """Write to a standard stream, but do not wait for ever for a reader who has stopped reading (a full pipe).
+    """Write to a standard stream, and give up on a reader that has stopped reading (a full pipe).
 
     Raises `TimeoutError` after `limit_ns`.
     """
@@ -198,9 +198,9 @@ def write(stream: TextIO, text: str, limit_ns: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a process of a service puts what it leaves behind: below the folder in which its session began.
+    """The folder, service and run of a process, from which its files get their paths.
 
-    Files of the first process need no number of the process in their names.
+    Names of the first process's files need no process number.
     """
 
     folder: Path
@@ -209,11 +209,11 @@ class Destination:
     is_first: bool
 
     def path(self, template: str, window: int = 0) -> Path:
-        """The file that a template means here."""
+        """Return the file that a template means here."""
         return path_of(own(template, is_first=self.is_first), self.folder, self.service, self.run, window)
 
     def make_room(self, templates: Iterable[str], kept: Collection[Path], disk_bytes: int) -> int:
-        """Remove the oldest files of templates, `kept` ones excepted, until all keep within `disk_bytes`: how many."""
+        """Remove the oldest files of templates, but `kept` ones, until all fit in `disk_bytes`; return the count."""
         return make_room(templates, self.folder, self.service, kept, disk_bytes)
 
     def tell(self, to: str, text: str, limit_ns: int) -> Path | None:
@@ -233,7 +233,7 @@ class Destination:
 
 
 def working_folder() -> Path:
-    """The working directory, "/" where it has been removed."""
+    """Return the working directory, "/" where it has been removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:

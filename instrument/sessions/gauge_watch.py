@@ -26,10 +26,10 @@ LAST_READING_S = 0.5
 
 
 class GaugeWatch:
-    """Has the gauges read from `begin` on. `memory` tells the descriptor of the recording, -1 for none.
+    """The reading of a process's gauges from `begin` on. `memory()` returns the recording's descriptor, -1 for none.
 
-    `changed` is called where others are to know of other GPUs. `begin` and `stop` are for one thread at a time, `look`
-    and `hear` for the thread for control.
+    `changed()` is called when other GPUs are read. One thread at a time calls `begin` and `stop`; the thread for
+    control calls `look` and `hear`.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class GaugeWatch:
         self._torch_ns = 0
 
     def after_fork_in_child(self) -> None:
-        """Nobody reads them, until it begins; what the parent has claimed is the parent's."""
+        """Stop the reading, until `begin`; the parent's claim remains the parent's."""
         self._close_claim()
         self._reset()
 
     def facts(self) -> Mapping[str, Any] | None:
-        """What the agent is asked to read; None where there is nothing to read."""
+        """Return the settings by which the agent reads gauges; None where there is nothing to read."""
         if not self._gauges.are_wanted:
             return None
         wanted = self._gauges.wanted()
@@ -64,13 +64,13 @@ class GaugeWatch:
     # ---------------------------------------------------------------- who reads
 
     def begin(self) -> None:
-        """Have them read: by the agent, where this process has one."""
+        """Start the reading: by the agent, where this process has one."""
         self._has_begun = True
         if not (self._membership.has_agent() and self._memory() >= 0):
             self._read_here()
 
     def _read_here(self) -> None:
-        """Read them on a thread of this process, unless another process does."""
+        """Read the gauges on a thread of this process, unless another process does."""
         if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
             return
         if self._membership.path and self._memory() >= 0:
@@ -87,7 +87,7 @@ class GaugeWatch:
             claim.close()
 
     def look(self) -> None:
-        """Send the agent what it cannot read. Called now and then."""
+        """Send the agent the readings that it cannot take. Called now and then."""
         if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or self._memory() < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
@@ -95,7 +95,7 @@ class GaugeWatch:
             self._tell_torch()
 
     def hear(self, told: Any) -> None:
-        """Go by what the agent says: which GPUs it reads and what it cannot, or that it does not read them here."""
+        """Follow a message of the agent: the GPUs that it reads, what it cannot read, or that it reads nothing here."""
         if not isinstance(told, dict):
             return
         if "yours" in told:
@@ -111,13 +111,13 @@ class GaugeWatch:
     # ---------------------------------------------------------------- what the agent does not know
 
     def _tell_changes(self) -> None:
-        """Tell of other GPUs that this process is shown: a service may say so late."""
+        """Send the agent the gauges to read, where the service has changed the GPUs that it may use."""
         before = self._told
         if self.facts() != before:
             self._membership.tell({"gauges": self._told})
 
     def _tell_torch(self, *, is_last: bool = False) -> None:
-        """Tell what torch's allocator holds, which it tells nobody outside."""
+        """Send the agent the memory of torch's allocator, which only this process can read."""
         if self._gauges.wanted().host_ns is None:
             return
         now_ns = time.monotonic_ns()

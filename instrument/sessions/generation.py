@@ -1,4 +1,4 @@
-"""Generations: how a session goes from one profile to the next, what it takes on, and what it answers who asked."""
+"""Generations: the change of a session from one profile to the next, its settings, and the answer to the caller."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ AT_START = {
 
 @dataclass(frozen=True)
 class Reload:
-    """What became of a profile that was handed to a running session.
+    """The result of a reload of a running session's profile.
 
-    `attached` and `undone` name targets of function rules and, for layers and copies, rules; what both profiles want
-    is in neither. `refused` tells each setting that keeps its value, and why. `generation` counts profiles from 1;
+    `attached` and `undone` name targets of function rules and, for layers and copies, rules; targets of both profiles
+    are in neither. `refused` names each setting that keeps its value, and why. `generation` counts profiles from 1;
     `digest` is that of the profile now in force.
     """
 
@@ -62,7 +62,7 @@ class Reload:
         return "; ".join([f"generation {self.generation} ({self.digest}): {counts}", *self.refused])
 
     def facts(self) -> Mapping[str, Any]:
-        """As JSON takes it, and no longer than a caller wants to read."""
+        """Return the result as a JSON object, with at most `NAMES_TOLD` targets in a list."""
         return {
             "generation": self.generation,
             "digest": self.digest,
@@ -78,13 +78,13 @@ def _clipped(names: Sequence[str]) -> list[str]:
 
 
 def file_of(profile: Profile, folder: Path) -> Path | None:
-    """Where a profile was read, None for one that was made otherwise."""
+    """Return the file that a profile was read from, None for a profile that was made otherwise."""
     path = folder / profile.source
     return path if path.is_file() else None
 
 
 def read(asked: Profile | str | os.PathLike[str] | None, file: Path | None) -> tuple[Profile, Path | None]:
-    """The profile that is asked for, and its file: None means the present one's. Raises `ProfileError`."""
+    """Return the profile that is asked for, and its file; None asks for the present file. Raises `ProfileError`."""
     folder = files.working_folder()
     if isinstance(asked, Profile):
         return asked, file_of(asked, folder)
@@ -99,9 +99,10 @@ def _loaded(path: str | Path) -> Profile:
 
 
 def other_than(request: Request, now: Profile, file: Path | None) -> str:
-    """Which process this is, where a request is not meant for it; "" where it is. Raises `ProfileError`.
+    """Return the name of this process where a request is for another, "" otherwise. Raises `ProfileError`.
 
-    Meant is one whose own file it is or, if the caller switches it to another, one of that profile's service.
+    A request is meant for the process whose own file it names. With `switch` it is meant for each process of that
+    profile's service.
     """
     service, path = request.service, request.path
     if path is not None and not (file is not None and _is_same(Path(path), file)):
@@ -123,7 +124,7 @@ def _known_as(profile: Profile) -> str:
 
 
 def taken_on(wanted: Profile, now: Profile) -> Profile:
-    """What a session with the profile `now` takes on of another: all but the settings of `AT_START`."""
+    """Return another profile with the settings of `AT_START` of `now`, the session's present profile."""
     return replace(
         wanted,
         clock=now.clock,
@@ -137,7 +138,7 @@ def taken_on(wanted: Profile, now: Profile) -> Profile:
 
 
 def refusals(wanted: Profile, kept: Profile) -> tuple[str, ...]:
-    """Each setting of the wanted profile that is not in the one that was taken on, and why."""
+    """Return a sentence for each setting of the wanted profile that the one in force lacks, with the reason."""
     from instrument.profile.keys import setting
 
     return tuple(
@@ -148,7 +149,7 @@ def refusals(wanted: Profile, kept: Profile) -> tuple[str, ...]:
 
 
 def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[str], list[str]]:
-    """Attach and undo as another profile asks: what was attached, and what undone, by name.
+    """Attach and undo rules as another profile asks. Return the names of what was attached, and of what was undone.
 
     Raises `StateError` where that fails; the rules of `now` are at work then.
     """
@@ -160,11 +161,11 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 
 
 class Generations:
-    """Takes a session from one profile to the next, as code asks, a caller of the control socket, or a changed file.
+    """The changes of a session's profile, asked for by code, by a caller of the control socket, or by a changed file.
 
-    `enter(profile)` has it go by the settings of a profile whose rules are at work, `refine(profile)` by rules that
-    were added to those of the present one. `has_ended()` is whether it has been stopped, `end_of_main_thread()` gives
-    what to do where the main thread's end would be that of the process.
+    `enter(profile)` applies the settings of a profile whose rules are attached; `refine(profile)` applies rules added
+    to the present one. `has_ended()` is True once the session has been stopped. `end_of_main_thread()` returns a
+    function to call when the main thread has ended, where that would end the process; else None.
     """
 
     def __init__(
@@ -190,14 +191,14 @@ class Generations:
         self._hear = hear_agent
         self._file = file_of(session.profile, folder)
         self.lock = RLock()
-        """Held while one profile takes the place of another."""
+        """The lock of the change from one profile to another."""
         self._hearing = RLock()
         self.control: ControlServer | None = None
         self._engines: list[str] = []
         """The packages of engines whose rules were taken on."""
 
     def while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
-        """Do something of which a child would be left with half, such as an import, if that can be had."""
+        """Call `prepare`, such as an import, while forks wait: a child would be left with half of it."""
         held = self.lock.acquire(timeout=FORK_WAIT_S)
         try:
             prepare()
@@ -206,7 +207,7 @@ class Generations:
                 self.lock.release()
 
     def after_fork_in_child(self) -> None:
-        """No reload is under way here, whatever the parent was about."""
+        """Make new locks: no reload is under way in the child."""
         self.lock, self._hearing = RLock(), RLock()
 
     def listen_in_child(self) -> None:
@@ -262,7 +263,7 @@ class Generations:
         )
 
     def hear_agent(self) -> None:
-        """Do what the run's agent asks for from now on: on the thread that there is for control, or on one for that."""
+        """Serve the agent's requests from now on, on the thread for control, or on one that begins here."""
         with self._hearing:
             if not self._membership.joins or self._has_ended():
                 return  # there is no agent yet, or the threads have begun as the session ended
@@ -304,7 +305,7 @@ class Generations:
         return profile
 
     def add_engine(self, package: str) -> None:
-        """Take on the rules that are made for an engine, where the profile wants them: before its modules are there."""
+        """Add the rules for an engine, where the profile wants them, before its modules are there."""
         from instrument.profile.keys import with_engine
 
         session = self._session
@@ -326,11 +327,11 @@ class Generations:
             )  # fmt: skip
 
     def refuse(self, error: str) -> None:
-        """Note why a profile was not taken on, until one is."""
+        """Record the reason why a profile was refused, until one is accepted."""
         self._session.account.refuse(f"the profile of generation {self._session.generation} stays in force: {error}")
 
     def _answer(self, request: Request) -> Mapping[str, Any]:
-        """What a caller of the control socket, or a changed file, asks for; the answer as JSON takes it."""
+        """Do what a caller of the control socket, or a changed file, asks for. Return the answer as a JSON object."""
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:

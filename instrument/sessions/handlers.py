@@ -1,4 +1,4 @@
-"""Handlers: what becomes of a loop's windows. They are written, sent or printed, most of it beside the loop.
+"""Handlers of a loop's windows: functions that write, send or print them, mostly on a thread of our own.
 
 A handler is a function of a `Window`. Those of the user and `print_summary` run within `Profiler.step`. What
 `export_chrome` and `export_otlp` do is slow: `step` takes the window's rows and hands them over to a thread of the
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
-"""How many windows, and rows in them, may wait to be written; the newest may always. A row takes 0.4 KB."""
+"""The most windows, and rows in them, that may wait to be written; the newest always may. A row takes 0.4 KB."""
 
 WAIT_LIMIT_NS = 30 * 10**9
 """The longest that `Profiler.stop` waits for windows to be written and sent."""
@@ -52,10 +52,10 @@ _FILE = "{service}-{pid}-{window}.json.gz"
 
 
 class Window:
-    """What was recorded in the steps from `first_step` to `last_step`, both in it; made for `on_trace_ready`.
+    """A record of the steps from `first_step` to `last_step`, both included; made for `on_trace_ready`.
 
-    `index` counts the windows of one `Profiler` from 0. A `partial` one was cut short by `stop`; its last step is the
-    one that was under way. `recorded` is what the rings held of it, `steps` are those that are spans of its trace.
+    `index` counts the windows of one `Profiler` from 0. `stop` cut a `partial` one short, in its last step. `recorded`
+    has the rows of its time, `steps` the steps that are spans of its trace.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Window:
 
     @property
     def trace(self) -> Trace:
-        """The spans of the window: some 2 us for each of them where it is first read, 15 us for an operator of torch.
+        """The spans of the window. The first read takes some 2 us a span, 15 us for an operator of torch.
 
-        Where torch.profiler was beside, its operators are spans, too, and what it saw of kernels, of allocations and of
-        floating-point operations is there.
+        Where torch.profiler ran too, its operators are spans, and its kernels, allocations and floating-point
+        operations are there.
         """
         if self._trace is None:  # two threads may make it, and neither waits for the other
             made, beside = self._recorded_trace(), self._beside
@@ -106,7 +106,7 @@ class Window:
         return self._trace
 
     def own_trace(self) -> Trace:
-        """The same without what torch.profiler saw."""
+        """Return the trace without what torch.profiler recorded."""
         return self.trace if self._beside is None else self._recorded_trace()
 
     def _recorded_trace(self) -> Trace:
@@ -116,19 +116,19 @@ class Window:
         return replace(trace, samples=[*trace.samples, *edges]) if edges else trace
 
     def tally(self) -> Tally:
-        """The totals of the window's spans, open ones as far as they lie in it."""
+        """Return the totals of the window's spans; open ones count for their part in it."""
         return Recording.of_trace(self.trace).tally
 
     def summary(
         self, *, views: Sequence[str] = ("events",), beside: str | os.PathLike[str] | None = None, **options: Any
     ) -> str:
-        """The views of this window alone. Options, `beside` and errors as for `Session.summary`."""
+        """Return the views of this window alone. Options, `beside` and errors as for `Session.summary`."""
         return summary(views, self._recording(beside), self._options(options))
 
     def views(
         self, views: Sequence[str] = ("events",), *, beside: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
-        """The numbers of the same views, by name, as objects."""
+        """Return the numbers of the same views, by name, as objects."""
         return made(views, self._recording(beside), self._options(options))
 
     def _recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
@@ -160,16 +160,16 @@ class InBackground:
 
 
 def export_chrome(folder: str | os.PathLike[str]) -> Handler:
-    """For `on_trace_ready`: write each window to `folder`, in a file named by service, process and window.
+    """Return a handler for `on_trace_ready` that writes each window to a file in `folder`, on a thread of our own.
 
-    No file is written over: where the name is taken, by another Profiler or an earlier process, the next free number is
-    used. The oldest are removed to stay within the `limits.disk` of the profile. Runs beside the loop.
+    Files are named by service, process and window. It overwrites none: where another Profiler or an earlier process has
+    the name, the next free number is used. The oldest are removed to stay within the profile's `limits.disk`.
     """
     return InBackground(chrome_files(folder))
 
 
 def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
-    """What `export_chrome` does, but where it is called; `worker` stands in the names in place of the service."""
+    """Return the handler of `export_chrome` for the calling thread; `worker` replaces the service in the names."""
     into = files.working_folder() / folder
 
     def handle(window: Window) -> None:
@@ -195,10 +195,10 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
 def print_summary(
     *, views: Sequence[str] = ("events",), to: str | os.PathLike[str] = "stdout", **options: Any
 ) -> Handler:
-    """For `on_trace_ready`: print each window's summary. Options of `Window.summary`.
+    """Return a handler for `on_trace_ready` that prints each window's summary. Options of `Window.summary`.
 
-    `to` is `stdout`, `stderr`, or a file of the owner's alone, behind whose text each is added. Raises `ValueError` at
-    once for a view or a value that there is not.
+    `to` is `stdout`, `stderr`, or a file to append to, for its owner alone. Raises `ValueError` at once for an unknown
+    view or value.
     """
     refuse_unknown(views)
     Options.of({name: value for name, value in options.items() if name != "beside"})
@@ -214,7 +214,7 @@ def print_summary(
 
 
 def is_asynchronous(handler: Any) -> bool:
-    """Whether a call of it would run nothing, for nobody awaits what it returns."""
+    """Return True where a call of the handler would run nothing, for nobody awaits its result."""
     return any(
         inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in (handler, type(handler).__call__)
     )
@@ -224,20 +224,19 @@ def is_asynchronous(handler: Any) -> bool:
 
 
 def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | None = None) -> Handler:
-    """For `on_trace_ready`: send the spans of each window to an OpenTelemetry collector. Runs beside the loop.
+    """Return a handler for `on_trace_ready` that sends each window's spans to an OpenTelemetry collector.
 
-    What is left out comes from `export.otlp` of the profile, else from the `OTEL_*` variables, else the collector is
-    at http://localhost:4318. `endpoint` is read as in a profile.
+    It runs on a thread of our own. Settings left out come from `export.otlp` of the profile, else from the `OTEL_*`
+    variables, else the collector is at http://localhost:4318. `endpoint` is read as in a profile.
 
-    Every span is sent once. Where the profile has the session itself send to the same endpoint, a window gives it only
-    the spans that `capture` leaves out, without those of steps, and a request that is open when the window ends is kept
-    and sent whole when it ends; with the profile's default, which keeps everything, nothing is left to send. A span
-    that is open at a window's edge is sent with the first window that it reaches into, as far as it lies there, and
-    marked.
+    Every span is sent once. Where the session itself sends to the same endpoint, a window sends only the spans that
+    `capture` leaves out, without those of steps. A request that is open when the window ends is kept, and sent whole
+    when it ends. With the profile's default, which keeps everything, nothing is left to send. A span that is open at a
+    window's edge is sent with the first window that it reaches into, cut to it and marked.
 
-    A collector that fails gets no more of that window. What did not reach it is counted in the session's losses, and
-    the window in `Profiler.failures`. Imports what sending needs, some 0.1 s. Raises `ProfileError` for an endpoint or
-    headers that cannot be used.
+    A collector that fails gets no more of that window. Spans that did not reach it are counted in the session's losses,
+    and the window in `Profiler.failures`. Imports what sending needs, some 0.1 s. Raises `ProfileError` for an unusable
+    endpoint or headers.
     """
     asked: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
     asked = {name: value for name, value in asked.items() if value is not None}
@@ -304,7 +303,7 @@ class _ToCollector:
             )
 
     def _settings_for(self, session: Session) -> Otlp:
-        """Each setting from the argument, else the profile, else the environment."""
+        """Return the settings, each from the argument, else the profile, else the environment."""
         of_profile = session.profile.export.otlp
         if of_profile is None or "endpoint" in self._asked:
             return self._settings
@@ -330,11 +329,11 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -
 
 
 class Backlog:
-    """Windows that wait for their handlers, and the thread that runs these: one after the other, in their order.
+    """The windows that wait for their handlers, and the thread that runs these: one after the other, in their order.
 
-    The thread begins with the first window. What waits is bounded by `WINDOWS_LIMIT` and `ROWS_LIMIT`: beyond it the
-    oldest windows are given up. `fail(what, error)` is told of handlers that fail and of windows that are given up, on
-    any thread.
+    The thread begins with the first window. `WINDOWS_LIMIT` and `ROWS_LIMIT` bound what waits: beyond them the oldest
+    windows are given up. `fail(what, error)` is called for failed handlers and for windows that are given up, on any
+    thread.
     """
 
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
@@ -366,7 +365,7 @@ class Backlog:
         self._give_up(given_up, "newer windows came faster than they can be written")
 
     def stop(self, limit_ns: int) -> None:
-        """Wait until nothing waits, at most so long, and end the thread. What waits then is given up."""
+        """Wait at most `limit_ns` until no window waits, and end the thread. Windows that still wait are given up."""
         thread = self._thread
         if thread is None:
             return

@@ -1,4 +1,4 @@
-"""How far the agent of a run has exported what this process records, and what has become of it.
+"""The progress of the agent's export of what this process records, and the losses of that export.
 
 A process that has an agent leaves the export to it: the agent reads the recording, and the session has neither a reader
 nor an export thread. Where an agent is killed the next one goes on, by what is written in the recording. Only a session
@@ -35,7 +35,7 @@ LOOK_S = 0.005
 
 
 class Handover:
-    """Knows who exports: the session (`is_here`), or the agent, and how far that one has come.
+    """The choice of the exporter, the session (`is_here`) or the agent, and the progress of the export.
 
     `memory` returns the descriptor of the recording, -1 for none. `own` reads the recording in this process.
     """
@@ -47,7 +47,7 @@ class Handover:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Begin anew: the recording is another one, and nobody has looked at it."""
+        """Begin with another recording, which nobody has read."""
         self.is_here = True
         """True where this process exports."""
         self.has_agent = False
@@ -58,7 +58,7 @@ class Handover:
         """Spans that were not delivered as the session ended, by the reason."""
 
     def leave_to_agent(self) -> None:
-        """The session begins in a process that has an agent."""
+        """Leave the export to the process's agent, where there is a recording for it to read."""
         if self._exporter is not None and self._memory() >= 0:
             self.is_here, self.has_agent = False, True
 
@@ -86,10 +86,10 @@ class Handover:
             return False
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
-        """Wait until the agent has read so many rows of a session that has ended: they go as the next one begins.
+        """Wait until the agent has read `recorded` rows of a session that has ended; the next session discards them.
 
-        Where it `metered`, also until their metrics were taken. `is_left` tells whether there is an agent that it has
-        left them to, which may not have come to them yet. Returns how many rows have not been read by then.
+        With `metered`, wait also for their metrics. `is_left()` is True where an agent is to read them that may not
+        have begun. Returns the count of rows that are still unread.
         """
         end = time.monotonic() + LAST_READ_S
         while True:
@@ -105,7 +105,7 @@ class Handover:
             time.sleep(LOOK_S)
 
     def _metered_rows(self) -> int:
-        """Up to how many rows of what is recorded now metrics were taken, by whoever does so."""
+        """Return the count of recorded rows whose metrics were taken, in whichever process."""
         try:
             with closing(self._opened()) as place:
                 state, (generation, ended_rows) = read_meter(place), export_place.counted(place)
@@ -114,7 +114,7 @@ class Handover:
         return ended_rows + sum(state.places.values()) if state is not None and state.generation == generation else 0
 
     def progress(self) -> Progress:
-        """How far the export of this session has come, where another process does it."""
+        """Return the progress of this session's export by another process."""
         try:
             with closing(self._opened()) as place:
                 return _of_session(place)
@@ -122,7 +122,7 @@ class Handover:
             return Progress()
 
     def metered(self) -> MeterState | None:
-        """What was counted and told of metrics where another process does so, by the native ids of threads."""
+        """Return the metrics that another process has counted and sent, by native thread ids; None without any."""
         try:
             with closing(self._opened()) as place:
                 return _metered_of_session(place)
@@ -130,7 +130,7 @@ class Handover:
             return None
 
     def metrics(self) -> Metrics | None:
-        """Return the state of the metrics on their way, whoever sends them; None where nobody does."""
+        """Return the state of the metrics on their way, from any sender; None where nobody sends them."""
         exporter = self._exporter
         if exporter is None:
             return None
@@ -141,7 +141,7 @@ class Handover:
         return found
 
     def losses(self) -> Mapping[str, int]:
-        """Return the losses of the export, whoever exports."""
+        """Return the losses of the export, by the session or by the agent."""
         if self.is_here:
             fates = {} if self._own is None else self._own.fates
         else:
@@ -151,7 +151,7 @@ class Handover:
 
 
 def _metered_of_session(place: ExportPlace) -> MeterState | None:
-    """What was counted and told of metrics of what is recorded now, by the native ids of threads."""
+    """Return the metrics of what is recorded now, by native thread ids; None for those of an earlier session."""
     found = read_meter(place)
     if found is None or found.generation != export_place.counted(place)[0]:
         return None
@@ -160,6 +160,6 @@ def _metered_of_session(place: ExportPlace) -> MeterState | None:
 
 
 def _of_session(place: ExportPlace) -> Progress:
-    """How far the export of what is recorded now has come: what is written may be of an earlier session."""
+    """Return the progress of the export of what is recorded now. The recording may have that of an earlier session."""
     found = place.read()
     return found if found.generation == export_place.counted(place)[0] else Progress(before=found.untold())

@@ -56,7 +56,7 @@ def _can_agent_report() -> bool:
 
 
 class Leaving:
-    """Delivers what a session leaves behind. The agent gets `facts` with the goodbye. `stop()` ends the session."""
+    """A delivery of a session's last records. The agent gets `facts` with the goodbye. `stop()` ends the session."""
 
     def __init__(
         self,

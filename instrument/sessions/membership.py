@@ -1,4 +1,4 @@
-"""How a process joins its run: what it says to the run's agent, and what the agent's answer is when it leaves.
+"""The membership of a process in its run: its messages to the run's agent, and the answer when it leaves.
 
 A connection that stays open is the process's sign of life. Nothing here waits for the agent but the goodbye of a
 process that wants to print the run's report, and that not for long: an agent that is gone, stopped or slow costs the
@@ -43,10 +43,10 @@ NOBODY = "nobody listens there"
 
 
 class Membership:
-    """What this process is to the agent that `INSTRUMENT_AGENT` names; nothing where the variable is not set.
+    """The connection of this process to the agent that `INSTRUMENT_AGENT` names; nothing where the variable is not set.
 
-    `facts` are reported when it joins, and `memory` is the descriptor of its recording, -1 for none. `while_no_fork`
-    calls a function where no fork can come in. Methods raise nothing.
+    `facts` are reported at the join. `memory` returns the descriptor of the recording, -1 for none. `while_no_fork`
+    calls a function while no fork can come. Methods but `scraped` raise nothing.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Membership:
         self._memory_identity: tuple[int, int] | None = None
         self._put_aside: list[Mapping[str, Any]] = []
         self.joins = 0
-        """How often it has tried to join: by another connection each time."""
+        """The count of attempts to join, each by another connection."""
         self.path = os.environ.get(run_folder.VARIABLE, "")
 
     def join(self, *, begins: bool = False) -> str:
@@ -103,7 +103,7 @@ class Membership:
         return ""
 
     def _memory_if_there(self) -> list[int]:
-        """The recording's descriptor, unless the service has closed it, and perhaps has a file of its own there."""
+        """Return the recording's descriptor, unless the service has closed it, and may have a file of its own there."""
         memory = self._memory()
         if memory < 0:
             return []
@@ -135,7 +135,7 @@ class Membership:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the agent holds the other end, as far as is known."""
+        """True where the connection to the agent is open, as far as this process knows."""
         return self.fileno() >= 0
 
     def is_agent_there(self) -> bool:
@@ -148,15 +148,14 @@ class Membership:
         return not closed.poll(0)
 
     def fileno(self) -> int:
-        """The connection's descriptor, -1 where there is none: a daemon closes all that it finds open, and a service
-        may have something else under that number by now.
-        """
+        """Return the connection's descriptor, -1 where there is none. A daemon closes all that it finds open, and a
+        service may have something else under that number by now."""
         if self._fd >= 0 and _identity(self._fd) != self._identity:
             self._fd = -1
         return self._fd
 
     def tell(self, message: Mapping[str, Any]) -> bool:
-        """Send a message, if there is room for it now; whether it was sent."""
+        """Send a message, if there is room for it now; return True where it was sent."""
         connection = self._connection()
         if connection is None:
             return False
@@ -169,7 +168,7 @@ class Membership:
         return True
 
     def scraped(self, run: str, *, openmetrics: bool) -> str:
-        """The metrics of all processes of a run in Prometheus's text format.
+        """Return the metrics of all processes of a run in Prometheus's text format.
 
         Raises `OSError`, which is a `TimeoutError` where the agent takes too long.
         """
@@ -193,7 +192,7 @@ class Membership:
         return text.decode()
 
     def heard(self) -> Mapping[str, Any] | None:
-        """The next message of the agent, {} for none; None where it has gone."""
+        """Return the next message of the agent, {} for none; None where it has gone."""
         return self._put_aside.pop(0) if self._put_aside else self._received()
 
     def _received(self) -> Mapping[str, Any] | None:
@@ -215,12 +214,13 @@ class Membership:
     def leave(
         self, facts: Mapping[str, Any], save: Callable[[str], object] | None, deadline: Deadline
     ) -> Mapping[str, Any]:
-        """Say goodbye. A process that would print a report, and so can `save` a recording, is answered; else {}.
+        """Say goodbye. Return the answer to a process that can `save` a recording for a report; {} for others.
 
-        The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
-        to print, or `late` where that was not there in time; or `unheard` where the agent is slow or gone, with the
-        processes that it left `untold` and the count of spans that it had perhaps `unsent`. A process that is alone in
-        the run gets {}, or `unseen`: a note on processes of the run that record nothing.
+        The answer has `others` where running processes will print the run's report, or `report` for the caller to
+        print. It has `late` where the report was not there in time, or `unheard` where the agent is slow or gone. With
+        `unheard` come the processes that the agent left `untold`, and the count of spans that it may have left
+        `unsent`. A process that is alone in the run gets {}, or `unseen`: a note on processes of the run that record
+        nothing.
         """
         if not self.path:
             return {}
@@ -247,13 +247,13 @@ class Membership:
             self.close()
 
     def _answer(self, wait_s: float) -> Mapping[str, Any] | None:
-        """The next answer to the goodbye, None where none comes in time."""
+        """Return the next answer to the goodbye, None where none comes in time."""
         message = self.await_word("goodbye", wait_s)
         answer = message and message["goodbye"]
         return dict(answer) if isinstance(answer, dict) else None
 
     def await_word(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
-        """The next message that has that word; None where none comes in time. What comes before it can be `heard`."""
+        """Return the next message with that name; None where none comes in time. Earlier ones stay for `heard`."""
         end = time.monotonic() + wait_s
         while self._fd >= 0 and (left_s := end - time.monotonic()) > 0:
             readable = poll()
@@ -300,7 +300,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _image() -> str:
-    """What tells this program from the one that the process runs after an exec; "" where it cannot be told."""
+    """Return the program's auxiliary vector, which an exec changes; "" where it cannot be read."""
     try:
         return Path("/proc/self/auxv").read_bytes().hex()
     except OSError:
@@ -308,7 +308,7 @@ def _image() -> str:
 
 
 def target_of(descriptor: int) -> str:
-    """What a descriptor of this process leads to, "" where that cannot be told."""
+    """Return the file or pipe that a descriptor of this process refers to, "" where that cannot be read."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
@@ -316,7 +316,7 @@ def target_of(descriptor: int) -> str:
 
 
 class RunFacts:
-    """What the run's agent is told of a session, when it joins and when it leaves."""
+    """The facts of a session that the run's agent gets when it joins and when it leaves."""
 
     def __init__(
         self,
@@ -372,5 +372,5 @@ class RunFacts:
         }
 
     def save(self, path: str) -> None:
-        """Save all that is held, for the report of the run."""
+        """Save all that is recorded, for the report of the run."""
         files.save(path, replace(self._session.trace(), cost=self._session.cost()), self._session.tally())

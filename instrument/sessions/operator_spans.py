@@ -1,9 +1,9 @@
-"""torch's operators as spans of a window: below what was open around them, above what ran within them.
+"""Operators of torch as spans of a window: children of what was open around them, parents of what ran within.
 
-torch.profiler tells when each operator began and ended. Each is put below the innermost span that was open on its
-thread in its middle, for the two clocks are laid over one another to within a microsecond; what of it would then reach
-over that span is cut off. What a device did for an operator is the device time of the innermost one that asked for it.
-Copies are left to the spans of copies, so that no copy counts as an operator's work.
+torch.profiler reports the begin and end of each operator. An operator becomes a child of the innermost span that was
+open on its thread at its middle, for the two clocks agree to within a microsecond. It is cut to the time of that span.
+Device work is the device time of the innermost operator that launched it. Copies are left to the spans of copies, so no
+copy counts as an operator's work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 UNCERTAINTY_NS = 1_000
-"""How well the place of a kernel on the host's clock is known."""
+"""The uncertainty of a kernel's time on the host's clock, in nanoseconds."""
 
 _IDS = itertools.count(3 << 60)
 """Span ids that neither a recorder reaches nor a step has."""
@@ -30,15 +30,15 @@ _start = attrgetter("start_ns")
 
 
 def told_operator(span: Span) -> bool:
-    """Whether a slice that torch.profiler saved is an operator, and no kernel, range or call of a driver."""
+    """Return True where a slice of torch.profiler is an operator, and no kernel, range or call of a driver."""
     return span.site.kind == "op" and "device" not in span.attributes
 
 
 def with_operators(trace: Trace, beside: Trace, moved_ns: int) -> Trace:
-    """The trace with a span for each operator of what torch.profiler saved `beside`, `moved_ns` before our clock.
+    """Return the trace with a span for each operator of torch.profiler's trace, `moved_ns` before our clock.
 
     The kernels of the trace, which are on our clock, become device times of operators. The spans of the trace are
-    changed in place. Some 10 us an operator.
+    changed in place. Takes some 10 us an operator.
     """
     found = _Operators(trace, beside, moved_ns)
     if not found.made:
@@ -54,8 +54,8 @@ def with_operators(trace: Trace, beside: Trace, moved_ns: int) -> Trace:
 
 
 class _Operators:
-    """The operators of a trace's time on its clock: `tops` are those that lie in no other one, `below` what does lie
-    in each, by its id and in the order of time."""
+    """The operators of a trace's time on its clock. `tops` are those that no other one contains. `below` has the
+    operators within each, by its id, in the order of time."""
 
     def __init__(self, trace: Trace, beside: Trace, moved_ns: int) -> None:
         self.made: list[Span] = []
@@ -87,7 +87,7 @@ class _Operators:
                 self.below.setdefault(around.span_id, []).append(span)
 
     def nest(self) -> None:
-        """Put each topmost operator below the span around it, within which it and what is in it lie."""
+        """Make each topmost operator, with those in it, a child of the span around it."""
         tops = self.tops
         middles = [(span.start_ns + span.end_ns) // 2 for span in tops]
         found = _open_at(self._trace.spans, [span.thread_id for span in tops], middles)
@@ -105,7 +105,7 @@ class _Operators:
                 pending += [(inner, span) for inner in self.below.get(span.span_id, ())]
 
     def take_in(self, spans: Sequence[Span]) -> None:
-        """Put spans that ran within an operator below the innermost one: what a hook or a checkpoint calls."""
+        """Make spans that ran within an operator, as from a hook or a checkpoint, children of the innermost one."""
         tops: dict[int, list[Span]] = {}
         for top in self.tops:
             tops.setdefault(top.thread_id, []).append(top)
@@ -131,7 +131,7 @@ class _Operators:
                 span.root_id = roots.get(span.root_id, span.root_id)
 
     def tell_self_times(self, spans: Sequence[Span]) -> None:
-        """Of the operators, and of the spans around them, whose self time had all of theirs."""
+        """Compute the self times of the operators, and reduce those of the spans around them."""
         for span in self.made:
             inner_ns = sum(inner.total_ns for inner in self.below.get(span.span_id, ()))
             span.self_ns = max(span.total_ns - inner_ns, 0)
@@ -150,7 +150,7 @@ class _Operators:
 
 
 def _last_around(among: Sequence[Span], span: Span) -> Span | None:
-    """The one of some that follow one another in which a span lies, None where there is none."""
+    """Return the span, of a sequence without overlaps, that contains a span; None where there is none."""
     at = bisect_right(among, span.start_ns, key=_start) - 1
     return among[at] if at >= 0 and among[at].end_ns >= span.end_ns else None
 
@@ -173,7 +173,7 @@ def _tell_device_times(trace: Trace, operators: list[Span]) -> None:
 
 
 def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
-    """The innermost of the spans that was open on each thread at each time, None where none was or nobody can tell."""
+    """Return the innermost of the spans that was open on each thread at each time, None where none was known."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
     from instrument.trace.self_times import innermost
@@ -185,7 +185,7 @@ def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequenc
 
 
 def _overlapped(work: Sequence[Kernel]) -> set[int]:
-    """The numbers of those beside which another stream of their device worked; they come in the order of time."""
+    """Return the numbers of kernels that overlapped another stream's on their device; `work` is in order of time."""
     overlapped: set[int] = set()
     latest: dict[int, int] = {}
     for number, one in enumerate(work):

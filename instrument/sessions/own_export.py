@@ -1,4 +1,4 @@
-"""The export of a session where there is no agent: it reads its own recording by the classes by which an agent does.
+"""The export of a session where there is no agent: it reads its own recording with the classes of the agent.
 
 What that needs, numpy among it, is imported where a session does so, and nowhere else.
 """
@@ -47,7 +47,7 @@ class OwnExport:
         self._run: ExportedRun | None = None
         self._fates: Mapping[str, int] = {}
         self.is_over = False
-        """True where the session has ended, and its recording was let go of."""
+        """True where the session has ended, and its recording was released."""
         self.is_broken = False
         """True where the recording could not be read."""
 
@@ -56,7 +56,7 @@ class OwnExport:
         import instrument.otlp.exported  # noqa: F401
 
     def begin(self, memory_fd: int) -> None:
-        """Be ready to read this recording on, from where whoever exported it before has come to. Raises `OSError`."""
+        """Prepare to read this recording, from the row at which its last exporter stopped. Raises `OSError`."""
         if self._exported is not None or self.is_over:
             return
         from instrument.otlp.exported import Exported, ExportedRun
@@ -65,7 +65,7 @@ class OwnExport:
         self._run = ExportedRun({0: self._exported})
 
     def after_fork_in_child(self) -> None:
-        """Let go of the parent's recording."""
+        """Release the parent's recording."""
         exported, self._exported, self._run, self._fates = self._exported, None, None, {}
         self.is_over = self.is_broken = False
         if exported is not None:
@@ -97,7 +97,7 @@ class OwnExport:
         return not (has_more or exported.is_behind or exported.reading is None)
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return those of these spans that neither are sent nor will be; a request that is undecided is kept.
+        """Return the spans that neither are sent nor will be; a request that is undecided is kept.
 
         Raises `ExportError` where what was recorded until now cannot be read, for want of room in the exporter.
         """
@@ -124,7 +124,7 @@ class OwnExport:
             self._exported.before_scrape()
 
     def note_sent(self, source: Source) -> None:
-        """The exporter has sent something of a source, or is about to."""
+        """Note that the exporter has sent something of a source, or is about to."""
         exported = self._exported
         if exported is not None and exported.is_of(source):
             exported.note_sent()
@@ -152,7 +152,7 @@ class OwnExport:
         return not exported.is_over
 
     def finish(self) -> None:
-        """Count what could not be sent, and let go of the recording."""
+        """Count what could not be sent, and release the recording."""
         exported, self.is_over = self._exported, True
         if exported is None:
             return
@@ -163,12 +163,12 @@ class OwnExport:
             self.release()
 
     def release(self) -> None:
-        """Let go of the recording, for another one to go on from here."""
+        """Release the recording, for another session to go on from here."""
         exported, self._exported, self._run = self._exported, None, None
         if exported is not None:
             exported.close()
 
 
 def _attempt(_: int, action: Callable[[], object]) -> None:
-    """Do something about the recording; what it raises is the caller's to handle."""
+    """Call the action on the recording; the caller handles its exceptions."""
     action()

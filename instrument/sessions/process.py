@@ -1,6 +1,6 @@
-"""The one session of a process: started and stopped, told of forks and signals, and asked by name.
+"""The one session of a process: its start and stop, its forks and signals, and the functions that ask it.
 
-Functions of this room are what `import instrument` offers; `Session` itself lies in `instrument.sessions.session`.
+`import instrument` offers the functions of this module; `Session` itself is in `instrument.sessions.session`.
 """
 
 from __future__ import annotations
@@ -148,23 +148,23 @@ def stop() -> None:
 
 
 def is_running() -> bool:
-    """Whether a session runs."""
+    """Return True while a session runs."""
     return _session is not None
 
 
 def session() -> Session:
-    """The session that runs. Raises `StateError` where none does."""
+    """Return the running session. Raises `StateError` where none runs."""
     if _session is None:
         raise StateError("no session runs; call instrument.start(profile) or use `instrument run`")
     return _session
 
 
 def summary(**options: Any) -> str:
-    """The text report of everything since the session's start, or a sentence saying that all is off.
+    """Return the text report of everything since the session's start, or a sentence saying that all is off.
 
-    What is left out comes from the profile. Options:
+    Options, whose defaults come from the profile:
 
-    - `views`: which reports, in this order: brief (one screen), overview, events, phases, operators, kernels, device,
+    - `views`: the reports, in this order: brief (one screen), overview, events, phases, operators, kernels, device,
       copies, memory, distribution, user, requests, batches, classes, ops, instances, startup,
       benchmark, cost
     - `beside`: a trace file of `torch.profiler`, recorded meanwhile, for kernels, allocations and FLOPs
@@ -176,8 +176,8 @@ def summary(**options: Any) -> str:
     - `corrected`: self times less what the probes below a span cost; `skip_first`: iterations left out of means
     - `requests_by`: an attribute that `requests` has a table by; `at_most`: its rows, before one of the others
 
-    Raises `StateError` where no session runs, `ValueError` for a view or value that there is not, `TypeError` for an
-    option that there is not, and `TraceError` for a file that is not of this process and time.
+    Raises `StateError` where no session runs, `ValueError` for an unknown view or value, `TypeError` for an unknown
+    option, and `TraceError` for a file of another process or time.
     """
     if OFF:
         return f"{SWITCHED_OFF}\n"
@@ -185,10 +185,10 @@ def summary(**options: Any) -> str:
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write what the running session holds now; nothing is reset.
+    """Write the running session's spans and totals as they are now; nothing is reset.
 
-    A name that ends in `.npz` asks for a recording, which reports read in a tenth of the time; others ask for a Chrome
-    trace (`.json` or `.json.gz`), which Perfetto shows, too.
+    A name that ends in `.npz` makes a recording, which reports read in a tenth of the time. Others make a Chrome trace
+    (`.json` or `.json.gz`), which Perfetto shows, too.
     """
     if OFF:
         tell_that_it_is_off()
@@ -213,7 +213,7 @@ def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
 
 
 def prometheus(*, openmetrics: bool = False) -> str:
-    """The metrics of the run in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
+    """Return the metrics of the run in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
 
     With `openmetrics` they are in the format OpenMetrics (1.0.0), for scrapes that accept it: there, the buckets of
     requests that OTLP exports traces of bear exemplars, with `trace_id` and `span_id`.
@@ -247,7 +247,7 @@ def disable() -> None:
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
-    """Import the modules, those that the rules name in full, and their frameworks, and tell what each rule reaches.
+    """Import the modules, those that the rules name in full, and their frameworks. Return the verdict on each rule.
 
     Also returns, in words with the profile's name, each module that fails to import; rules that wait for one say so.
     Nothing is recorded and every change is undone. Raises `StateError` while a session runs.
@@ -286,7 +286,7 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
 
 
 def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
-    """What became of a rule, with the reason where it waits for a module that fails to import."""
+    """Return the verdict on a rule, with the reason where it waits for a module that fails to import."""
     named = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
     if verdict.state != "waiting" or not named:
         return verdict
@@ -294,7 +294,7 @@ def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mappi
 
 
 def _nearest_to_import(name: str, error: BaseException) -> str:
-    """The module that was perhaps meant by one that is not there."""
+    """Return a hint at the module that was perhaps meant by a missing one, "" for none."""
     missing = getattr(error, "name", None) or ""
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
         return ""
@@ -312,11 +312,11 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
 
 
 def stop_on_sigterm() -> None:
-    """Where SIGTERM would end the process at once, stop the session first; the process then ends by the same signal.
+    """Stop the session before SIGTERM ends the process, which then ends by the same signal.
 
-    Only the default disposition is replaced, as it is now or whenever the service sets it again; a handler of the
-    service replaces ours. The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`: what it waits for, and as
-    long again for what it does and writes.
+    Only the default disposition is replaced, as it is now or whenever the service sets it again. A handler of the
+    service replaces ours, and the session's end takes ours back. It takes at most twice `EXIT_LIMIT_NS`: what it waits
+    for, and as long again for what it does and writes.
     """
     session().leaving.undos.append(Termination(_end_by).install())
 
@@ -348,7 +348,7 @@ _coming_again: dict[int, int] = {}
 
 
 def _is_inside(frame: FrameType | None) -> bool:
-    """Whether the session or its selection is at work in a frame or above it. Neither runs code of the service."""
+    """Return True where the session or its selection is at work in a frame or above it. Neither runs user code."""
     rooms = {__name__, *(each.__module__ for each in (Session, Recorded, SessionThreads, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:
@@ -358,9 +358,9 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _send_again(number: int) -> None:
-    """Send a signal until its handler has come at another time.
+    """Send a signal until its handler has run at another time.
 
-    One that comes just as the main thread lets go of Python's lock to sleep does not wake it, and that is when this
+    A signal that comes just as the main thread releases Python's lock to sleep does not wake it, and that is when this
     thread has its turn. A handler that the service has set by then is called once.
     """
     while _coming_again.get(number):
@@ -383,7 +383,7 @@ _forking = local()
 
 
 def _before_fork() -> None:
-    """Wait for the reload that another thread is about."""
+    """Wait for a reload on another thread to end."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make())

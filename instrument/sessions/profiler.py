@@ -1,9 +1,9 @@
 """Steps: a loop that says where each of its steps ends, and the windows that its schedule makes of them.
 
-`process` and `session` know one session and its requests; this room lies beside them, on top of both, because a
-`Profiler` is a guest of the session: it joins the one that runs, or begins one and ends it with the last guest. It
-never switches recording: spans that are open at a window's edge are there, clipped and marked, because the recorder
-has seen them begin. A step outside of a window costs what a step inside of it costs, and is just not looked at.
+`process` and `session` know one session and its requests. This module is above both, because a `Profiler` is a guest of
+the session: it joins the one that runs, or begins one and ends it with the last guest. It never switches recording:
+spans that are open at a window's edge are there, clipped and marked, because the recorder has seen them begin. A step
+costs the same outside of a window as inside, and is just not looked at.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STEP_LIMIT_S = 1.0
 """The longest that the session's end waits for a step that is under way on another thread."""
 
 _ANY_THREAD = 0
-"""In place of a thread's id, what a Profiler's own `loader` has waited for."""
+"""The key, in place of a thread's id, of the waits of a Profiler's own `loader`."""
 
 
 class Profiler:
@@ -59,7 +59,7 @@ class Profiler:
                 train(batch)
                 profiler.step()
 
-    - `profile` is that of a session of its own, as for `start`: none may run already. Left out, the session that runs
+    - `profile` is that of a session of its own, as for `start`: none may run already. By default the running session
       is looked at, and left as it is. Where none runs, one is begun with the profile that `INSTRUMENT_PROFILE` names,
       else with `EVERYTHING`: phases, the wait for batches, communication, every layer, copies, and what process and
       machine use. It ends with the last Profiler that uses it. The `schedule` of a profile counts requests, not these
@@ -67,15 +67,15 @@ class Profiler:
     - `schedule` is ``(first, end)`` for the steps first to end - 1, what `schedule(...)` returns, or any function from
       a step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN). Left out, all steps are one window.
     - `on_trace_ready` is a function of a `Window`, or several in a list. It runs within `step` or `stop`, between two
-      windows, so that its own work is in neither; `export_chrome` and `export_otlp` run on a thread of ours, in the
-      order of the windows, for which `stop` waits at most `WAIT_LIMIT_NS`. A handler that fails, and a window that is
+      windows, so that its own work is in neither. `export_chrome` and `export_otlp` run on a thread of ours, in the
+      order of the windows; `stop` waits for it at most `WAIT_LIMIT_NS`. A handler that fails, and a window that is
       given up because newer ones came too fast, is noted and counted in `failures`, and never stops the loop.
     - `state` and `tracer_option` are those of the profile.
     - `timer_only` measures the steps and records nothing, whatever the profile says.
-    - `torch` has torch.profiler run within the windows, where torch is imported, and adds what it sees: operators as
-      spans, kernels, allocations, and floating-point operations. It is True, False, or options, see `TorchOptions`:
-      ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. Left out, it does so where a session is begun
-      with `EVERYTHING`. Its cost is said in each window's notes; on a GPU it waits for the device at a window's end. A
+    - `torch` has torch.profiler run within the windows, where torch is imported, and adds its operators as
+      spans, its kernels, allocations, and floating-point operations. It is True, False, or options, see `TorchOptions`:
+      ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True where a session is begun
+      with `EVERYTHING`. Each window's notes state its cost; on a GPU it waits for the device at a window's end. A
       torch.profiler of the program's own goes first.
     """
 
@@ -193,7 +193,7 @@ class Profiler:
                 self._windows.arm(self._step_ns)
 
     def _prepare(self, windows: Windows) -> bool:
-        """Begin what looks beside the window that comes next, if one does; whether that took time."""
+        """Begin the readers of the window that comes next, if one does; return True where that took time."""
         if self._torch is not None:
             self._torch.look()
             if windows.state is State.READY:
@@ -207,7 +207,7 @@ class Profiler:
         return windows.is_due
 
     def _read_host(self, host: Host, *, is_end: bool = False) -> None:
-        """What process and machine use, at the edges of a window: shares are of the time between them."""
+        """Read the use of process and machine at an edge of a window; shares are of the time between the edges."""
         now_ns = time.monotonic_ns()
         values = host.read(now_ns, rarely=True)
         if not is_end:
@@ -216,7 +216,7 @@ class Profiler:
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
     def _guarded(self, schedule: Schedule | States | None) -> Schedule | States | None:
-        """A schedule of the user's own: loud for step 0, closed and noted where it fails for a later one."""
+        """Wrap a user's schedule: it raises for step 0, and a later step where it fails is closed and noted."""
         if schedule is None or isinstance(schedule, Schedule):
             return schedule
 
@@ -245,10 +245,10 @@ class Profiler:
         self.stop()
 
     def step(self, num_samples: int | None = None) -> None:
-        """The step under way has ended, with so many samples, and the next one begins.
+        """End the step under way, which had `num_samples` samples, and begin the next one.
 
-        Takes some 5 us. Where a window ends with it, its spans are taken, 0.3 us each, and its handlers run, but for
-        those that run beside the loop; one that looks at the spans makes them first, 2 us each. Raises `StateError`
+        Takes some 5 us. Where a window ends with it, its spans are taken, 0.3 us each, and its handlers run, except
+        those on a thread of our own. A handler that looks at the spans makes them first, 2 us each. Raises `StateError`
         where no step is under way, and `ProfileError` for samples that are no number.
         """
         if self._pid != os.getpid():
@@ -290,9 +290,9 @@ class Profiler:
     def stop(self) -> None:
         """End the last step, deliver the window that is open unless it is empty, and leave the session.
 
-        Empty is a window in which no step has ended and no span begun; a step in which no span has begun is not its
-        last one. A second call does nothing. Within a handler it is done when the window is delivered, and the steps
-        that the loop still counts are nothing.
+        A window is empty if no step has ended and no span has begun in it. A step without a span is not its last one. A
+        second call does nothing. Within a handler it is done when the window is delivered, and the steps that the loop
+        still counts are ignored.
         """
         if self._pid != os.getpid():
             return
@@ -309,7 +309,7 @@ class Profiler:
             self._leave(WAIT_LIMIT_NS)
 
     def _leave_with_the_session(self) -> None:
-        """The session ends, by SIGTERM perhaps, perhaps within `step`. The loop goes on and is timed alone."""
+        """Leave the session as it ends, perhaps by SIGTERM or within `step`. The loop goes on and is timed alone."""
         if self._pid != os.getpid():
             return
         if self._lock.acquire(timeout=STEP_LIMIT_S):
@@ -347,7 +347,7 @@ class Profiler:
             self._end(session, limit_ns)
 
     def _end(self, session: Session, limit_ns: int) -> None:
-        """Wait for the handlers that run beside the loop, and leave the session."""
+        """Wait for the handlers on the other thread, and leave the session."""
         try:
             self._backlog.stop(limit_ns)
             for known in self._delivered:  # what those that somebody holds will tell is known while the session runs
@@ -418,7 +418,7 @@ class Profiler:
             self._is_delivering = False
 
     def _fail(self, what: str, error: Exception) -> None:
-        """Count what the user's own code has raised; note and log the first of it."""
+        """Count an error of the user's own code; note and log the first one."""
         with self._failing:
             self.failures += 1
             if self.failures > 1:
@@ -431,11 +431,11 @@ class Profiler:
     # ---------------------------------------------------------------- what it has measured
 
     def loader(self, batches: Any, name: str | None = None) -> LoaderItems:
-        """The items of an iterable; the time until each is recorded, and counted as the step's reader cost.
+        """Return the items of an iterable. The wait for each is recorded, and counted as the step's reader cost.
 
-        Counted there without this, too: what `instrument.loader` and the profile's `loaders` record on the thread that
-        calls `step`. Here it is also what other threads wait for, and what is not recorded. See `instrument.loader` for
-        `name`, the spans and errors. An asynchronous iterable is none.
+        `instrument.loader` and the profile's `loaders` count there too, on the thread that calls `step`. This adds
+        waits of other threads, and waits that are not recorded. See `instrument.loader` for `name`, the spans and
+        errors. Raises `TargetError` for an asynchronous iterable.
         """
         if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):
             raise TargetError(f"Profiler.loader: found the asynchronous {batches!r:.80}; use instrument.loader for it")
@@ -447,7 +447,7 @@ class Profiler:
         waited[reader] = waited.get(reader, 0) + waited_ns
 
     def step_info(self, unit: str | None = None) -> str:
-        """Averages of the steps since the last call: reader cost and batch cost in seconds, and how much in a second.
+        """Return averages of the steps since the last call: reader and batch cost in seconds, and the rate a second.
 
         `unit` names what `num_samples` counts, else samples. Without samples it is steps. What there is none of is `-`.
         """
@@ -456,7 +456,7 @@ class Profiler:
         return line_of(since, unit)
 
     def benchmark(self) -> LoopTimes:
-        """Cost of the steps since the start, without the first `SKIPPED_STEPS`."""
+        """Return the cost of the steps since the start, without the first `SKIPPED_STEPS`."""
         return self._benchmark.loop()
 
     def summary(
@@ -468,11 +468,10 @@ class Profiler:
         skip_first: int | None = None,
         **options: Any,
     ) -> str:
-        """The views of the newest window; left out, `events` and the benchmark of all steps since the start.
+        """Return the views of the newest window; by default `events` and the benchmark of all steps since the start.
 
-        Of the benchmark `skip_first` leaves out at most `FIRST_KEPT` steps, and `SKIPPED_STEPS` where it is left out.
-        Options and errors as for `Window.summary`. Where no window has ended it is said, and of the views only the
-        benchmark is there.
+        `skip_first` leaves at most `FIRST_KEPT` steps out of the benchmark; its default is `SKIPPED_STEPS`. Options and
+        errors as for `Window.summary`. Where no window has ended the text says so, and has the benchmark alone.
         """
         window, asked = self.window, ("events", "benchmark") if views is None else views
         steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
@@ -498,7 +497,7 @@ class Profiler:
 
 
 class LoaderItems(Iterator[Any]):
-    """What `Profiler.loader` returns: as often to be iterated as its source is. Waits are told as `of` it."""
+    """The items of `Profiler.loader`, to be iterated as often as their source. `of` is the owner of the waits."""
 
     def __init__(self, source: Any, of: object) -> None:
         self._source = source
@@ -532,7 +531,7 @@ class LoaderItems(Iterator[Any]):
 
 
 class SizedLoaderItems(LoaderItems):
-    """The same of a source that has a length."""
+    """The items of a source that has a length."""
 
     def __len__(self) -> int:
         return len(self._source)

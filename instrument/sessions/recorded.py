@@ -1,6 +1,6 @@
-"""What a session records, as it can be read at any time: its parts, and the traces, totals and reports that they make.
+"""The parts that record for a session, and the traces, totals and reports that they make at any time.
 
-`Session` is one of these that lives: it begins, goes over to other profiles, and ends.
+`Session` adds their life: a begin, changes of the profile, and an end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from instrument.recording.spans import (
 )
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
 from instrument.sessions import files
-from instrument.sessions.account import Account
+from instrument.sessions.account import SessionDiagnostics
 from instrument.sessions.handover import Handover
 from instrument.sessions.own_export import OwnExport
 from instrument.sessions.step_spans import Loop
@@ -66,10 +66,10 @@ PROBES = late_pattern(
     r"|metrics)(?![a-z])",
     re.IGNORECASE,
 )
-"""What health probes, and what asks for metrics, are called by, as a word of a request's name."""
+"""A pattern of the words by which the names of health probes and of scrapes of metrics are known."""
 
 Firsts = Mapping[int, tuple[int, int]]
-"""By call node, when its first call that has ended began, and how long it took, in ns."""
+"""The begin and the length, in ns, of the first call that has ended, by call node."""
 
 
 class Recorded:
@@ -104,7 +104,7 @@ class Recorded:
         self.costs = Costs(RECORDER)
         self.budget = Budget(RECORDER, self.costs.usual_ns, lambda: self.costs.passed_ns, self.selection.detach)
         self.windows = WindowReader(RECORDER, self.selection, self.origin)
-        self.account = Account(
+        self.account = SessionDiagnostics(
             recorder=RECORDER,
             selection=self.selection,
             windows=self.windows,
@@ -128,7 +128,7 @@ class Recorded:
         self.windows.begin(self.profile, self.start_ns)
 
     def after_fork_in_child(self) -> None:
-        """Let go of what is the parent's."""
+        """Drop what is the parent's."""
         self._ids = None
         self.account.after_fork_in_child()
         self.ranges.after_fork_in_child()
@@ -139,7 +139,7 @@ class Recorded:
         self.begin()
 
     def follow(self, profile: Profile) -> None:
-        """Go by the settings of another profile, whose rules are at work."""
+        """Apply the settings of another profile, whose rules are attached."""
         self.windows.change(profile, time.monotonic_ns())
         if profile.budget != self.profile.budget:
             self.budget.change(profile.budget)
@@ -157,7 +157,7 @@ class Recorded:
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
     def ids(self) -> otlp.Ids:
-        """What the spans of this session are called at collectors."""
+        """Return the ids that the spans of this session have at collectors."""
         if self.exporter is not None:
             return self.exporter.ids
         if self._ids is None:
@@ -165,14 +165,14 @@ class Recorded:
         return self._ids
 
     def resource(self) -> dict[str, object]:
-        """What this process is to collectors and profilers, as attributes of OpenTelemetry."""
+        """Return the attributes of OpenTelemetry by which collectors and profilers know this process."""
         if self.exporter is not None:
             return self.exporter.resource()
         given, provider = otlp.given_attributes(), otlp.provider_attributes()
         return otlp.resource_attributes(self.origin(), self.ids().instance, given, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int, str]:
-        """Trace id, span id, flags and state of a span: those of the caller's trace, or of our own, by the sample."""
+        """Return trace id, span id, flags and state of a span: of the caller's trace, or of our own, by the sample."""
         ids, remote = self.ids(), remote_of(told)
         if remote is not None:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
@@ -183,7 +183,7 @@ class Recorded:
         return own.trace_id, ids.span_id(span_id), own.flags, ""
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
-        """Trace id and span id of a request that is known by a key first, "" for none."""
+        """Return trace id and span id of a request that is known by a key first, "" for none."""
         from instrument.trace.joined import trace_id_of
 
         trace_id, span_id = self.ids().of(span)
@@ -192,11 +192,11 @@ class Recorded:
 
     @property
     def times_devices(self) -> bool:
-        """Whether spans have had their times on a device taken."""
+        """True where device times of spans have been taken."""
         return self.timing is not None and self.timing.timer is not None
 
     def origin(self) -> Origin:
-        """Which process this is, with a fresh pair of monotonic and wall clock."""
+        """Return the identity of this process, with a fresh pair of monotonic and wall clock."""
         monotonic_ns, realtime_ns = clock.pair()
         return Origin(
             pid=os.getpid(),
@@ -217,17 +217,14 @@ class Recorded:
     # ---------------------------------------------------------------- the readings
 
     def cost(self) -> Cost:
-        """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
-
-        A generator counts as one step, whatever it made. Device times add what a pair of events costs on this device.
-        """
+        """Return the cost of the instrumentation so far; see `SessionDiagnostics.cost`."""
         return self.account.cost(self.lasted_ns())
 
     def lasted_ns(self) -> int:
         return (self.end_ns or time.monotonic_ns()) - self.start_ns
 
     def tally(self) -> Tally:
-        """Exact totals of all calls up to now, with what their probes cost."""
+        """Return exact totals of all calls up to now, with the costs of their probes."""
         return self.charged(RECORDER.tally())
 
     def charged(self, tally: Tally) -> Tally:
@@ -237,11 +234,11 @@ class Recorded:
     def trace(
         self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0, origin: Origin | None = None
     ) -> Trace:
-        """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked.
+        """Return the newest spans that the rings still hold, cut to the window; open ones are clipped and marked.
 
-        Steps of the outermost `Profiler` that counts any are spans, too, and where nobody says what a step is and the
-        profile wants the phases of training and its loaders, the steps that these show. `origin` is that of the
-        window's end, where it has ended before now.
+        Steps of the outermost `Profiler` that counts any are spans, too. Without any, steps are derived from the phases
+        of training and its loaders, where the profile wants these. `origin` is that of the window's end, if that was
+        earlier.
         """
         from instrument.sessions.step_columns import steps_of_batches, with_steps
 
@@ -258,13 +255,13 @@ class Recorded:
 
     @property
     def _finds_steps(self) -> bool:
-        """Whether the steps of a training loop are looked for in what is recorded."""
+        """True where the steps of a training loop are derived from what is recorded."""
         profile = self.profile
         is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
         return is_wanted and self.loop.is_unused
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
-        """Copy the rows of a stretch of time, at 10 ns a span; `trace_of` makes a trace of them later."""
+        """Copy the rows of an interval, at 10 ns a span; `trace_of` makes a trace of them later."""
         from instrument.trace.of_recording import RowSnapshot
 
         mapped = RECORDER.mapped()
@@ -274,9 +271,9 @@ class Recorded:
         return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
-        """Return the trace of a stretch, with the device times that have come by now, and the cost of these spans.
+        """Return the trace of an interval, with the device times that have come by now, and the cost of these spans.
 
-        0.3 us a span; while the session runs, on any thread. Objects of the spans are made for whoever looks at them.
+        Takes 0.3 us a span; on any thread while the session runs. Objects of the spans are made on demand.
         """
         from instrument.trace.columns import DeviceIntervals
         from instrument.trace.of_recording import NO_DETAIL
@@ -303,12 +300,12 @@ class Recorded:
         )
 
     def _startup_in(self, stretch: Stretch) -> Startup | None:
-        """How the process came to serve, None where that began before the stretch: its calls do not tell of it."""
+        """Return the startup of the process; None where calls of it began before the interval."""
         found = self.startup()
         return None if any(first.start_ns < stretch.start_ns for first in found.firsts) else found
 
     def _held(self) -> view.HeldSpans | None:
-        """What there is to say of the spans that the rings hold now, None where only they themselves tell."""
+        """Return the counts of the spans in the rings now; None where they must be counted from a trace."""
         if self.end_ns is not None or self._finds_steps:
             return None
         stretch = self.take(self.start_ns, time.monotonic_ns())
@@ -329,7 +326,7 @@ class Recorded:
         )
 
     def startup(self) -> Startup:
-        """How the process came to serve: kept for ever, whatever the rings have overwritten since."""
+        """Return the startup of the process, which is kept when the rings overwrite its spans."""
         by_node, tree = RECORDER.mapped().firsts(), RECORDER.paths()
         by_site: dict[Site, tuple[int, int]] = {}
         for node, call in by_node.items():
@@ -343,11 +340,11 @@ class Recorded:
         return replace(facts, imports=self.imports.packages(None if first is None else first.start_ns))
 
     def _named_first(self) -> set[Site]:
-        """What the rules with `first_request` are recorded as."""
+        """Return the sites of the rules with `first_request`."""
         return self.sites_of({rule.text for rule in self.profile.functions if rule.first_request})
 
     def sites_of(self, rules: Set[str]) -> set[Site]:
-        """What the targets of these rules are recorded as."""
+        """Return the sites of these rules' targets."""
         found = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in found if verdict.rule in rules and verdict.site is not None}
 
@@ -376,26 +373,25 @@ class Recorded:
         beside: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> str:
-        """The views, in the order asked, of everything since the start; what is left out comes from the profile.
+        """Return the views, in the order asked, of everything since the start; defaults come from the profile.
 
-        Where neither names any, it is `brief`, one screen, or with `tracer_option` or `threads` given `events`.
-        `options` are those of `instrument.report.view.Options`. Views that are made from the tally are exact for all
-        calls; those of spans are of the ones that the rings still hold, and say from when on these are complete.
-        `brief` takes some 1.3 us of processor time for each span that is held, a second where rings of 64 MiB are full.
-        Those of the tally, and that of costs, with threads merged and some tens of `rows`, take some 5 ms of processor
-        time for 1,500 call paths and 30 ms for as many as there may be (16,384), whatever the uptime; the first asks
-        each path and site what it is, 1 us each, unless a thread of ours has done so before. A block for each thread
-        adds some 30 us for each of its rows, and 1 us for each of its call paths. `beside` is a trace file of
-        `torch.profiler`, recorded meanwhile, whose kernels and allocations the views `kernels` and `memory` are then
-        of, and `operators` tells FLOPs by the shapes in it. Raises `ValueError` for a view or a value that there is
-        not, and `TraceError` for a file that is not of this process and time.
+        Where neither names any, the view is `brief`, one screen, or `events` with `tracer_option` or `threads`.
+        `options` are those of `instrument.report.view.Options`. Views of the tally are exact for all calls. Views of
+        spans cover those that the rings still hold, and say from when on these are complete. `brief` takes some 1.3 us
+        of processor time a span in the rings, a second where rings of 64 MiB are full. Views of the tally and of costs,
+        take 5 ms for 1,500 call paths and 30 ms for the most (16,384), at any uptime. That is with some tens of `rows`
+        and threads merged. The first call also reads each path and site, 1 us each, unless a thread of ours has done
+        so. A block for each thread adds some 30 us for each of its rows, and 1 us for each of its call paths. `beside`
+        is a trace file of `torch.profiler`, recorded meanwhile. The views `kernels` and `memory` show its kernels and
+        allocations, and `operators` FLOPs by its shapes. Raises `ValueError` for an unknown view or value, and
+        `TraceError` for a file of another process or time.
         """
         return report.summary(self._views(views, options), self.recording(beside), self._options(options))
 
     def views(
         self, views: Sequence[str] | None = None, *, beside: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
-        """The numbers of the same views, by name, as objects. Options and errors as for `summary`."""
+        """Return the numbers of the same views, by name, as objects. Options and errors as for `summary`."""
         return report.made(self._views(views, options), self.recording(beside), self._options(options))
 
     def _views(self, asked: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
@@ -425,11 +421,11 @@ class Recorded:
         }
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
-        """Write what is held now, as a recording (`.npz`) or a Chrome trace; nothing is reset. Raises `TraceError`."""
+        """Write spans and totals as they are now, as a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
         return files.save(path, self.trace(), self.tally())
 
     def report_of_run(self) -> dict[str, Any] | None:
-        """Which views the run's report has, and their options; None where this process has no part in one."""
+        """Return the views of the run's report, and their options; None where this process has no part in one."""
         wanted = self.profile.export.summary
         if wanted is None or wanted.to not in files.STREAMS:
             return None
@@ -437,10 +433,10 @@ class Recorded:
 
 
 def taken_for_first(firsts: Firsts, tree: CallTree, named: Set[Site]) -> tuple[FirstCall | None, str]:
-    """The first request, and why, as `Startup` has them; None where it is simply the one that began first.
+    """Return the first request, and why, as `Startup` has them; None where it is simply the one that began first.
 
-    That is the first call of a site in `named`. Else the first request below which anything recorded began, of those
-    that are not called after a health probe: a probe has nothing to do. A request that is not the first of its site is
+    It is the first call of a site in `named`. Without one, it is the first request below which anything recorded began,
+    without those named like a health probe: a probe has nothing to do. A request that is not the first of its site is
     known by what began in it, and its length is not.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
@@ -469,7 +465,7 @@ def _earliest(calls: Iterable[FirstCall]) -> FirstCall | None:
 
 
 def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
-    """The first call of the topmost request that a node lies below."""
+    """Return the first call of the topmost request above a node, None for none."""
     found = None
     at = tree.parent(node)
     while at >= 0:

@@ -1,6 +1,6 @@
-"""Saving: the files that windows and the end of a session become, as the profile asks for.
+"""Saving of windows, and of the end of a session, to the files that the profile asks for.
 
-They take numpy, which is imported when one is written.
+Writing needs numpy, which is imported when a file is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 RECORDING = ".npz"
-"""How the names of recordings end."""
+"""The suffix of a recording's file."""
 
 WITHOUT_NUMPY = (
     "numpy is not installed, so no recordings, no Chrome traces and no reports are written; install it "
@@ -35,19 +35,19 @@ WITHOUT_NUMPY = (
 
 
 class Written(NamedTuple):
-    """The files that were written, and what was not, and why."""
+    """The files that were written, and the reasons why others were not."""
 
     paths: tuple[Path, ...]
     problems: tuple[str, ...]
 
 
 def is_asked(export: Export) -> bool:
-    """Whether the profile asks for any file of spans."""
+    """Return True where the profile asks for any file of spans."""
     return export.chrome is not None or export.recording is not None
 
 
 def why_no_files() -> str:
-    """Why this process can write none, as far as can be told without importing numpy; "" where it can."""
+    """Return the reason why this process can write no files, "" where it can. It does not import numpy."""
     try:
         return "" if find_spec("numpy") is not None else WITHOUT_NUMPY
     except (ImportError, ValueError):  # somebody put None, or something without a spec, into sys.modules
@@ -55,7 +55,7 @@ def why_no_files() -> str:
 
 
 def prepare() -> None:
-    """Import what they take: not on a thread, for a fork in the middle would leave the child half a module."""
+    """Import what writing takes: not on a thread, for a fork in the middle would leave the child half a module."""
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
@@ -65,12 +65,12 @@ def prepare() -> None:
 
 
 def templates(export: Export) -> tuple[str, ...]:
-    """The paths of all files that windows may become."""
+    """Return the paths of all files that windows may become."""
     return tuple(one.path for one in (export.chrome, export.recording) if one is not None)
 
 
 def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: Tally | None) -> Written:
-    """Write a trace as each of the files that the profile asks for; one that fails keeps no other from it."""
+    """Write a trace as each of the files that the profile asks for; a failed one does not prevent the others."""
     from instrument.trace import file
 
     ways = [(export.chrome, chrome.dump), (export.recording, file.dump)]
@@ -89,7 +89,7 @@ def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: T
 
 
 class Saving:
-    """Writes what a session leaves behind: its windows, as the profile asks for them, and its summary."""
+    """Writes the files that a session leaves: its windows, as the profile asks for them, and its summary."""
 
     def __init__(self, session: Recorded, folder: Path, run: str) -> None:
         self._session = session
@@ -106,7 +106,7 @@ class Saving:
         self.newest, self._summary = (), None
 
     def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
-        """Write the spans of that time as the files that the profile asks for; `origin` is that of the window's end."""
+        """Write the spans of an interval to the profile's files; `origin` is that of the window's end."""
         session, place = self._session, self.place()
         export = session.profile.export
         if not is_asked(export) or why_no_files():  # which has been told
@@ -125,7 +125,7 @@ class Saving:
             self._make_room()
 
     def _counted(self, trace: Trace) -> Tally | None:
-        """The tally of a window; None where numpy is not to be had: whoever reads the file then counts its spans."""
+        """Return the tally of a window; None without numpy, and then readers of the file count its spans."""
         try:
             from instrument.report.view import Recording
 
@@ -143,12 +143,12 @@ class Saving:
         self._session.account.lose("files removed to stay within limits.disk", removed)
 
     def place(self) -> files.Destination:
-        """Where files of this process go."""
+        """Return the destination of this process's files."""
         is_first = files.is_main() and not self._is_child
         return files.Destination(self.folder, self._session.profile.service, self.run, is_first=is_first)
 
     def print_summary(self, wanted: Summary, limit_ns: int) -> None:
-        """Tell what has been recorded where the profile asks for it; who reads it has so long."""
+        """Print the report of what has been recorded to the profile's destination, within `limit_ns`."""
         if why_no_files():  # which has been told
             return
         # Workers of one service write to one stream: which of them this is stands in each.
@@ -158,7 +158,7 @@ class Saving:
         self.tell(wanted, text, limit_ns)
 
     def tell(self, wanted: Summary, text: str, limit_ns: int) -> None:
-        """Put a report where the profile asks for it."""
+        """Write a report to the profile's destination, within `limit_ns`."""
         try:
             self._summary = self.place().tell(wanted.to, text, limit_ns)
         except (OSError, ValueError) as error:

@@ -199,11 +199,11 @@ class Session:
     def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
         """Go over to another profile: a path, a `Profile`, or None for the file of the present one, read again.
 
-        What is new is attached, also to modules that are imported; what is gone is undone; what both want goes on
-        without a gap, with the same totals. Settings of `generation.AT_START` keep their values, and it is reported.
-        Works on the calling thread, some ten milliseconds; calls of the service go on meanwhile.
-        Raises `ProfileError` for a profile that cannot be used and `StateError` for a session that has ended or has no
-        file; the present profile then stays in force, and the notes say so.
+        New rules are attached, also to modules that are imported. Rules that are gone are undone. Rules of both
+        profiles go on without a gap, with the same totals. Settings of `generation.AT_START` keep their values, which
+        the result reports. Works on the calling thread, some ten milliseconds; calls of the service go on meanwhile.
+        Raises `ProfileError` for an unusable profile, and `StateError` for a session that has ended or has no file. The
+        present profile then stays in force, and the notes say so.
         """
         try:
             return self.generations.change(profile)
@@ -212,7 +212,7 @@ class Session:
             raise
 
     def _enter(self, profile: Profile) -> None:
-        """Go by the settings of another profile, whose rules are at work."""
+        """Apply the settings of another profile, whose rules are attached."""
         with self.exporting.lock.held():
             before = self.profile
             if profile == before:
@@ -226,13 +226,13 @@ class Session:
             self.threads.start()
 
     def _refine(self, profile: Profile) -> None:
-        """Go by rules that were added to those of the present profile, which stays the same generation."""
+        """Apply rules that were added to those of the present profile, which stays the same generation."""
         with self.exporting.lock.held():
             self.recorded.profile = profile
             self._facts.publish()
 
     def after_fork_in_child(self, whole: bool, by_main_thread: bool) -> None:
-        """Record on one's own: own rings, ids, threads and files. `whole`: no reload was under way.
+        """Begin to record in the child, with its own rings, ids, threads and files. `whole`: no reload was going on.
 
         A child of another thread than the main one may end by that thread's end: threads of ours must not keep it.
         """

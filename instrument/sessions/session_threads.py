@@ -1,4 +1,4 @@
-"""The threads of a session: its own, which looks through what is recorded, and when it and those of its parts begin."""
+"""The threads of a session: its own, which reads what is recorded, and the start of it and of those of its parts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, are_to_wait, start_unlisted
 from instrument.runtime.unpatched import Event
-from instrument.sessions.account import Account
+from instrument.sessions.account import SessionDiagnostics
 from instrument.sessions.deadline import Deadline
 
 if TYPE_CHECKING:
     from instrument import otlp
 
 PUMP_S = 0.2
-"""How often finished spans are looked through; a thread's ring must hold what it records in that time."""
+"""Seconds between two looks through finished spans; a thread's ring must have room for that time."""
 
 BUSY_S = 0.05
-"""The same while the probes are being brought within their budget."""
+"""Seconds between two looks while the probes are being brought within their budget."""
 
 START_DELAY_S = 0.2
-"""How long after the first span the threads begin that wait for one. What the service does next has nobody beside it
-who wants Python's lock: while a thread gives that up to sleep, a signal may fail to wake it."""
+"""Seconds from the first span to the start of the threads that wait for it. The service's next work then competes with
+no thread for Python's lock: while a thread gives that up to sleep, a signal may fail to wake it."""
 
 TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
 """Memory for rows that is touched once, and again and again ahead of where threads write, shared among them, so that
@@ -38,15 +38,15 @@ START_LIMIT_S = 1.0
 class SessionThreads:
     """Begins the threads of a session and ends its own.
 
-    `begin_gauges` has gauges read from then on. `look` is what the session's own does again and again, where
-    `is_needed()`; `sends()` is whether the session itself has anything to send to a collector; `follow` what there is
-    to do once they have begun, and `tell_others` what follows where they began with a span. `waits` is whether they
-    begin with the first span that is recorded.
+    `begin_gauges` starts the reading of gauges. `look` is the repeated work of the session's own thread, where
+    `is_needed()`. `sends()` is True where the session itself sends to a collector. `follow` is called once the threads
+    have begun, `tell_others` after that where they began with a span. `waits` is True where they begin with the first
+    recorded span.
     """
 
     def __init__(
         self,
-        account: Account,
+        account: SessionDiagnostics,
         budget: Budget,
         exporter: otlp.Exporter | None,
         *,
@@ -77,16 +77,16 @@ class SessionThreads:
         self.have_begun = self._is_over = False
 
     def after_fork_in_child(self) -> None:
-        """There are none; those of the parent are not here."""
+        """Begin without threads; those of the parent are not here."""
         self._begin()
 
     @property
     def has_met_span(self) -> bool:
-        """Whether a first span, which was waited for, has begun."""
+        """True where a first span, which the threads waited for, has begun."""
         return self._begun is not None
 
     def stop(self, deadline: Deadline) -> None:
-        """Begin none any more, and wait for the session's own."""
+        """Start no more threads, and wait for the session's own."""
         await_first_span(None)
         self.stopping.set()
         if self._begun is not None:
@@ -96,7 +96,7 @@ class SessionThreads:
             self.own.join(deadline.left_s())
 
     def start_when_needed(self) -> None:
-        """Those of the exporter, of gauges and the session's own: at once, or when the first span is recorded.
+        """Start the threads of the exporter, of gauges and of the session: at once, or when the first span is recorded.
 
         Processes of `instrument run` begin sessions without being asked, and many never record anything: parents that
         only start others, and helpers. What the threads need is imported by now.
@@ -107,7 +107,7 @@ class SessionThreads:
             self._start_threads()
 
     def _recording_begins(self) -> None:
-        """The first span is about to be recorded, on this thread of the service: it goes on after some 0.1 ms."""
+        """Start the threads for the first span, on this thread of the service: it goes on after some 0.1 ms."""
         if are_to_wait():
             return  # those of the workers begin there
         begun = self._begun = Event()
@@ -141,7 +141,7 @@ class SessionThreads:
         self._follow()
 
     def start(self) -> None:
-        """Begin the session's own, once the others have begun, if there is anything to do for it."""
+        """Start the session's own thread, once the others have begun, if there is anything to do for it."""
         if self.have_begun and self._is_needed() and self.own is None:
             stopping = self.stopping
             self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())

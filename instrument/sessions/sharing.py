@@ -1,7 +1,7 @@
 """The session that loops share: joined where one runs, else begun, and ended with the last of them.
 
-Where a loop names no profile and none is in the environment, what is recorded is what profilers of training loops
-record unasked: phases, the wait for batches, communication, every layer, copies, and what process and machine use.
+A loop without a profile, in its call or in the environment, records what profilers of training loops record by default:
+phases, the wait for batches, communication, every layer, copies, and the use of process and machine.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
 
 
 def is_of_everything(session: Session) -> bool:
-    """Whether a loop began the session without a profile."""
+    """Return True where a loop began the session without a profile."""
     return session.profile.source == EVERYTHING.source
 
 
 def torch_beside(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
-    """What drives torch.profiler for a loop, None where that is not wanted: where a profile says what is recorded."""
+    """Return a driver of torch.profiler for a loop; None where it is not wanted: a profile says what is recorded."""
     if options.wanted is False or (options.wanted is None and not is_of_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"
@@ -38,7 +38,7 @@ _guests_lock = threading.RLock()
 
 
 def join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None) -> Session | None:
-    """The session to look at: the one that runs, else one that is begun here. None where `INSTRUMENT=off`."""
+    """Return the session to look at: the one that runs, else one that is begun here. None where `INSTRUMENT=off`."""
     if OFF:
         return None
     settings: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}

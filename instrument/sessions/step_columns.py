@@ -1,9 +1,8 @@
-"""The steps of a loop among the spans of its window, as columns: beneath what was open all the while, above what lay
-within.
+"""The steps of a loop as spans of its window, in columns: below what was open all the while, above what was within.
 
-A step is not opened as a scope is, for whoever says that it has ended may do so in the middle of other spans. It is put
-among the spans of its thread afterwards, when all of them are known. What was open across the end of a step stays where
-it was, beside it, and reduces the self time of each step by its part in it.
+A step is not opened like a scope, for the call that ends it may come in the middle of other spans. It is put among the
+spans of its thread afterwards, when all of them are known. A span that was open across the end of a step keeps its
+parent, and its part in each step reduces the self time of that step.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class _Call(NamedTuple):
 
 
 def steps_of_batches(trace: Columns) -> list[Step]:
-    """The steps of training loops that say nothing of steps, numbered from 0: from the fetch of a batch to the next.
+    """Return the steps of training loops that report none, numbered from 0: from the fetch of a batch to the next.
 
     Batches are one step up to that in which an optimizer has run, so those whose gradients are added up are one. A
-    batch without a backward pass is in none, as those of an evaluation. The last step ends with its optimizer.
-    None where spans of steps or requests say what is done.
+    batch without a backward pass is in none, as those of an evaluation. The last step ends with its optimizer. There
+    are none where spans of steps or requests exist.
     """
     if trace.of_kind("step", "request").any():
         return []
@@ -57,7 +56,7 @@ def steps_of_batches(trace: Columns) -> list[Step]:
 
 
 def _calls(trace: Columns, wanted: Bools) -> dict[int, list[_Call]]:
-    """The wanted calls of each thread, in order."""
+    """Return the wanted calls of each thread, in order."""
     found: dict[int, list[_Call]] = {}
     rows = np.flatnonzero(wanted)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
@@ -85,7 +84,7 @@ def _steps_of_thread(thread_id: int, fetches: Sequence[_Call], passes: Sequence[
 
 
 def _outermost(calls: Sequence[_Call]) -> list[_Call]:
-    """Calls of one thread, in order, without those that lie in another."""
+    """Return the calls of one thread, in order, without those within another."""
     found: list[_Call] = []
     for call in calls:
         if not found or call.start_ns >= found[-1].end_ns:
@@ -101,9 +100,9 @@ def _phase(site: Site) -> object:
 
 
 def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
-    """The trace with a span for each step. n log n for n spans.
+    """Return the trace with a span for each step, in n log n for n spans.
 
-    Steps of one thread come in order and do not overlap. Spans that a task ran lie beside the steps.
+    Steps of one thread come in order and do not overlap. Spans that a task ran are in no step.
     """
     if not steps:
         return trace
@@ -159,7 +158,8 @@ class _Among:
         self._made.append((step_id, parent_id, root_id, self_ns))
 
     def _innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
-        """The innermost span around each step, `NONE` for none. A row is around the steps `first` to before `last`."""
+        """Return the innermost span around each step, else `NONE`. A row is around the steps `first` to before
+        `last`."""
         trace = self._trace
         found = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)
@@ -170,7 +170,7 @@ class _Among:
         return found
 
     def trace(self, steps: Sequence[Step]) -> Columns:
-        """The spans, and the steps behind them in the order in which they were put there."""
+        """Return the spans, and the steps behind them in the order in which they were put there."""
         trace, count = self._trace, len(self._trace)
         step_id, parent_id, root_id, self_ns = (np.concatenate(each) for each in zip(*self._made, strict=True))
         its_root = rows_of(trace.span_id, trace.root_id)

@@ -1,4 +1,4 @@
-"""The steps of loops, as they are told: which become spans of a window, `step_columns` puts them there."""
+"""The steps that loops report, and those that become spans of a window; `step_columns` puts them there."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STEP = Site("step", "step", "instrument", "Profiler.step")
 """The site of every step; its attribute `step` is the number, `samples` how many it had."""
 
 STEPS_KEPT = 100_000
-"""How many of the newest steps of a window, or of a session, are spans of its trace. They take 0.2 KB each."""
+"""The most steps of a window, or of a session, that are spans of its trace: the newest. A step takes 0.2 KB."""
 
 
 class Step(NamedTuple):
-    """One step, from its begin up to, and without, that of the next one. One that was cut short is `clipped`."""
+    """A step, from its begin up to, and without, that of the next one. One that was cut short is `clipped`."""
 
     number: int
     start_ns: int
@@ -28,10 +28,10 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The newest steps of all loops, of which no two overlap: those of a loop that joined earlier come first.
+    """The newest steps of all loops, without overlaps: those of a loop that joined earlier come first.
 
     Loops within the loop would count each instant again: their steps give way as soon as one around them has ended, and
-    stay where there is none. Steps are added on any thread, and read beside.
+    stay where there is none. Steps are added on any thread, and read meanwhile.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Loop:
         self._steps: deque[tuple[int, Step]] = deque(maxlen=STEPS_KEPT)
 
     def join(self, whose: object) -> None:
-        """A loop begins."""
+        """Register a loop that begins."""
         self._orders.setdefault(whose, next(self._joined))
 
     def add(self, step: Step, whose: object) -> None:
-        """A step has ended."""
+        """Add a step that has ended."""
         if whose not in self._orders:
             self.join(whose)
         order, steps = self._orders[whose], self._steps
@@ -54,7 +54,7 @@ class Loop:
                 steps.append((order, step))
 
     def _gives_way(self, order: int, start_ns: int) -> bool:
-        """Whether all that reach over a time are of loops that joined later; they are dropped then."""
+        """Return True where all steps that reach over a time are of loops that joined later; these are dropped then."""
         over = list(itertools.takewhile(lambda one: one[1].end_ns > start_ns, reversed(self._steps)))
         if any(other <= order for other, _ in over):
             return False
@@ -64,15 +64,15 @@ class Loop:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no loop has said anything of steps."""
+        """True where no loop has reported steps."""
         return not self._orders and not self._steps
 
     def leave(self, whose: object) -> None:
-        """No more steps of that loop will come."""
+        """Remove a loop, from which no more steps come."""
         self._orders.pop(whose, None)
 
     def within(self, start_ns: int, end_ns: int) -> list[Step]:
-        """The steps that reach into that time, as they lie in it: the others are clipped, and marked."""
+        """Return the steps that reach into an interval; those that reach over its edges are clipped, and marked."""
         found: list[Step] = []
         for _, step in reversed(self._steps.copy()):
             if step.end_ns <= start_ns:

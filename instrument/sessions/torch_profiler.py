@@ -1,9 +1,9 @@
-"""torch.profiler beside the windows of a loop: begun and ended with each, and what it saw joined to the window's trace.
+"""The run of torch.profiler with each window of a loop, and the join of its records to the window's trace.
 
-It tells of every operator of torch, what devices did for it, what it took of memory and how many floating-point
-operations it was. It takes a microsecond or more for each operator, and where there is a GPU it waits for the device
-when a window ends, which nothing else of ours does: so it runs in loops whose author asked for a `Profiler`, never in a
-service. torch is never imported for it. What goes wrong with it is said, and the window does without.
+It reports each operator of torch, its device work, its memory and its floating-point operations. It takes a microsecond
+or more for each operator. Where there is a GPU it waits for the device when a window ends, which nothing else of ours
+does: so it runs in loops whose author asked for a `Profiler`, never in a service. torch is never imported for it. Its
+errors are reported, and the window does without.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 LIMIT_S = 10.0
-"""How long torch.profiler is beside a window at most: each operator takes 1 KB, and at the end 20 us."""
+"""Seconds that torch.profiler runs in a window at most: each operator takes 1 KB, and at the end 20 us."""
 
 OPEN_LIMIT_S = 2.0
-"""The same for a window whose end no schedule says: what it records is bounded by nothing else."""
+"""Seconds that it runs in a window whose end no schedule says: nothing else bounds what it records."""
 
 MARK = "instrument.clock"
 MARKS = 4
-"""How often, at either end, a mark is set whose time both clocks tell. The first is slow and tells little."""
+"""The clock marks at either end of a window, timed by both clocks. The first is slow and of little use."""
 
 ROUNDS, TRIALS = 8, 32
-"""Rounds of so many operators by which is measured what torch.profiler adds to each; the quickest counts."""
+"""Rounds, and operators of each, that measure what torch.profiler adds to an operator; the quickest round counts."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 
 BUSY = "another torch.profiler runs in this process, which has one; its operators and kernels are not joined"
 
 _holding = threading.Lock()
-"""Held by whichever `TorchProfiler` has torch.profiler begun."""
+"""The lock of the `TorchProfiler` that has begun torch.profiler."""
 
 _operator_ns: dict[tuple[bool, bool], float] = {}
-"""What torch.profiler adds to an operator, by its options, as measured in this process."""
+"""Nanoseconds that torch.profiler adds to an operator, by its options, as measured in this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """What is asked of torch.profiler. `wanted` None means where the session was begun for this loop, by no profile.
+    """The options of torch.profiler. `wanted` None means True where this loop began the session without a profile.
 
-    `record_shapes` tells floating-point operations, `profile_memory` allocations, and then of the thread that begins
-    and ends the windows alone, as torch does it; without it operators of every thread are told. After `limit_s`
-    torch.profiler is ended before the window is: left out, `OPEN_LIMIT_S` without a schedule and `LIMIT_S` with one.
+    `record_shapes` adds floating-point operations. `profile_memory` adds allocations, and then only the thread that
+    begins and ends the windows is recorded; without it every thread is. After `limit_s` torch.profiler ends before the
+    window does. The default is `OPEN_LIMIT_S` without a schedule and `LIMIT_S` with one.
     """
 
     wanted: bool | None = None
@@ -72,7 +72,7 @@ class TorchOptions:
 
     @classmethod
     def of(cls, asked: bool | Mapping[str, Any] | None) -> TorchOptions:
-        """Those of `Profiler(torch=...)`. Raises `ProfileError`."""
+        """Return the options of `Profiler(torch=...)`. Raises `ProfileError`."""
         if asked is None or isinstance(asked, bool):
             return cls(asked)
         if not isinstance(asked, Mapping):
@@ -105,14 +105,14 @@ class TorchOptions:
 
 
 OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_s=LIMIT_S)
-"""Operators and kernels, on every thread: what the faces whose reports tell no more ask for."""
+"""Options for operators and kernels on every thread, for callers whose reports show no more."""
 
 
 class TorchProfiler:
-    """Drives torch.profiler for one loop. `complain(what)` is told of what goes wrong.
+    """A driver of torch.profiler for one loop. `complain(what)` reports its errors.
 
-    All methods but `prepare` do nothing where torch is not imported; none of them raises. Begun and ended on one thread
-    where memory is asked for, else on any.
+    All methods but `prepare` do nothing where torch is not imported; none of them raises. torch.profiler begins and
+    ends on one thread where memory is asked for, else on any.
     """
 
     def __init__(self, options: TorchOptions, complain: Callable[[str], object], *, host_only: bool = False) -> None:
@@ -133,11 +133,11 @@ class TorchProfiler:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether torch.profiler is running, for this loop."""
+        """True while torch.profiler runs for this loop."""
         return self._running is not None
 
     def prepare(self) -> None:
-        """A window is near: begin what takes longest, the first time a second or two. Nothing without torch."""
+        """Prepare torch.profiler before a window; the first time takes a second or two. Does nothing without torch."""
         with self._lock:
             if self._prepared is not None or self._running is not None or self._is_broken or not is_there():
                 return
@@ -159,7 +159,7 @@ class TorchProfiler:
             self._prepared, self._prepared_ns = prepared, time.monotonic_ns() - began_ns
 
     def begin(self) -> None:
-        """A window begins, right after this."""
+        """Begin torch.profiler for the window that begins right after this."""
         with self._lock:
             self.prepare()
             prepared, self._prepared = self._prepared, None
@@ -183,7 +183,7 @@ class TorchProfiler:
                 self._timer.start()
 
     def look(self) -> None:
-        """End it before the window ends, if it has run for as long as it may."""
+        """End torch.profiler before the window ends, if it has run for as long as it may."""
         with self._lock:
             seen = self._seen
             if self._running is not None and seen is not None:
@@ -192,7 +192,7 @@ class TorchProfiler:
                     self._stop(f"it ran for {self._limit_s:g} s and was ended before the window was")
 
     def end(self) -> Seen | None:
-        """The window has ended: what was seen in it, None where nothing was."""
+        """End torch.profiler after its window. Return its record, None where there is none."""
         with self._lock:
             if self._running is not None and not self._is_here():
                 self._say(
@@ -205,7 +205,7 @@ class TorchProfiler:
             return seen
 
     def cancel(self) -> None:
-        """No window came, or no more will."""
+        """Cancel what was prepared: no window came, or no more will."""
         with self._lock:
             prepared, self._prepared = self._prepared, None
             if prepared is not None:
@@ -239,7 +239,7 @@ class TorchProfiler:
         )
 
     def _is_here(self) -> bool:
-        """Whether it can be ended on this thread."""
+        """Return True where torch.profiler can be ended on this thread."""
         return not self._is_bound or threading.get_ident() == self._thread_id
 
     def _watch(self, own: Any) -> Callable[[], None]:
@@ -282,7 +282,7 @@ class TorchProfiler:
         seen.ending_ns = time.monotonic_ns() - seen.end_ns
 
     def _give_up(self, verb: str, error: Exception) -> None:
-        """After this it is not begun again; whoever gives up holds the lock of torch.profiler."""
+        """Give up torch.profiler for good after an error. The caller has its lock, which is released."""
         self._is_broken, self._prepared, self._running = True, None, None
         self._undo()
         _holding.release()
@@ -295,9 +295,9 @@ class TorchProfiler:
 
 
 class Seen:
-    """What torch.profiler saw of one window, as the file that it saved, and what that took.
+    """The trace that torch.profiler saved of one window, and the time that it took.
 
-    `cut` says why it ended before the window did, if so. `lock` is held by who joins it, for that is done once.
+    `cut` is the reason why it ended before the window did, "" for none. `lock` guards the join, which is done once.
     """
 
     def __init__(self) -> None:
@@ -326,9 +326,9 @@ class Seen:
         profiler.export_chrome_trace(str(Path(self._folder, "window.json")))
 
     def join(self, trace: Trace) -> Trace:
-        """The window's trace with operators, kernels, allocations and operations; without them where that fails.
+        """Return the window's trace with operators, kernels, allocations and operations; without them where that fails.
 
-        To be called once. Some 15 us an operator.
+        To be called once. Takes some 15 us an operator.
         """
         window = f"window {trace.window}"
         try:
@@ -361,7 +361,7 @@ class Seen:
         return with_operators(joined, beside, moved_ns)
 
     def _moved_ns(self, trace: Trace, beside: Trace) -> int:
-        """How much earlier than on our clock its times are: each mark lies between two readings of ours."""
+        """Return the nanoseconds from its clock to ours: each mark is between two readings of ours."""
         found = sorted(span.start_ns for span in beside.spans if span.site.name == MARK)
         if len(found) != len(self._marks):
             return beside.origin.realtime_of(0) - trace.origin.realtime_of(0)
@@ -371,19 +371,19 @@ class Seen:
 
 
 def is_there() -> bool:
-    """Whether torch is imported, and not just being so."""
+    """Return True where torch is imported, and not just being imported."""
     torch = sys.modules.get("torch")
     return hasattr(torch, "profiler") and hasattr(torch, "autograd")
 
 
 def _is_in_use() -> bool:
-    """Whether somebody else has a torch.profiler running."""
+    """Return True where the program has another torch.profiler running."""
     autograd = sys.modules["torch"].autograd
     return bool(autograd._profiler_enabled() or getattr(autograd.profiler, "_is_profiler_enabled", False))
 
 
 def _trials_ns() -> int:
-    """How long a round of trials takes at least; 0 where the program would see them, for it looks at every operator."""
+    """Return the least time of a round of trials; 0 where the program intercepts every operator, and would see them."""
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return 0

@@ -1,4 +1,4 @@
-"""Windows: stretches of time that are read on their own, by steps that are counted from 0.
+"""Windows: intervals that are read on their own, by steps that are counted from 0.
 
 A session counts its requests, a training loop its calls of `Profiler.step`; the arithmetic is the same.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class State(str, Enum):
-    """What a step is: outside of any window, just before one, in one, or the last of one."""
+    """The state of a step: outside of any window, just before one, in one, or the last of one."""
 
     CLOSED = "CLOSED"
     READY = "READY"
@@ -37,7 +37,7 @@ States = Callable[[int], "State | str"]
 
 
 def state_at(schedule: Schedule, step: int) -> State:
-    """The state of a step by a schedule."""
+    """Return the state of a step by a schedule."""
     cycle = schedule.closed + schedule.ready + schedule.record
     count, within = divmod(step - schedule.skip_first, cycle)
     if step < schedule.skip_first or (schedule.repeat and count >= schedule.repeat):
@@ -52,10 +52,11 @@ def state_at(schedule: Schedule, step: int) -> State:
 def schedule(
     *, record: int, closed: int = 0, ready: int = 0, repeat: int = 0, skip_first: int = 0
 ) -> Callable[[int], State]:
-    """Which steps of a loop are windows: `skip_first` steps once, then `closed`, `ready` and `record` ones in turn.
+    """Return a function from a step, counted from 0, to its `State`, for windows that come again.
 
-    `repeat` is how often, 0 for ever. Returns the function from a step, counted from 0, to its `State`: CLOSED, READY,
-    RECORD, or RECORD_AND_RETURN for the last step of a window. Raises `ProfileError` for what is no such number.
+    `skip_first` steps come once, then `closed`, `ready` and `record` ones in turn, `repeat` times or, with 0, for ever.
+    A state is CLOSED, READY, RECORD, or RECORD_AND_RETURN for the last step of a window. Raises `ProfileError` for a
+    number out of range.
     """
     asked = {"closed": closed, "ready": ready, "record": record, "repeat": repeat, "skip_first": skip_first}
     problems = []
@@ -74,7 +75,7 @@ def _always(step: int) -> State:
 
 
 class Windows:
-    """Which stretches of time are windows: what the schedule says, or all of it where there is none.
+    """The windows of a schedule, counted by steps; without a schedule, all steps are one window.
 
     The first step waits for `arm` where no `start_ns` is given. `state` is that of the step under way, `steps` its
     number, `first_step` the first one of the newest window.
@@ -98,22 +99,22 @@ class Windows:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step under way lies in a window that has not begun: `arm` would begin it."""
+        """True where the step under way is in a window that has not begun: `arm` would begin it."""
         return self._opened_ns is None and self.state in RECORDING
 
     @property
     def is_open(self) -> bool:
-        """Whether a window has begun and not ended."""
+        """True where a window has begun and not ended."""
         return self._opened_ns is not None
 
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
-        """One step has ended. Returns index, start and end of the window that ended with it; the next one begins."""
+        """End one step. Return index, start and end of the window that ended with it; the next one begins."""
         window = self.advance(end_ns)
         self.arm(end_ns)
         return window
 
     def advance(self, end_ns: int) -> tuple[int, int, int] | None:
-        """One step has ended: the window that ended with it. The next one waits for `arm`."""
+        """End one step. Return the window that ended with it; the next one waits for `arm`."""
         before, self.steps = self.state, self.steps + 1
         self.state = State(self._states(self.steps))
         if before is State.RECORD_AND_RETURN or self.state not in RECORDING:
@@ -121,7 +122,7 @@ class Windows:
         return None
 
     def arm(self, now_ns: int) -> None:
-        """Begin the window in which the step under way lies, unless it has begun or there is none."""
+        """Begin the window of the step under way, unless it has begun or there is none."""
         if self.is_due:
             self._opened_ns, self.first_step = now_ns, self.steps
 
@@ -134,7 +135,7 @@ class Windows:
         return window
 
     def stop(self, end_ns: int) -> tuple[int, int, int] | None:
-        """The window that is open at the end; partial, but not empty."""
+        """Return the window that is open at the end; partial, but not empty."""
         if self._opened_ns is None or end_ns <= self._opened_ns:
             return None
         return self._close(end_ns)
@@ -156,7 +157,7 @@ WINDOWS_THREAD = "instrument-windows"
 
 
 class Stretch(NamedTuple):
-    """The rows of a stretch of time, copied at its end, of which a trace is made later. `threads` has their names."""
+    """The rows of an interval, copied at its end, of which a trace is made later. `threads` has their names."""
 
     snapshot: RowSnapshot
     threads: Mapping[int, str]
@@ -167,7 +168,7 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time from which on none of its spans is missing; 0 where none is."""
+        """The time from which on none of its spans is missing; 0 where none is missing at all."""
         return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
 
     def has_begun_since(self, at_ns: int) -> bool:
