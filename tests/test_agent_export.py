@@ -20,7 +20,7 @@ from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, unti
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
 from instrument.cli import main
-from instrument.recording.export_place import SENT, ExportPlace
+from instrument.recording.export_place import SENT, ExportCheckpoint
 from instrument.recording.mapped import Mapped
 from instrument.runtime import agent_launch, packets, run_folder
 
@@ -87,7 +87,7 @@ def profile(server: Collector, more: str = "", timeout: str = "") -> None:
     Path("profile.yaml").write_text(PROFILE % (server.server_port, timeout, more))
 
 
-def recordings() -> Iterator[tuple[ExportPlace, Mapped]]:
+def recordings() -> Iterator[tuple[ExportCheckpoint, Mapped]]:
     (home,) = run_folder.found()
     with run_folder.connected(home / run_folder.SOCKET, 60) as caller:
         packets.send(caller, {"ask": "processes", "memory": True})
@@ -97,7 +97,7 @@ def recordings() -> Iterator[tuple[ExportPlace, Mapped]]:
             if "end" in message:
                 return
             for descriptor in descriptors:
-                place, mapped = ExportPlace(descriptor), Mapped(descriptor)
+                place, mapped = ExportCheckpoint(descriptor), Mapped(descriptor)
                 os.close(descriptor)
                 try:
                     yield place, mapped

@@ -22,12 +22,12 @@ from instrument.agent.loop import Connection
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import MeteredFacts, settings_from, told
-from instrument.otlp.exported import Exported, ExportedRun
+from instrument.otlp.exported import ExportedRun, RecordingExport
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
 from instrument.recording import export_place
-from instrument.recording.export_place import ExportPlace
+from instrument.recording.export_place import ExportCheckpoint
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Origin, Site
 from instrument.runtime import packets, run_folder
@@ -198,7 +198,7 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
     recorder.tell({"export": told(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
     exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
-    exported, exported_run = Exported(recorder.memory_fd, exporter), ExportedRun({})
+    exported, exported_run = RecordingExport(recorder.memory_fd, exporter), ExportedRun({})
     exported_run.members[0] = exported
 
     def look() -> bool:
@@ -217,7 +217,7 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
             pass
     finally:
         exported.close()
-    with closing(ExportPlace(recorder.memory_fd)) as place:
+    with closing(ExportCheckpoint(recorder.memory_fd)) as place:
         fates = place.read().fates
         assert export_place.unread(place) == 0
     assert fates["missed"] > 0
@@ -225,7 +225,7 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
 
 
 def until_taken(memory: int) -> None:
-    with closing(ExportPlace(memory)) as place:
+    with closing(ExportCheckpoint(memory)) as place:
         end = time.monotonic() + 240
         while not place.is_taken():
             assert time.monotonic() < end
@@ -239,7 +239,7 @@ def test_a_recording_that_cannot_be_read_leaves_no_descriptor_behind(tmp_path: P
         before = len([*Path("/proc/self/fd").iterdir()])
         for _ in range(3):
             with pytest.raises((TraceError, OSError)):
-                Exported(damaged.fileno(), Any)
+                RecordingExport(damaged.fileno(), Any)
         assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 

@@ -23,7 +23,7 @@ from instrument.agent.jobs import Jobs
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import GOODBYE, VANISHED, Process, Run, exit_fd_of
 from instrument.agent.runs import Runs
-from instrument.agent.screen import Looker
+from instrument.agent.screen import LiveSampler
 from instrument.runtime import packets, run_folder
 
 
@@ -211,7 +211,7 @@ def test_ps_tells_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_
         other.kill()
     (missed,) = journal.missed(tmp_path, Run)
     missed.ended_ns, missed.how = time.monotonic_ns(), VANISHED
-    (shown,) = Looker("one").look([Member(departure.facts_of(missed))]).processes
+    (shown,) = LiveSampler("one").look([Member(departure.facts_of(missed))]).processes
     assert (shown.pid, shown.state, shown.up_ns) == (other.pid, VANISHED, None)
 
 

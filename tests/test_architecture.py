@@ -339,7 +339,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (289, 4),
-    "agent": (4_621, 19),
+    "agent": (4_614, 19),
     "chrome": (3_067, 9),
     "cli": (2_728, 15),
     "compat": (1_368, 6),
@@ -351,7 +351,7 @@ LINES_AND_FILES = {
     "profile": (2_494, 8),
     "proposal": (1_400, 5),
     "recorder": (2_579, 10),
-    "recording": (4_021, 19),
+    "recording": (4_024, 19),
     "report": (12_800, 45),
     "runtime": (2_617, 18),
     "sessions": (7_226, 30),

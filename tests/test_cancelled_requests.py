@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import instrument
 from instrument.agent.client import Member
-from instrument.agent.screen import Looker
+from instrument.agent.screen import LiveSampler
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.profile.keys import loads
@@ -123,7 +123,10 @@ def test_metrics_reports_and_live_agree_on_what_has_failed_and_what_was_cancelle
     assert session.summary(views=["requests"]).partition("Request  ")[2].split()[:3] == ["Count", "Errors", "Cancelled"]
     assert "3 of them ended with an error, 10 were cancelled" in session.summary()
 
-    looker, now = Looker(""), Member({"pid": os.getpid(), "ended_ns": 0, "how": "", "service": ""}, RECORDER.memory_fd)
+    looker, now = (
+        LiveSampler(""),
+        Member({"pid": os.getpid(), "ended_ns": 0, "how": "", "service": ""}, RECORDER.memory_fd),
+    )
     screen = looker.look([now])
     (shown,) = screen.endpoints
     assert (shown.requests, shown.errors, shown.cancelled) == (21, 3, 10)

@@ -17,7 +17,7 @@ from readback import rows_in
 
 from instrument.otlp import export_facts, exported, recording_reader
 from instrument.otlp.export_facts import UNMETERED, MeteredFacts
-from instrument.otlp.exported import Exported, ExportedRun
+from instrument.otlp.exported import ExportedRun, RecordingExport
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
@@ -57,11 +57,11 @@ class Service:
             with self.recorder.scope(name, kind="request"):
                 pass
 
-    def handed_over(self, server: Collector) -> Exported:
+    def handed_over(self, server: Collector) -> RecordingExport:
         """Its recording as an exporter is given it."""
         exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
         exporter.start()
-        self.exported = Exported(self.recorder.memory_fd, exporter)
+        self.exported = RecordingExport(self.recorder.memory_fd, exporter)
         self.run = ExportedRun({})
         self.run.members[0] = self.exported
         self.exporter = exporter

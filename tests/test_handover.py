@@ -24,7 +24,7 @@ from instrument.errors import ExportError
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_place
-from instrument.recording.export_place import ExportPlace, Progress
+from instrument.recording.export_place import ExportCheckpoint, Progress
 from instrument.runtime import packets, run_folder
 from instrument.sessions import handover, leaving, session_threads
 from instrument.sessions.generation import Generations
@@ -71,15 +71,15 @@ def serve(count: int) -> None:
             pass
 
 
-def taken() -> ExportPlace:
+def taken() -> ExportCheckpoint:
     """The recording, whose export the agent has taken."""
-    place = ExportPlace(RECORDER.memory_fd)
+    place = ExportCheckpoint(RECORDER.memory_fd)
     assert place.take()
     place.read()  # what is written goes on from there
     return place
 
 
-def write(place: ExportPlace, generation: int = 0, **fates: int) -> None:
+def write(place: ExportCheckpoint, generation: int = 0, **fates: int) -> None:
     """Have the agent say how far it has come."""
     progress = Progress(generation or export_place.counted(place)[0])
     progress.fates.update(fates)
@@ -227,7 +227,7 @@ def test_a_session_begins_once_an_agent_that_came_late_has_read_the_one_before(
     begin(collector)
     serve(3)
     instrument.stop()
-    places: list[ExportPlace] = []
+    places: list[ExportCheckpoint] = []
 
     def read() -> None:
         places.append(taken())

@@ -31,7 +31,7 @@ from tallies import rows_of
 from instrument import clock, native
 from instrument.agent.client import Member
 from instrument.agent.departure import fold
-from instrument.agent.screen import Looker
+from instrument.agent.screen import LiveSampler
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import UNMETERED, ExportFacts
 from instrument.otlp.packing import Ids
@@ -245,7 +245,7 @@ def test_it_is_said_up_to_when_device_times_are_known(recorder: Any) -> None:
 
 def test_a_look_at_a_run_tells_what_devices_have_worked_since_the_one_before(recorder: Any) -> None:
     recorder.begin(1 << 22, {})
-    function, looker = recorder.wrap(lambda: None, Site("decode", device=True)), Looker("run")
+    function, looker = recorder.wrap(lambda: None, Site("decode", device=True)), LiveSampler("run")
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
     member = Member(facts, recorder.memory_fd)
     for times in (1, 2):
@@ -266,7 +266,7 @@ def test_a_look_at_a_run_counts_no_time_twice_that_is_of_whatever_ran_meanwhile(
     for site in (Site("decode"), COLLECTION, BLOCKED_LOOP):
         recorder.wrap(lambda: None, site)()
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
-    (place,) = Looker("run").look([Member(facts, recorder.memory_fd)]).places
+    (place,) = LiveSampler("run").look([Member(facts, recorder.memory_fd)]).places
     assert (place.name, place.ratio) == ("decode", 1.0)
 
 
@@ -276,7 +276,7 @@ def test_a_look_at_a_run_takes_a_request_to_cost_what_one_costs(recorder: Any) -
         recorder.wrap(lambda: None, site)()
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
     costs = {"call_ns": 100.0, "request_ns": 900.0}
-    (process,) = Looker("run").look([Member({**facts, **costs}, recorder.memory_fd)]).processes
+    (process,) = LiveSampler("run").look([Member({**facts, **costs}, recorder.memory_fd)]).processes
     assert process.cost_ratio == pytest.approx(1000 / process.up_ns)
 
 
@@ -289,7 +289,7 @@ def test_a_look_at_a_run_tells_the_age_also_of_a_request_that_began_as_others_we
             with recorder.scope("GET /", kind="request"), recorder.scope("decode"):
                 yield from super().__iter__()
 
-    (request,) = Looker("run").look(Members([Member(facts, recorder.memory_fd)])).in_flight
+    (request,) = LiveSampler("run").look(Members([Member(facts, recorder.memory_fd)])).in_flight
     assert request.age_ns > request.now_ns > 0
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from instrument.recorder.meter import Books, Meter
 from instrument.recording import memory, memory_layout
-from instrument.recording.export_place import ExportPlace
+from instrument.recording.export_place import ExportCheckpoint
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 
 
 @pytest.fixture
-def place() -> Iterator[ExportPlace]:
+def place() -> Iterator[ExportCheckpoint]:
     made = memory.make(1 << 16)
-    found = ExportPlace(made.fd)
+    found = ExportCheckpoint(made.fd)
     os.close(made.fd)
     yield found
     found.close()
@@ -28,14 +28,14 @@ def state(number: int, **meter: Any) -> MeterState:
     return MeterState(3, number, {"number": number, **meter}, {"told": []}, {1: number})
 
 
-def test_what_was_written_last_is_read_by_the_next_one(place: ExportPlace) -> None:
+def test_what_was_written_last_is_read_by_the_next_one(place: ExportCheckpoint) -> None:
     assert read_meter(place) is None
     for number in range(1, 4):
         assert MeterPlace(place).write(state(number))
         assert read_meter(place) == state(number)
 
 
-def test_of_what_was_being_written_the_state_before_is_left(place: ExportPlace) -> None:
+def test_of_what_was_being_written_the_state_before_is_left(place: ExportCheckpoint) -> None:
     writer = MeterPlace(place)
     writer.write(state(1))
     writer.write(state(2))
@@ -44,7 +44,7 @@ def test_of_what_was_being_written_the_state_before_is_left(place: ExportPlace) 
     assert read_meter(place) == state(1)
 
 
-def test_a_state_without_room_leaves_the_one_before(place: ExportPlace) -> None:
+def test_a_state_without_room_leaves_the_one_before(place: ExportCheckpoint) -> None:
     writer = MeterPlace(place)
     writer.write(state(1))
     assert not writer.write(state(2, noise=random.Random(1).randbytes(1 << 20).hex()))

@@ -1,4 +1,4 @@
-"""Children of the agent that go on beside it: what takes long, hangs or fails in one does not do so in the agent."""
+"""Child processes of the agent. A slow task, a hang or a crash in one of them does not reach the agent itself."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pathlib import Path
 from instrument.agent.loop import Connection
 from instrument.runtime import packets
 
-BEGINNINGS, BEGINNINGS_S = 5, 600.0
-"""So often within such a time a child is begun anew; it does not end by itself."""
+MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
+"""The most restarts of a child within the window in seconds; a child does not end by itself."""
 
 REAP_S, LOOK_S = 2.0, 0.001
-"""How long the end of a child that was killed is waited for, and how often it is looked for."""
+"""The longest wait for the end of a killed child, and the pause between two checks of it, in seconds."""
 
 PIPE_BYTES = 1 << 16
 
@@ -34,11 +34,11 @@ of 64 KiB (M_MMAP_THRESHOLD), and threads share one arena (M_ARENA_MAX)."""
 
 
 class Child:
-    """A child, begun when there is something for it to do, and the agent's end of the connection to it.
+    """A child process, started on its first task, and the agent's end of the connection to it.
 
-    `selector` is the agent's own. In the child `serve` serves the agent at the other end until it returns; `ps` shows
-    the `name`, of which the system keeps 15 characters. `heard` is called with what it says, `has_ended` where it has
-    ended, and `has_told_all` where nothing waits any more that it is to be told.
+    `selector` is the agent's own. `serve` runs in the child and serves the agent at the other end until it returns.
+    `ps` shows the first 15 characters of `name`. `heard` is called with each message of the child, `has_ended` at its
+    end, and `has_told_all` once no message to it waits any more.
     """
 
     def __init__(
@@ -58,25 +58,25 @@ class Child:
         self._has_told_all = has_told_all
         self._connection: Connection | None = None
         self._pid = 0
-        self._begun: deque[float] = deque(maxlen=BEGINNINGS + 1)
+        self._begun: deque[float] = deque(maxlen=MOST_RESTARTS + 1)
 
     @property
     def is_there(self) -> bool:
-        """Whether there is one, as far as is known."""
+        """Return True while no end of the child has been seen."""
         return self._connection is not None
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything is still to be sent to it."""
+        """Return True while messages wait to be sent to the child."""
         return self._connection is not None and self._connection.has_waiting
 
     def begin(self) -> str:
-        """Have one begun unless there is one. Returns why that cannot be, "" where there is one."""
+        """Start a child unless one runs. Return the reason for which none could be started, else ""."""
         if self._connection is not None:
             return ""
         now = time.monotonic()
-        if len(self._begun) > BEGINNINGS and now - self._begun[0] < BEGINNINGS_S:
-            return f"has ended {len(self._begun)} times in {BEGINNINGS_S:g} s"
+        if len(self._begun) > MOST_RESTARTS and now - self._begun[0] < RESTART_WINDOW_S:
+            return f"has ended {len(self._begun)} times in {RESTART_WINDOW_S:g} s"
         self._begun.append(now)
         try:
             self._connection, self._pid = _forked(self._serve, self._name)
@@ -86,15 +86,15 @@ class Child:
         return ""
 
     def send(self, message: packets.Message, *descriptors: int) -> None:
-        """Tell it something, now or when there is room. One that hangs, and so hears nothing, holds nobody up."""
+        """Send the child a message, now or once there is room. A hanging child does not block the caller."""
         if self._connection is not None:
             self._connection.send(message, descriptors)
             self._watch(self._connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Hear it, and wait until more can be sent where anything waits to be.
+        """Read from a connection, and write to it while messages wait.
 
-        One that more waits for than may is ended: that is heard, and another one goes on.
+        Kill a child whose queue is full: its end is noticed, and another child starts.
         """
         if connection.is_broken:
             os.kill(self._pid, signal.SIGKILL)
@@ -120,9 +120,9 @@ class Child:
             self._heard(message)
 
     def end(self) -> None:
-        """End it, whatever it is about, reap it, and hear what it said before.
+        """Kill the child, reap it, and handle the messages that it sent before.
 
-        One that hangs in a driver is left to that after a while.
+        Leave a child alone that hangs in a driver beyond the time limit.
         """
         connection, self._connection = self._connection, None
         if connection is None:
@@ -140,7 +140,7 @@ class Child:
 
 
 def _next_of(connection: Connection) -> packets.Message | None:
-    """The next packet of a child, None where there is none. Raises `BlockingIOError` where one may yet come."""
+    """Return the next message of a child, None after its last. Raise `BlockingIOError` if one may still come."""
     try:
         message, descriptors = connection.receive()
     except packets.PacketError:
@@ -163,7 +163,7 @@ class AgentEnd:
         self.has_gone = False
 
     def hear(self, wait_s: float) -> Iterator[tuple[packets.Message, list[int]]]:
-        """What the agent says, with descriptors, once it says anything within such a time."""
+        """Yield the messages of the agent with their descriptors, once the first one comes within `wait_s`."""
         if not self._waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)):
             return
         with suppress(BlockingIOError):
@@ -183,18 +183,18 @@ class AgentEnd:
                 yield message, descriptors
 
     def wake(self) -> None:
-        """End the wait of who hears, from another thread."""
+        """End the wait in `hear`, from another thread."""
         with suppress(BlockingIOError):
             os.write(self._waker, b".")
 
     def tell(self, message: packets.Message) -> None:
-        """Say something; where the agent has gone, or hears nothing, that is told by the end of the connection."""
+        """Send the agent a message. Ignore errors: `hear` notices the end of the connection."""
         with suppress(OSError):
             packets.send(self._connection, message)
 
 
 def _forked(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
-    """The agent's end of the connection to a new child, and the child's number. Raises `OSError`."""
+    """Fork a child. Return the agent's end of the connection to it, and its process id. Raise `OSError`."""
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
     agent = os.getpid()
     try:
@@ -210,7 +210,7 @@ def _forked(serve: Callable[[socket.socket], object], name: str) -> tuple[Connec
 
 
 def _be(connection: socket.socket, serve: Callable[[socket.socket], object], name: str, agent: int) -> None:
-    """In the child: serve, with nothing else of the agent's in its hands. Does not return."""
+    """Serve in the child, with all other descriptors of the agent closed. Never return."""
     code = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -230,8 +230,8 @@ def _be(connection: socket.socket, serve: Callable[[socket.socket], object], nam
 
 
 def _prepare(agent: int) -> None:
-    """Have this child end as the agent does, also where it hangs, so that its claims are free then. Have it return
-    memory that it no longer needs."""
+    """Let this child die with the agent, even if it hangs, so that its claims are freed. Have its allocator return
+    unused memory."""
     with suppress(ImportError, OSError, AttributeError):
         import ctypes
 

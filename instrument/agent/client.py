@@ -1,4 +1,4 @@
-"""Who asks about runs: a command of the same user, by the socket in the folder of each run."""
+"""Questions about runs, which a command of the same user sends through the socket in each run's folder."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from instrument.runtime import packets, run_folder
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of a run: what its agent says of it, and its recording's descriptor, -1 for none."""
+    """A process of a run: the facts of its agent, and the descriptor of its recording, -1 for none."""
 
     facts: Mapping[str, Any]
     memory: int = -1
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Return the process id."""
         return int(self.facts["pid"])
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended."""
+        """Return True if the process has not ended."""
         return not self.facts["ended_ns"]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A run whose agent has answered: its socket, its name, and its processes. `problem` is why it has not.
+    """The answer of a run's agent: its socket, its name, and its processes, or the `problem` that left it without an
+    answer.
 
-    So many processes as are `folded` ended before those of `members` that did, and nothing else is known of them.
-    `unseen` is the sentence on those that record nothing.
-    An agent that is of no run, and that nobody has joined, is told of by its socket, in place of a run's name.
+    `folded` counts processes that ended before the ended ones among `members`, and of which no more is known. `unseen`
+    is the sentence on processes that record nothing. An agent without a run, and which nobody has joined, has the path
+    of its socket as its name.
     """
 
     socket: Path
@@ -163,7 +164,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
 
 
 def _why_silent(socket: Path, error: Exception) -> str:
-    """Why nobody answers, and what to do."""
+    """Return the reason for which nobody answers, and the user's next step."""
     if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
         holder = run_folder.holder_of(socket)
         if isinstance(error, TimeoutError) and holder is not None:
@@ -185,9 +186,9 @@ def _why_silent(socket: Path, error: Exception) -> str:
 def tell(
     run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float, slow: Callable[[], object] = lambda: None
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Ask processes of a run to do something: each one's number and answer, as they come, within a time.
+    """Ask processes of a run to do something. Yield the process id and the answer of each, within `wait_s` seconds.
 
-    `slow` is called once where some have not answered after a moment.
+    Call `slow` once if answers are missing after `SLOW_S`.
     """
     end = time.monotonic() + wait_s
     with run_folder.connected(run.socket, min(SLOW_S, wait_s)) as caller:
@@ -207,4 +208,4 @@ def tell(
 
 
 SLOW_S = 0.2
-"""After how long it is said that somebody has not answered yet."""
+"""Seconds without an answer after which the user reads that some processes have not answered yet."""

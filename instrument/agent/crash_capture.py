@@ -1,6 +1,6 @@
-"""Captures: what the recording of a process holds, saved as a file, with how and within what the process ended.
+"""Captures: the recording of a process, saved as a file, with how and within what the process ended.
 
-It imports what reads recordings when it is asked: in a child of the agent, which itself does without, or in a command.
+Readers of recordings are imported on demand: in a child of the agent, which itself does without, or in a command.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ RECORDING = ".npz"
 LAST_GAUGES = " Its last gauges, "
 
 REQUESTS_TOLD = 5
-"""The most requests that were open which the sentence names; the file has all of them."""
+"""The most open requests that the sentence names; the file has all of them."""
 ATTRIBUTES_TOLD, VALUE_TOLD = 4, 60
-"""How many attributes of a span the sentence names, and characters of each."""
+"""The most attributes of a span that the sentence names, and the most characters of each value."""
 OF_TRANSPORT = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
 """Attributes that the sentence leaves to the file."""
 GAUGES_TOLD = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
-"""The gauges whose last readings are told in words; the file has all of them."""
+"""The gauges whose last readings the sentence names; the file has all of them."""
 
 
 def capture(
@@ -43,10 +43,10 @@ def capture(
 ) -> Mapping[str, Any]:
     """Save the spans and totals of a recording in memory.
 
-    Where `how` is given its process has gone, in that way, at `end_ns`, or after all that it recorded where that is not
-    known. The file and the answer name what was open then, under `died`. Both repeat what it `said` of costs and losses
-    as it left. `copies` are files of the same, recordings and Chrome traces by their names; those that were
-    written are in the answer. Raises `TraceError` for what is no sound recording.
+    With `how` the process has ended in that way, at `end_ns`, or after all that it recorded if None. The file and the
+    answer then name the open spans, under `died`. Both repeat the costs and losses that the process `said` as it left.
+    `copies` are paths of further recordings and Chrome traces; the answer names the written ones. Raises `TraceError`
+    for what is no sound recording.
     """
     from dataclasses import replace
 
@@ -83,7 +83,7 @@ def _is_written(path: str, trace: Trace, tally: Tally | None) -> bool:
 
 
 def found(path: str, run: str) -> Mapping[str, Any] | None:
-    """What `capture` has told nobody of a process of a run, by the file that it has saved; None where there is none."""
+    """Return the answer of `capture` from a file that it has saved for a process of a run; None without one."""
     from instrument.errors import TraceError
     from instrument.trace import file
 
@@ -98,7 +98,7 @@ def found(path: str, run: str) -> Mapping[str, Any] | None:
 
 
 def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
-    """What a trace knows, with what its process said of it. Raises `TraceError` for what is not as it should be."""
+    """Return a trace with the costs, losses and notes that its process sent. Raise `TraceError` if malformed."""
     from dataclasses import replace
 
     from instrument.errors import TraceError
@@ -148,10 +148,10 @@ def death_of(
     errors: Mapping[int, tuple[str, str]] | None = None,
     least: str = "",
 ) -> str:
-    """How a process ended and in the middle of what: the spans that had not ended, by request, the newest first.
+    """Return a sentence on how a process ended, with its open spans by request, newest first.
 
-    `errors` are those of spans that had ended, by the ids of their roots: that of the first request is told. `least` is
-    put before each age: a process that hangs records nothing, so that its end may be long after `end_ns`.
+    `errors` has the newest error of ended spans by root id; the sentence names that of the first request. `least`
+    precedes each age: a hanging process records nothing, so its end may be long after `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
@@ -169,7 +169,7 @@ def death_of(
 
 
 def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
-    """The outermost and the innermost span of those of a tree that are open."""
+    """Return the outermost and the innermost span of a tree's open spans."""
     return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
 
 
@@ -182,7 +182,7 @@ def _within(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
 
 
 def bearing(span: OpenSpan) -> str:
-    """The first attributes that a span bears, in brackets, but for those of its transport, which its name tells."""
+    """Return the first attributes of a span in brackets, without those of its transport, which are part of its name."""
     names = [name for name in span.attributes if name != REMOTE and not name.startswith(OF_TRANSPORT)]
     told = [f"{name}={span.attributes[name]!s:.{VALUE_TOLD}}" for name in names]
     more = [f"{len(told) - ATTRIBUTES_TOLD} more"] if len(told) > ATTRIBUTES_TOLD else []

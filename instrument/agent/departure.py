@@ -22,10 +22,10 @@ from instrument.runtime import atomic, run_folder
 Answer = Mapping[str, Any]
 
 CAPTURE = "-died.npz"
-"""How the name of a capture ends."""
+"""The end of a capture's file name."""
 
 FOR_REPORT = "-left.npz"
-"""How the name of a file ends that the report of a run is made of, and that goes with the run."""
+"""The end of a file name with data for the report of a run. Such a file is removed with the run."""
 
 ENDED_BEFORE = "ended under an agent before this one"
 
@@ -35,7 +35,7 @@ _RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
 
 def facts_of(process: Process) -> dict[str, Any]:
-    """What is told of a process to who asks."""
+    """Return the facts of a process for a command that asks."""
     told = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
     return {
         **{name: process.facts.get(name) for name in told},
@@ -53,7 +53,7 @@ def facts_of(process: Process) -> dict[str, Any]:
 
 
 def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
-    """What makes the report of a run, of what its processes have saved, and others under an agent before this one."""
+    """Return a job that makes the report of a run, from files of its processes and of those under an agent before."""
     of = next((one.facts["report"] for one in reversed(run.recorded()) if one.facts.get("report")), None)
     asked = of or {"views": ["brief"], "options": {}}
     parts = [
@@ -69,9 +69,9 @@ def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], 
 
 
 def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
-    """What lies in a folder of processes of a run that this agent knows nothing of: they ended under one before it.
+    """Return the processes of a run that ended under an agent before this one, from their files in a folder.
 
-    How each of them ended went with that one, but for those of which a capture was saved.
+    Their ways to end are unknown, except of those with a capture.
     """
     known, found = {run.folded, *(one.saved for one in run.processes)}, []
     for path, of in _left_in(folder):
@@ -88,7 +88,7 @@ def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
 
 
 def _left_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
-    """The files of a folder that reports of runs are made of, with what the name of each tells."""
+    """Return the files in a folder that reports of runs are made of, each with the match of its name."""
     paths = run_folder.paths_in(folder, f"*{FOR_REPORT}")
     return [(path, of) for path in paths if (of := _LEFT.fullmatch(path.name)) is not None]
 
@@ -99,7 +99,7 @@ def _part_of_name(run: Run) -> str:
 
 
 def _is_notable(process: Process) -> bool:
-    """Whether a process ended as none should."""
+    """Return True if a process vanished, or ended with another exit code than 0."""
     return process.how == VANISHED or bool(process.status)
 
 
@@ -124,10 +124,10 @@ def captures_of(processes: Sequence[Process], folder: Path) -> Callable[[], Answ
 
 
 def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
-    """A job that saves what a process has left in memory; of one that vanished also what it was in the middle of.
+    """Return a job that saves the recording of a process, and of one that vanished its open spans.
 
-    It goes on where the agent is killed meanwhile. The next one waits for it, and takes what is saved for its own.
-    One that exited has the files that its profile asks for, too: it could not write them.
+    The job goes on if the agent is killed meanwhile. The next agent waits for it and takes over its file. For one that
+    exited the job also writes the files of its profile: it could not write them.
     """
     copies = process.facts.get("files", ()) if process.how == EXITED else ()
     how = _way(process) if process.how == VANISHED else ""
@@ -184,9 +184,8 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
 
 
 def remove_abandoned(folder: Path, runs: Iterable[Run]) -> list[str]:
-    """Remove what an agent before this one had saved in its folder for reports of other runs than these, which nobody
-    makes any more. Returns what there is to say of it.
-    """
+    """Remove the files that an agent before this one had saved for reports of runs that never came back. Return a
+    message on each such run."""
     known, counts = {_part_of_name(run) for run in runs}, Counter[str]()
     for path, of in _left_in(folder):
         if of["run"] not in known:
@@ -200,14 +199,14 @@ def remove_abandoned(folder: Path, runs: Iterable[Run]) -> list[str]:
 
 
 def why_unread(process: Process) -> str:
-    """Why nothing can be saved of a process."""
+    """Return the reason for which nothing of a process can be saved."""
     if process.is_missed:
         return "the agent of its run had gone before that was done, and what it recorded went with it"
     return "it recorded where nobody else can read"
 
 
 def place_of_capture(process: Process, folder: Path | None) -> str:
-    """The file that a process's capture becomes: in the folder for captures, else beside the process's own files."""
+    """Return the path of a process's capture: in `folder`, or next to the process's own files if None."""
     path = Path(str(process.facts["captures"]))
     path = path if folder is None else folder / path.name
     number = "" if f"-{process.pid}" in path.stem else f"-{process.pid}"
@@ -215,9 +214,9 @@ def place_of_capture(process: Process, folder: Path | None) -> str:
 
 
 def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int) -> int:
-    """Remove the oldest files of a service as one that was saved, until all keep within `disk_bytes`: how many.
+    """Remove the oldest files of a service until all fit into `disk_bytes`. Return the number of removed files.
 
-    It stays, and so do those in `kept`, which the report of a run is still to be made of.
+    The file `saved` remains, and so do those in `kept`, which a report of a run still needs.
     """
     own, found = _less_numbers(saved.name, service), []
     for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
@@ -235,14 +234,14 @@ def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int)
 
 
 def _less_numbers(name: str, service: str) -> str:
-    """What the names of a service's captures have in common, whichever run and process each is of."""
+    """Return the part of a file name that all captures of a service share, without numbers of runs and processes."""
     run = _RUN.search(name)
     at = run.start() if run is not None else len(service) if name.startswith(service) else 0
     return f"{name[:at]}*{_NUMBERS.sub('', name[at:])}"
 
 
 def line_of(process: Process, answer: Answer) -> str:
-    """The line that says how a process ended, in the middle of what, and what was saved of it."""
+    """Return the line on how a process ended, its open spans, and the file that was saved of it."""
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
     saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
     return f"instrument: process {process.pid}{service} {answer.get('died') or _way(process)}; {saved}"
@@ -255,7 +254,7 @@ def _way(process: Process) -> str:
 
 
 def end_of(process: Process) -> str:
-    """How a process ended, in a word or two."""
+    """Return how a process ended, in a word or two."""
     words = {GOODBYE: "in order", EXITED: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
     return f"{words.get(process.how, 'runs')}{_how(process.status)}"
 
@@ -272,7 +271,7 @@ def _how(status: int | None) -> str:
 
 
 def line_of_export(lost: Mapping[str, int]) -> str:
-    """The line that says what of a run did not reach its collector."""
+    """Return the line on spans of a run that did not reach the collector."""
     told = ", ".join(f"{count} {reason}" for reason, count in lost.items())
     return f"instrument: not all that this run was to export has reached the collector: {told}"
 
@@ -284,7 +283,7 @@ def seen_of_unmet(process: Process) -> str:
 
 
 def line_of_missed(process: Process) -> str:
-    """The line that says that what a process recorded last was never exported."""
+    """Return the line on a process whose last spans were never exported."""
     return (
         f"instrument: what process {process.pid} recorded last has not reached the collector: it ended while its run "
         "had no agent, and no other process has told the next one where its spans go"
@@ -292,7 +291,7 @@ def line_of_missed(process: Process) -> str:
 
 
 def nobody_joined(pid: int, after_s: float) -> str:
-    """Why no process of a run records, as far as the environment of its first one tells."""
+    """Return the line on a run without a recording process, with the reason from the environment of its first one."""
     return (
         f"instrument: {after_s:g} s after its start no process of this run records anything{_obstacle(pid)}. "
         "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
@@ -301,7 +300,7 @@ def nobody_joined(pid: int, after_s: float) -> str:
 
 
 def _obstacle(pid: int) -> str:
-    """What keeps our autostart from the program that the process runs now."""
+    """Return the reason for which our autostart is not loaded by the program that a process runs."""
     try:
         found = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
     except OSError:
@@ -325,9 +324,9 @@ PROCESSES_TOLD = 12
 
 
 class ReportedProcess(NamedTuple):
-    """A process of the run, or so many: what is said of it, and the recording that it has left ("": none).
+    """A process of a run, or a group of `processes`: its name in the report, and the path of its recording ("": none).
 
-    One that `is_notable` ended as none should; one that `has_told` of itself had ended before the others came.
+    One that `is_notable` vanished or failed. One that `has_told` printed its own report before the others joined.
     """
 
     name: str
@@ -371,9 +370,8 @@ def combined_report(
 
 
 def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Put several recordings into one that grows no further, and remove those beside it: where, and how many of them
-    could not be read.
-    """
+    """Merge recordings into one of bounded size, and remove those next to it. Return its path, and the number of
+    unreadable ones."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import folded

@@ -1,7 +1,7 @@
 """The program of the agent's exporter: a child of the agent, which reads recordings and gauges, and sends spans.
 
-The agent hands it each recording that is to be exported, and tells when its process has ended. It ends when the agent
-says so, within a time, and at once where the agent has gone: the next agent's goes on where it stood.
+The agent hands over each recording to export, and announces the end of its process. The exporter ends on the agent's
+request, within a time limit, and at once if the agent is gone: the next agent's exporter goes on from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ else:  # a run that has only its gauges read needs no numpy
     exporter, kept_files = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.kept_files")
 
 LOOK_S = 0.2
-"""How often recordings are looked at; the ring of a thread must hold what it records in that time."""
+"""Seconds between two looks at recordings; the ring of a thread must have room for its rows of that time."""
 
 BEHIND_S = 0.02
 """The same while spans wait in a recording for others to be sent."""
@@ -52,7 +52,7 @@ SAID = 1000
 
 
 class _Teller(logging.Handler):
-    """Has the agent say, where the services write their errors, what would be in the log of a service."""
+    """Sends the agent what a service would log, for the standard error of the services."""
 
     def __init__(self, tell: Callable[[packets.Message], object]) -> None:
         super().__init__(logging.WARNING)
@@ -69,7 +69,7 @@ class ExportLoop:
         self._agent = AgentEnd(connection)
         self._gauges = GaugeThread(self._agent.tell)
         self._exporters: dict[Otlp | None, exporter.Exporter] = {}
-        self._recordings: dict[int, exported.Exported] = {}
+        self._recordings: dict[int, exported.RecordingExport] = {}
         self._settings: dict[int, Otlp | None] = {}
         self._scopes: dict[int, list[scrapes.Scope]] = {}
         """The scopes of scrapes that each recording belongs to, by number."""
@@ -82,7 +82,7 @@ class ExportLoop:
         self.faults = 0
 
     def serve(self) -> None:
-        """Do so until the agent says that it ends, or has gone."""
+        """Serve until the agent asks for the end, or is gone."""
         has_more = False
         while not self._ends_at:
             wait_s = BEHIND_S if self._is_behind else LOOK_S
@@ -146,7 +146,7 @@ class ExportLoop:
             if found is not None:
                 self._attempt(int(message[name]), partial(action, int(message[name]), found))
 
-    def _note_ended(self, _: int, found: exported.Exported) -> None:
+    def _note_ended(self, _: int, found: exported.RecordingExport) -> None:
         found.has_ended = True
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
@@ -180,7 +180,7 @@ class ExportLoop:
         try:
             wanted = None if settings is None else export_facts.settings_from(settings)
             sends = wanted is not None
-            self._recordings[number] = exported.Exported(fd, self._exporter(wanted), generation, sends=sends)
+            self._recordings[number] = exported.RecordingExport(fd, self._exporter(wanted), generation, sends=sends)
             self._settings[number] = wanted
         finally:
             os.close(fd)
@@ -222,7 +222,9 @@ class ExportLoop:
             self.faults += 1
             self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
 
-    def _look(self, *, is_last: bool = False, at_once: bool = False, metered: exported.Exported | None = None) -> bool:
+    def _look(
+        self, *, is_last: bool = False, at_once: bool = False, metered: exported.RecordingExport | None = None
+    ) -> bool:
         """Read and settle all of them once, and take the metrics of one; returns True where any has more by now."""
         has_more = bool(self._recordings) and self._run.look(
             self._attempt, is_last=is_last, at_once=at_once, metered=metered
@@ -234,7 +236,7 @@ class ExportLoop:
             sender.note_silence()
         return has_more
 
-    def _look_after(self, number: int, found: exported.Exported) -> None:
+    def _look_after(self, number: int, found: exported.RecordingExport) -> None:
         found.write_kept(at_once=False)
         if not found.is_behind:  # those come first the next time that there was no room for
             self._recordings[number] = self._recordings.pop(number)
@@ -242,7 +244,7 @@ class ExportLoop:
         if found.is_over and found.is_settled():
             self._let_go(number)
 
-    def _send_window(self, message: Mapping[str, Any], _: int, found: exported.Exported) -> None:
+    def _send_window(self, message: Mapping[str, Any], _: int, found: exported.RecordingExport) -> None:
         """Send all that was recorded in a time; requests that are open are kept until they end."""
         spans = found.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
         found.keep_open(spans)
@@ -255,14 +257,14 @@ class ExportLoop:
             if not self._look(at_once=True):
                 return
 
-    def _send_now(self, _: int, found: exported.Exported) -> None:
+    def _send_now(self, _: int, found: exported.RecordingExport) -> None:
         """Send what a process has recorded until now."""
         self._settle_now()
         self._look(at_once=True, metered=found)
         found.is_settled()
 
     def _let_go(self, number: int, problem: str = "") -> None:
-        """Be done with a recording, whatever can still be read of it."""
+        """Finish a recording, report the outcome of its spans to the agent, and close it."""
         found, fates = self._recordings.pop(number, None), {}
         is_sent, scopes = self._settings.pop(number, None) is not None, self._scopes.pop(number, [])
         try:

@@ -1,8 +1,7 @@
-"""The agent's end of its exporter: a child of its own, begun when the first recording is to be exported, or the first
-process wants its gauges read.
+"""The agent's end of its exporter, a child that starts with the first recording to export or gauge to read.
 
-What reads recordings, talks to a collector and to drivers is a process by itself, so that the agent stays small,
-answers meanwhile, and outlives a fault there: where the child ends, another one goes on where the recordings stand.
+It reads recordings and talks to a collector and to drivers. So the agent stays small, answers meanwhile, and survives a
+fault there: after a crash another child goes on from the progress in the recordings.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 from instrument.agent.child import Child
 from instrument.agent.processes import Process, Run
 from instrument.recording import export_place
-from instrument.recording.export_place import ExportPlace
+from instrument.recording.export_place import ExportCheckpoint
 from instrument.runtime import atomic, packets, run_folder
 
 EXPORTER = "instr-exporter"
@@ -47,7 +46,7 @@ class Exports:
         says: Callable[[str], object],
         send: Callable[[Process, packets.Message], object],
     ) -> None:
-        self._child = Child(selector, _serve, EXPORTER, self._heard, self._go_on, self._flush_waiting)
+        self._child = Child(selector, _serve, EXPORTER, self._heard, self._restart_exporter, self._flush_waiting)
         self._changed = changed
         self._send = send
         self._says = says
@@ -65,24 +64,24 @@ class Exports:
         self._listeners: dict[str, socket.socket | None] = {}
         """By address where scrapes are answered; None where that cannot be."""
         self._handed_over: set[str] = set()
-        """Addresses of those that the child has."""
+        """Addresses whose listening sockets the child has."""
         self.fates: Counter[str] = Counter()
-        """What has become of the spans of those processes that have ended."""
+        """The outcomes of spans of ended processes, with their counts."""
         self.fates["perhaps"] = run_folder.unsent(folder)
         self.problem = ""
 
     def waits_for(self, run: Run) -> bool:
-        """Whether anything of a run's processes that have ended is still to be exported."""
+        """Return True while recordings of a run's ended processes are still exported."""
         return any(process.run is run and not process.lives for process, *_ in self._recordings.values())
 
     @property
     def is_done(self) -> bool:
-        """Whether there is no child that exports."""
+        """Return True if no child exports."""
         return not self._child.is_there
 
     @property
     def lost(self) -> Mapping[str, int]:
-        """The losses of those processes that have ended, as they are called."""
+        """Return the losses of ended processes, by the names that users see."""
         return export_place.told(self.fates)
 
     def add(self, process: Process) -> None:
@@ -135,13 +134,14 @@ class Exports:
             self._begin_with(one, kept)
 
     def add_missed(self, process: Process) -> None:
-        """Export what a process left that ended while there was no agent, once one alike tells the settings for it."""
+        """Export a recording that was left without an agent, once a process of the same service and profile brings the
+        settings."""
         if process.facts.get("exports") and process.memory >= 0:
             self._missed.append((process, os.dup(process.memory)))
             self._note(process, process.memory)
 
     def forget_missed(self) -> list[Process]:
-        """Give up those that nobody alike has joined for."""
+        """Give up such recordings for which no process of the same service and profile has joined."""
         missed, self._missed = self._missed, []
         for process, memory in missed:
             os.close(memory)
@@ -183,13 +183,13 @@ class Exports:
         return numbers
 
     def end(self, within_s: float) -> None:
-        """Have it all sent that can be in so much time."""
+        """Have the child send as much as it can within a time."""
         if not self.is_ending:
             self.is_ending = True
             self._child.send({"end": within_s})
 
     def stop(self) -> None:
-        """End the child, whatever it is about."""
+        """Kill the child and close all recordings."""
         self.is_ending = True
         self._gauged.clear()
         self._child.end()
@@ -311,12 +311,12 @@ class Exports:
         """Count what a process that has ended left unread, and unless that `is_told` what became of its spans."""
         if process.lives or not exports_spans(process):
             return
-        with suppress(OSError, struct.error), closing(ExportPlace(memory)) as place:
+        with suppress(OSError, struct.error), closing(ExportCheckpoint(memory)) as place:
             self.fates.update({} if is_told else place.read().untold())
             self.fates["unread"] += export_place.unread(place)
 
-    def _go_on(self) -> None:
-        """Begin another child, for this one has ended: by a fault, unless it was to."""
+    def _restart_exporter(self) -> None:
+        """Start another child after the end of the last one, which was a fault unless `is_ending`."""
         self._handed_over.clear()
         self._to_flush.clear()
         if self.is_ending:
@@ -350,10 +350,10 @@ class Exports:
             self._forget_note(process)
 
     def _note(self, process: Process, memory: int) -> None:
-        """Note how much of what a process has left may still be unsent."""
+        """Note the most spans of a process that may still be unsent."""
         if process in self._unsent or not exports_spans(process):
             return
-        with suppress(OSError, struct.error), closing(ExportPlace(memory)) as place:
+        with suppress(OSError, struct.error), closing(ExportCheckpoint(memory)) as place:
             self._unsent[process] = place.read().unsettled + export_place.unread(place)
             self._write_unsent()
 
@@ -385,7 +385,7 @@ def _listener_at(address: str) -> socket.socket:
 
 
 def _is_alike(one: Process, other: Process) -> bool:
-    """Whether two processes have one profile and service, and so one collector."""
+    """Return True if two processes have the same profile and service, and so the same collector."""
     return all(one.facts.get(name) == other.facts.get(name) for name in ("service", "profile", "digest"))
 
 

@@ -30,7 +30,7 @@ SILENT_S = 10.0
 """Seconds that one reading may take before each process is sent a note about it."""
 
 SHORTEST_NS = 10**6
-"""The least interval of readings, whatever a process asks for."""
+"""The shortest interval of readings, in nanoseconds."""
 
 MOST_DEVICES = 1024
 
@@ -52,7 +52,7 @@ class _Watched:
         self._place = GaugePlace(fd)
 
     def change(self, facts: Mapping[str, Any]) -> None:
-        """Go by the variables that the process has now."""
+        """Take over the environment variables that the process has now."""
         self._environ.clear()
         self._environ.update({str(name): str(value) for name, value in dict(facts.get("environ") or {}).items()})
 
@@ -132,7 +132,7 @@ class GaugeThread:
         """The processes that were sent a note about the present silence."""
 
     def ask(self, message: packets.Message, descriptors: Sequence[int]) -> None:
-        """Go by a message of the agent about the gauges of a process."""
+        """Handle a message of the agent about the gauges of a process."""
         if descriptors:
             self._reports[int(message["process"])] = {"gpus": [], "notes": []}
         self._asked.put((message, descriptors))

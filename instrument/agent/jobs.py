@@ -49,7 +49,7 @@ class Jobs:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being done, nor waits."""
+        """Return True if no job runs or waits."""
         return not self._running and not self._waiting
 
     def start(self, job: Job, then: Callable[[Answer], object]) -> None:

@@ -1,8 +1,8 @@
-"""Which processes of a run have recorded and not ended, as files beside its socket, for an agent that takes over.
+"""Notes on the recording processes of a run, as files next to its socket, for an agent that takes over.
 
-A process whose agent has gone joins the next one by itself. Who ended in between, or so shortly before that the agent
-had not saved what it left, is known by its file alone: what it recorded went with it or with that agent, but for what
-lies in a file of its own (`limits.ring_dir`), and what a child of that agent has still saved, which holds it meanwhile.
+A process whose agent is gone joins the next one by itself. One that ended in between, or before the agent had saved its
+recording, is known by its note alone. Its rows are lost, except for those in a file (`limits.ring_dir`), and those that
+a child of the former agent still saves. That child locks the note.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def note(folder: Path, process: Process) -> None:
 
 
 def forget(folder: Path, process: Process) -> None:
-    """A process has ended, and is told of; one without a goodbye once what it left is saved."""
+    """Remove the note of a process whose end is reported. Without a goodbye its recording is saved first."""
     with suppress(OSError):
         _place(folder, process).unlink()
 
 
 @contextmanager
 def held(folder: Path, process: Process) -> Iterator[None]:
-    """Hold what is noted of a process while what it left is saved, once nobody else does that any more."""
+    """Lock the note of a process while its recording is saved. Wait until no other process does that."""
     try:
         descriptor = os.open(_place(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # its end cannot be seen, or it is told of already
@@ -57,9 +57,9 @@ def held(folder: Path, process: Process) -> Iterator[None]:
 
 
 def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """The processes whose ends nobody has told of, each as one that lives until that is said.
+    """Return the processes whose ends nobody has reported, each as a living one.
 
-    `run_of` is the run of a name. Those that have joined since are not among them: their ends are seen.
+    `run_of` returns the run of a name. Processes that have joined since are left out: the agent sees their ends.
     """
     found = []
     for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
@@ -91,9 +91,8 @@ def awaits_others(folder: Path, run: Run) -> bool:
 
 
 def noted(folder: Path) -> tuple[int, int, list[str]]:
-    """How many processes that record are known by their files: those that live, those that have ended since, and the
-    folders in which what these recorded lies in files of its own.
-    """
+    """Return the numbers of living and of ended processes that have notes, and the folders with recordings of the
+    latter in files."""
     living, ended, folders = 0, 0, dict[str, None]()
     for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):

@@ -1,7 +1,6 @@
-"""The agent's event loop: what can be read, what is due, and its connections.
+"""The agent's event loop: readable descriptors, due timers, and its connections.
 
-One thread, which waits for nobody. What a process or a caller sends is bounded; whoever sends what is no packet of ours
-loses the connection.
+Its one thread waits for nobody. The packets of each connection are bounded; one that sends malformed packets is closed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WAITING_PACKETS = 1024
 """The most that wait for one connection."""
 
 _JOIN = b'{"join":'
-"""How such a packet begins."""
+"""The first bytes of a packet that joins a process."""
 
 
 class Connection:
@@ -36,17 +35,17 @@ class Connection:
         self._is_deaf = self.is_broken = False
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor, for selectors."""
         return self.sock.fileno()
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the other end is this user or root; the mode of a folder alone would leave it to the file system."""
+        """Return True if the other end is this user or root. Modes of folders depend on the file system."""
         return self.uid in (os.geteuid(), 0)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything is still to be sent."""
+        """Return True if packets wait to be sent."""
         return bool(self._waiting)
 
     def send(self, message: packets.Message, descriptors: Sequence[int] = ()) -> None:
@@ -86,7 +85,7 @@ class Connection:
             os.close(descriptor)
 
     def is_about_to_join(self) -> bool:
-        """Whether the next packet is that of a process that joins."""
+        """Return True if the next packet joins a process."""
         try:
             return self.sock.recv(len(_JOIN), socket.MSG_PEEK) == _JOIN
         except OSError:
@@ -105,7 +104,7 @@ class Connection:
                 return None, []
 
     def close(self) -> None:
-        """Close it, and what waits for it."""
+        """Close the socket, and the descriptors of waiting packets."""
         while self._waiting:
             self._drop_first()
         self.sock.close()
@@ -127,8 +126,8 @@ FAULT_REST_S = 0.01
 class EventLoop:
     """The event loop of an agent that listens on `listener`.
 
-    `heard(connection, message, descriptors)` is called with each packet, and returns those of the descriptors that it
-    keeps; `dropped(connection)` as a connection has ended. `says` is told of faults.
+    `heard(connection, message, descriptors)` is called with each packet, and returns the descriptors that it keeps.
+    `dropped(connection)` is called at the end of a connection, `says` with messages on faults.
     """
 
     def __init__(
@@ -147,11 +146,11 @@ class EventLoop:
         self.selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._silent: set[Connection] = set()
-        """Those of them that nothing has been heard on yet."""
+        """Connections that have not sent a packet yet."""
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.faults = self.refused = 0
         self.is_replaced = False
-        """Whether another agent has taken the place of this one, which was stopped for long: it does no more."""
+        """True once another agent has taken this one's place: this one does no more."""
         self._listen()
 
     def turn(self) -> None:
@@ -173,12 +172,12 @@ class EventLoop:
                 self.attempt(partial(key.data, key.fd))
 
     def _is_replaced(self) -> bool:
-        """Whether another socket has the name of this one, or the folder has gone with its run."""
+        """Return True if another socket has the path of this one, or the folder was removed with its run."""
         now = run_folder.identity(self._path)
         return now != self._identity and (now is not None or not self._path.parent.exists())
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Go on with the others whatever becomes of one; a fault of ours is counted, and said once."""
+        """Call an action. Count its faults, and report the first one."""
         try:
             action()
         except Exception as fault:
@@ -204,7 +203,7 @@ class EventLoop:
     # ---------------------------------------------------------------- connections
 
     def has(self, connection: Connection) -> bool:
-        """Whether a connection has not ended."""
+        """Return True if a connection has not ended."""
         return connection in self._connections
 
     def _listen(self) -> None:
@@ -228,7 +227,7 @@ class EventLoop:
             self.selector.register(connection, selectors.EVENT_READ)
 
     def _hear_who_joins(self) -> None:
-        """Hear all that join now before what others say, who may have been told something by these."""
+        """Handle pending joins before other messages, whose senders may have heard from the joining processes."""
         self._accept(0)
         for connection in list(self._silent):
             if connection.is_about_to_join():
@@ -245,13 +244,13 @@ class EventLoop:
         self._watch(connection)
 
     def receive(self, connection: Connection, *, is_last: bool = False) -> None:
-        """Hear what has come on a connection, as much as a turn may take; all, where that is the last."""
+        """Handle the packets that have come on a connection: up to a limit, or all with `is_last`."""
         count = 0
         while (is_last or count < PACKETS_AT_ONCE) and self._hear_next(connection):
             count += 1
 
     def _hear_next(self, connection: Connection) -> bool:
-        """Hear the next packet; False where there is none, or the connection has ended."""
+        """Handle the next packet. Return False without one, or if the connection has ended."""
         try:
             message, descriptors = connection.receive()
         except BlockingIOError:
@@ -285,7 +284,7 @@ class EventLoop:
             self._says(f"instrument: the agent could not take what a process told it, later ones are counted: {words}")
 
     def _watch(self, connection: Connection) -> None:
-        """Go on with a connection: wait until more can be sent where anything waits to be."""
+        """Watch a connection for packets, and for room to send while packets wait."""
         if connection not in self._connections:
             return
         if connection.is_broken:

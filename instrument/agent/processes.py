@@ -1,4 +1,4 @@
-"""The processes of a run as its agent knows them: what each said of itself, whether it lives, and how it ended."""
+"""The processes of a run as its agent knows them: the facts of each, its state, and its way to end."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 _GET_INFO, _EXIT = 0xC040FF0B, 1 << 3
-"""`PIDFD_GET_INFO`, and the part of it that tells of the end (linux/pidfd.h, since Linux 6.15)."""
+"""`PIDFD_GET_INFO`, and its flag for the exit status (linux/pidfd.h, since Linux 6.15)."""
 _INFO = struct.Struct("=QQ11Ii")
 
 _EXIT_CODE_FIELD = 49
-"""Which word after the name of the program in `/proc/PID/stat` is its status (man 5 proc, exit_code)."""
+"""The index of exit_code in `/proc/PID/stat`, counted after the name of the program (man 5 proc)."""
 
 
 def status_of(exit_fd: int, pid: int) -> int | None:
-    """The status that its parent was told, or will be; None where nobody else is told."""
+    """Return the exit status of a process that its parent gets, None if it is unknown."""
     with suppress(OSError):
         found = _INFO.unpack(fcntl.ioctl(exit_fd, _GET_INFO, _INFO.pack(_EXIT, *[0] * 13)))
         if found[0] & _EXIT:
@@ -53,7 +53,7 @@ def memory_events(pid: int) -> Path | None:
 
 
 def oom_kills(events: Path | None) -> int:
-    """How many processes of the group were killed for want of memory so far."""
+    """Return the number of processes in the group that were killed for want of memory so far."""
     with suppress(OSError, ValueError, IndexError):
         for line in events.read_text().splitlines() if events is not None else ():
             if line.startswith("oom_kill "):
@@ -154,21 +154,18 @@ _IMAGE_BYTES = 4096
 
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """One recording of one process. `facts` are what it told as it joined, `goodbye` what it told at its end.
+    """One recording of one process, with the `facts` that it sent as it joined, and those of its `goodbye`.
 
-    It `hears` what it is asked where it has a thread for that, which begins when it first records.
-    `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
-    `saved` is the file with what it has left for the run's report, which is being written while `is_saving`,
-    by the process where it `saves_itself`; `link` is one that leads there where it is a capture.
-    `files` are those that its profile asks for and that were written in its place.
-    One that had nobody beside it `told_of_itself`, and left no such file.
-    `is_missed` says that its run's agent went before it had saved what it left, `is_elsewhere` that its number is one
-    of another namespace: it lives as long as it is connected.
-    `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
-    `ports` are those that connections came to while it had recorded no request, of those at which it has `listened`; it
-    `has_requests` once it says so, and `shares_network` with its agent or not.
-    `memory_events` is where its control group counts the processes that are killed for want of memory, `oom_kills` of
-    them when it joined.
+    It `hears` requests once it has a thread for them, which starts with its first recorded span. `memory` is the
+    descriptor of its recording, and `exit_fd` becomes readable at its end; both are -1 for none. `saved` is the file of
+    its recording for the run's report, still being written while `is_saving`, by the process if `saves_itself`. `link`
+    is a symbolic link to it if it is a capture. `files` are those that its profile asks for and that the agent wrote
+    for it. One that was alone printed its own report (`told_of_itself`), and has no such file. `is_missed`: the agent
+    of its run ended before it had saved the recording. `is_elsewhere`: its process id is one of another namespace; it
+    lives as long as it is connected. `ended_ns` is 0 while it lives. `status` has the form of `os.waitpid`, None if
+    unknown. `ports` are those at which it has `listened` and got connections without a recorded request. It
+    `has_requests` once it reports one, and may share a network with its agent (`shares_network`). `memory_events` is
+    the file with its control group's count of processes killed for want of memory, `oom_kills` that count as it joined.
     """
 
     run: Run
@@ -203,16 +200,16 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        """Whether it has neither ended nor said that it will."""
+        """Return True if the process has neither ended nor said goodbye."""
         return not self.ended_ns and self.goodbye is None
 
     def look(self) -> bool:
-        """Whether it has recorded anything by now: it said so, or its recording does."""
+        """Return True if the process has recorded anything, by its own message or by its recording."""
         self.has_recorded = self.has_recorded or (self.memory >= 0 and holds_anything(self.memory))
         return self.has_recorded
 
     def has_exited(self) -> bool | None:
-        """Whether the system says that the process has ended; None where it does not tell."""
+        """Return True if the process has ended by the system's account, None if that is unknown."""
         if self.exit_fd >= 0:
             waiting = select.poll()
             waiting.register(self.exit_fd, select.POLLIN)
@@ -222,12 +219,12 @@ class Process:
         return None
 
     def has_become_another_program(self) -> bool:
-        """Whether it runs another program than when it joined."""
+        """Return True if the process runs another program than when it joined."""
         now = b"" if self.is_elsewhere else image_of(self.pid)
         return bool(self.image and now and now != self.image)
 
     def release(self) -> None:
-        """Close what is held of it."""
+        """Close its descriptors."""
         for descriptor in (self.memory, self.exit_fd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -236,14 +233,13 @@ class Process:
 
 @dataclass(eq=False)
 class Run:
-    """The processes that one `instrument run` started; `first` is the number of what it became, 0 if unknown.
+    """The processes that one `instrument run` started. `first` is the process id of its command, 0 if unknown.
 
-    `is_told` says that a report of all that was recorded so far has been printed, or is about to be; `waiting` is the
-    connection of the process that waits for it. `folded` is the file with the totals of the processes that ended first,
-    `folded_ends` counts these by how they ended, `unfolded` those whose recordings could not be read for it. `captures`
-    counts those that vanished. It `is_scraped` once its metrics were asked for. `stderr` is what the first process
-    writes its errors to, or who joined first where that one never did: the service's, where helpers that outlive it may
-    have files of their own.
+    `is_told` is True once a report of all spans so far is printed, or about to be. `waiting` is the connection of the
+    process that waits for it. `folded` is the file with the totals of the processes that ended first; `folded_ends`
+    counts these by how they ended, `unfolded` those with unreadable recordings. `captures` counts vanished processes.
+    The run `is_scraped` after its first scrape. `stderr` is the standard error of the first process, or of the first
+    one to join: the service's, as helpers that outlive it may have their own.
     """
 
     name: str
@@ -261,19 +257,19 @@ class Run:
     unfolded: int = 0
 
     def living(self) -> list[Process]:
-        """Those that have neither ended nor said goodbye."""
+        """Return the processes that have neither ended nor said goodbye."""
         return [process for process in self.processes if process.lives]
 
     def living_as(self, pid: int, started: int) -> Process | None:
-        """The one of these that has that number and began then."""
+        """Return the living process with that id and start time."""
         return next((one for one in self.processes if one.lives and (one.pid, one.started) == (pid, started)), None)
 
     def is_over(self) -> bool:
-        """Whether nobody is left of it, as far as is known."""
+        """Return True if no process of the run is known to live."""
         return not self.first_lives() and not self.living()
 
     def first_lives(self) -> bool:
-        """Whether the run's first process has not ended."""
+        """Return True if the run's first process has not ended."""
         if self.first_fd < 0:
             return False
         waiting = select.poll()
@@ -281,10 +277,10 @@ class Run:
         return not waiting.poll(0)
 
     def is_last(self, leaving: Process) -> bool:
-        """Whether nobody else will be there to print the run's report: the first process, or one that has recorded.
+        """Return True if no other process can print the run's report: the first process, or one that has recorded.
 
-        A first process that has not joined, such as a shell, prints none.
-        Where the service wrote its errors to a file and this one writes them elsewhere, it is for the agent to tell.
+        A first process that has not joined, such as a shell, prints none. The agent prints it if this process writes
+        its errors elsewhere than to the file of the service.
         """
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False
@@ -296,7 +292,7 @@ class Run:
         return leaving.pid == self.first or has_left or not self.first_has_joined or not self.first_lives()
 
     def recorded(self) -> list[Process]:
-        """Those that have recorded anything, the oldest first."""
+        """Return the processes that have recorded anything, the oldest first."""
         return [process for process in self.processes if process.has_recorded]
 
 
@@ -333,7 +329,7 @@ def exit_fd_of_another(variable: str, value: str) -> int:
 
 
 def image_of(pid: int) -> bytes:
-    """What tells the program that a process runs from the one that it runs after an exec; b"" where it is not told."""
+    """Return bytes that change if a process executes another program; b"" if they cannot be read."""
     with suppress(OSError), (PROC / str(pid) / "auxv").open("rb") as file:
         return file.read(_IMAGE_BYTES)
     return b""

@@ -1,6 +1,6 @@
-"""The runs that an agent serves: who joins, leaves and vanishes, what is saved and said of it, when one is over.
+"""The runs that an agent serves: joins, goodbyes and crashes of processes, their files and messages, the end of a run.
 
-It looks into no recording itself: `jobs` has that done.
+It reads no recording itself: `jobs` has that done.
 """
 
 from __future__ import annotations
@@ -36,42 +36,41 @@ from instrument.agent.unseen import LOOK_S, ConnectionWatch, Unseen
 from instrument.runtime import run_folder
 
 GRACE_S = 0.3
-"""How long nobody must have been left of a run before it is over: a child may be about to join."""
+"""Seconds without a living process after which a run ends: a child may be about to join."""
 
 AGAIN_S = 5.0
-"""How often it is looked whether a run is over, whatever has been heard of it."""
+"""Seconds between two checks for the end of a run that do not depend on messages."""
 
 STATUS_S = 0.3
-"""How long after a process vanished the one who reaps it may still tell its exit status."""
+"""Seconds after the end of a process in which its parent may still report the exit status."""
 
 CAPTURES = 20
-"""Of so many processes of a run that vanished captures are saved."""
+"""The most captures of vanished processes per run."""
 
 DISK_BYTES = 1 << 30
-"""What captures of processes may take that do not tell their `limits.disk`."""
+"""The most bytes of captures for processes that give no `limits.disk`."""
 
 MOST_ROWS = 10_000
-"""So many spans a process saves itself as it leaves, with all that it knows of them."""
+"""The most spans that a process saves itself at its end, with all that it knows of them."""
 
 ENDED = 16
-"""How many processes that have ended are kept with their spans; then of half of them only the totals are."""
+"""The most ended processes whose spans are kept; beyond it half of them leave only their totals."""
 
 START_S = 10.0
-"""How long after its start somebody of a run must have joined, or it is said that nobody has."""
+"""Seconds after a run's start without a joined process until a message reports that."""
 
 
 ABANDONED_S = 60.0
-"""How long after the begin of an agent that serves whoever joins it keeps for their reports what the one before it left
-of runs of which nobody has come back.
-"""
+"""Seconds for which a new agent without an own run keeps the files of its predecessor, for reports of runs that
+return."""
 
 
 class Runs:
-    """The runs of an agent: its `own`, None for one that serves whoever joins.
+    """The runs of an agent: its `own`, None for an agent that any process may join.
 
-    `folder` is where processes save what a run's report is made of, `captures` that for what those leave that vanish.
-    `says` is told each line where no process of a run can be told it. `changed` is called where they may be done now:
-    as a run has ended, and as a recording needs no export any more.
+    `folder` is for files with data for a run's report, `captures` for captures of vanished processes. `says` is called
+    with each message that no process of a run can print. `changed` is called when the runs may be done: after the end
+    of a run, and when a recording needs no export any more.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Runs:
         self._another_fd = -1
         self._unseen: Unseen | None = None
         self.own_is_over = False
-        """Whether the run that is the agent's own is over, and has been told of."""
+        """True once the agent's own run is over and was reported."""
         if own is None:
             loop.after(ABANDONED_S, self._remove_abandoned)
         else:
@@ -127,16 +126,16 @@ class Runs:
 
     @property
     def are_done(self) -> bool:
-        """Whether nobody lives of them, and nothing is being done about those that have ended."""
+        """Return True if no process lives, and no job runs for ended ones."""
         return self.are_saved and not any(run.living() for run in self)
 
     @property
     def are_saved(self) -> bool:
-        """Whether nothing is being done about those that have ended."""
+        """Return True if no job runs for ended processes."""
         return self._jobs.is_idle
 
     def close(self, kept: Collection[Run] = ()) -> None:
-        """Leave all as it is. What was saved for the reports of those `kept` stays, for an agent after this one."""
+        """Stop all work and close all. Files for the reports of the `kept` runs remain, for an agent after this one."""
         self._jobs.stop()
         self.exports.stop()
         self.exports.forget_missed()
@@ -150,7 +149,7 @@ class Runs:
     # ---------------------------------------------------------------- who joins
 
     def joined(self, connection: Connection, facts: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """A process joins, or comes back. Returns those of its descriptors that are kept."""
+        """Add a process that joins, or comes back. Return those of its descriptors that are kept."""
         if connection in self._members:
             raise ValueError("a connection joins once")
         name = str(facts.get("run", ""))[:64]
@@ -198,7 +197,7 @@ class Runs:
         return [memory] if memory >= 0 else []
 
     def _take_over(self) -> None:
-        """Tell of the processes that have ended since an agent before this one did, and have not joined this one."""
+        """Report the processes that ended after an agent before this one did, and have not joined this one."""
         for process in journal.missed(self._folder, self._run_of):
             self._loop.attempt(partial(self.exports.add_missed, process))
             self._vanished(process)
@@ -207,7 +206,7 @@ class Runs:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
 
     def records(self, process: Process) -> None:
-        """A process records now, whether or not it had when it joined."""
+        """Note that a process records now."""
         process.has_recorded = True
         process.run.is_told = False
         journal.note(self._folder, process)
@@ -274,7 +273,7 @@ class Runs:
         self._jobs.start(departure.report_of(run, departure.left_before(self._folder, run)), then)
 
     def saved(self, process: Process) -> None:
-        """What a process that has ended recorded is saved now, by itself or from its memory, or cannot be."""
+        """Note that the recording of an ended process is saved, by itself or by a job, or cannot be."""
         process.is_saving = False
         if process.how in (VANISHED, EXITED):
             journal.forget(self._folder, process)
@@ -340,14 +339,14 @@ class Runs:
             self._say(process.run, f"instrument: process {process.pid}: {said}", process)
 
     def _replaced(self, process: Process) -> None:
-        """Its program has gone without a word, and for a good reason: what it recorded is part of the run's report."""
+        """Note that a process executes another program. Its recording becomes part of the run's report."""
         process.is_saving = process.look()
         self._ended(process, REPLACED)
         if process.has_recorded:
             self._save(process)
 
     def _save(self, process: Process) -> None:
-        """Save for the run's report what a process has left in memory."""
+        """Save the recording of a process for the run's report."""
         process.saves_itself = False
         process.saved = departure.place_for_report(self._folder, process)
         self._saves.add(process)
@@ -377,14 +376,14 @@ class Runs:
         self._loop.after(GRACE_S, lambda: self._end_of(process.run))
 
     def told_status(self, pid: int, status: int) -> None:
-        """Who reaps the processes tells how one has ended."""
+        """Note the exit status of a process, which its parent reports."""
         for run in self:
             for process in run.processes:
                 if process.pid == pid and process.status is None:
                     process.status = status
 
     def _capture(self, process: Process) -> None:
-        """Save what a process that vanished has left, and say so, unless it ended as it was to."""
+        """Save the recording of a process that vanished, and report it, unless the process ended in order."""
         run = process.run
         if process.status == 0 and process.memory >= 0 and not has_open_span(process.memory):
             process.how = EXITED
@@ -464,7 +463,7 @@ class Runs:
             self._jobs.start(lambda: departure.fold(paths, into), then)
 
     def _end_of(self, run: Run) -> None:
-        """Tell of the run and let it go, once nobody is left of it; of one that nobody could tell, tell now."""
+        """End a run once no process of it is left; report it first if no process could."""
         now_ns = time.monotonic_ns()
         if not run.is_over() or any(now_ns - one.ended_ns < GRACE_S * 1e9 for one in run.processes):
             if run.is_over():
@@ -489,9 +488,9 @@ class Runs:
         self._changed()
 
     def _awaits_another(self) -> bool:
-        """Whether a process of the agent's own run lives that has not joined, and yet may: as it ends, it is heard of.
+        """Return True if a process of the agent's own run lives that has not joined, and yet may. Watch for its end.
 
-        A daemon that outlives the program which began it, and a command that is to become an interpreter, are such.
+        Such are a daemon that outlives its starter, and a command that is to become an interpreter.
         """
         if self._another_fd < 0:
             self._another_fd = exit_fd_of_another(run_folder.VARIABLE, str(self._folder / run_folder.SOCKET))
@@ -542,7 +541,7 @@ class Runs:
         return text
 
     def _completed(self, run: Run, answer: Any) -> Any:
-        """The report of a run, with what only the agent knows below it."""
+        """Return the report of a run, with the facts below it that only the agent knows."""
         if not answer.get("report"):
             return answer
         unseen = self.unseen(for_report=True)
@@ -558,7 +557,7 @@ class Runs:
             self._say(run, departure.nobody_joined(run.first, START_S))
 
     def _look_again(self) -> None:
-        """Whether a process has ended, or a run is over, without anything having said so."""
+        """Look for ends of processes and of runs that no message has reported."""
         self._loop.after(AGAIN_S, self._look_again)
         self._take_over()
         for run in self:
@@ -596,7 +595,7 @@ class Runs:
             self._loop.send(process.connection, message)
 
     def tell_of_exports(self) -> None:
-        """Say what has not reached the collector, at the end."""
+        """Report what has not reached the collector, at the end."""
         for process in self.exports.forget_missed():
             self._say(process.run, departure.line_of_missed(process))
         if self.exports.lost:

@@ -1,7 +1,7 @@
 """Scrapes by Prometheus, as the agent's exporter answers them: for all processes of a run, and for those that ended.
 
-What processes that have ended had counted remains in a file of the run's folder: the next exporter goes on from it, and
-no counter falls.
+The counts of ended processes remain in a file of the run's folder: the next exporter goes on from it, and no counter
+falls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The present of a run: requests in flight, rates by endpoint, where the time goes, what was lost.
 
-Numbers are of the time since the look before, or since each session's begin at the first; they are taken from the
-recordings of the processes, which go on and know nothing of it.
+Numbers are of the time since the look before. At the first look they are of the time since each session's begin. They
+are taken from the recordings of the processes, which go on and know nothing of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
 EVEN = 0.9
-"""Times of processes that differ by less are told as one."""
+"""The ratio of the shortest to the longest window of processes from which the screen gives one time for all."""
 
 ROWS = 12
 """Rows of each table, at most; the others are counted."""
@@ -65,7 +65,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A site, and what its calls spent themselves in the time, and devices for them."""
+    """A site, and the time that its calls spent themselves and on devices."""
 
     name: str
     calls: int
@@ -95,10 +95,10 @@ class ProcessNow:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """One look. `window_ns` is the time that rates and shares are of, at most: of a process that is younger, its own.
+    """One look at a run. `window_ns` is the longest time that rates and shares are of: of a younger process, its own.
 
-    They are of processes that live; so many have `ended` as far as is known, and are in no number of this look. Where
-    some processes are much younger than others, it `is_uneven`.
+    They are of living processes; `ended` counts the ended ones, which are in no number of this look. The look
+    `is_uneven` if some processes are much younger than others.
     """
 
     run: str
@@ -163,8 +163,8 @@ def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural * (number != 1)}"
 
 
-class Looker:
-    """Looks at the processes of a run, again and again."""
+class LiveSampler:
+    """Samples the processes of a run, again and again."""
 
     def __init__(self, run: str) -> None:
         self._run = run

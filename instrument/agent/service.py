@@ -1,4 +1,4 @@
-"""What an agent is from its begin to its end: its limits, its folder, the loop, and nothing left behind."""
+"""An agent from its start to its end: its limits, its folder, its loop, and the cleanup."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from instrument.agent.runs import Runs
 from instrument.runtime import packets, run_folder
 
 ASKED_S = 30.0
-"""The longest that who asks something of the processes waits for their answers."""
+"""Seconds for which a question to processes waits for their answers."""
 
 
 class Questions:
-    """Those that have not been answered yet by everybody who was asked."""
+    """Questions that some processes have not answered yet."""
 
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop
@@ -35,13 +35,13 @@ class Questions:
         self._numbers = 0
 
     def forget(self, asker: Connection) -> None:
-        """Who asked has gone."""
+        """Forget the questions of a closed connection."""
         for question in list(self._questions.values()):
             if question.asker is asker:
                 del self._questions[question.number]
 
     def ask(self, connection: Connection, message: packets.Message) -> None:
-        """Answer what is asked, or have the processes do so."""
+        """Answer a question, or pass it on to the processes."""
         what = message["ask"]
         if what == "processes":
             for run in self._runs:
@@ -68,7 +68,7 @@ class Questions:
             connection.is_broken = True
 
     def _scrape(self, connection: Connection, run: str) -> None:
-        """Hand a connection to who answers a scrape of the run."""
+        """Hand a new connection to the exporter, which answers a scrape of the run on it."""
         found = next((one for one in self._runs if one.name == run), None)
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -98,7 +98,7 @@ class Questions:
         self._end_question(question)
 
     def answered(self, process: Process, number: int, answer: dict[str, Any]) -> None:
-        """A process has answered; who asked is told."""
+        """Pass the answer of a process on to the connection that asked."""
         question = self._questions.get(number)
         if question is None or process not in question.waiting:
             return
@@ -113,7 +113,7 @@ class Questions:
 
 
 class Question:
-    """What somebody asks the processes, and those that have not answered yet."""
+    """A question to processes, and those that have not answered yet."""
 
     def __init__(self, number: int, asker: Connection) -> None:
         self.number = number
@@ -122,26 +122,26 @@ class Question:
 
 
 END_S = 4.5
-"""The longest that the agent goes on after SIGTERM, whatever processes and collectors do."""
+"""The longest life of the agent after SIGTERM, in seconds."""
 
 LIVE_S = 3.0
-"""So long of it while processes of its run live, and it exports what they record."""
+"""Seconds of it for which the agent waits for living processes, and exports their spans."""
 
 SEND_S = 4.0
 """The longest that spans are still sent for as the agent ends."""
 
 CLOSE_S = 0.5
-"""So much more has the exporter to tell what has become of them."""
+"""Seconds after that for the exporter to report the outcome."""
 
 LOOK_S = 0.1
-"""How often it is then looked whether all is saved that is to be."""
+"""Seconds between two checks for the end of all saving."""
 
 
 class Agent:
-    """The agent that listens on `listener`; `run` is the one that it is of, None for one that serves whoever joins.
+    """The agent that listens on `listener` for a `run`, None for an agent that any process may join.
 
-    It ends when its run has; the other one by a signal. `folder` is where processes save what the run's report is made
-    of. `says` is told each line that it has to say where no process of a run can be told it.
+    The one ends with its run, the other by a signal. `folder` is for files with data for a run's report. `says` is
+    called with each message that no process of a run can print.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class Agent:
         self._loop.selector.register(self._wake, selectors.EVENT_READ, self._woken)
 
     def serve(self) -> bool:
-        """Serve until the run is over, or a signal has come; on the main thread.
+        """Serve until the run is over, or a signal comes; on the main thread.
 
-        Returns False where another agent has taken this one's place, or may do so: all that is left is that one's.
+        Return False if another agent has taken this one's place, or may do so: all that is left is that one's.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: os.write(self._waker, b"."))
@@ -228,7 +228,7 @@ class Agent:
     # ---------------------------------------------------------------- the end
 
     def _woken(self, descriptor: int) -> None:
-        """A signal asks for the end: it comes at once where nobody is there, else after a while."""
+        """End after a signal: at once without living processes, else after a while."""
         os.read(descriptor, 64)
         if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + END_S
@@ -244,7 +244,7 @@ class Agent:
         self._loop.after(LOOK_S, self._hasten)
 
     def _end_if_done(self) -> None:
-        """End where the run is over and has been told of, or a signal has come and there is nothing left to do."""
+        """End if the run is over and reported, or a signal has come and no work is left."""
         is_asked, runs = self._ends_at < math.inf, self._runs
         if runs.own_is_over or (is_asked and (runs.are_done or (self._has_waited and runs.are_saved))):
             self._end_exports()
@@ -267,7 +267,7 @@ class Agent:
 
 
 def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
-    """Be the agent of a run, on the socket that the descriptor is; with what it has to say on standard error if so."""
+    """Run the agent of a run on the socket `descriptor`; with `says` its messages go to standard error."""
     listener = socket.socket(fileno=descriptor)
     listener.setblocking(False)
     listener.listen(run_folder.WAITING)  # again: who connects is told who listens, not who made the socket

@@ -1,9 +1,8 @@
-"""Where the agent says something: to the standard error of the service, which it does not hold open.
+"""Messages of the agent on the standard error of the service, which the agent does not keep open.
 
-Who waits for the end of a service's output must not wait for the agent. So it opens what a process that lives writes
-its errors to, writes, and closes it again; of what no process has open any more, a file or a terminal can be found by
-its name. A pipe that all have left is closed: then the system's log is told, where there is one; else what concerns a
-process whose capture is saved may lie in a text file beside that.
+Readers that wait for the end of a service's output must not wait for the agent. So it opens the standard error of a
+living process, writes, and closes it again. Without such a process it opens a file or a terminal by name. If all have
+closed a pipe, the message goes to the system's log; without one, a message on a capture goes to a text file next to it.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from instrument.runtime import atomic
 SYSTEM_LOG = Path("/dev/log")
 
 WAIT_MS = 50
-"""How long a pipe that is full may take to have room again."""
+"""The longest wait for room in a full pipe, in milliseconds."""
 
 BESIDE = ".txt"
-"""How the name of a text file beside a capture ends."""
+"""The suffix of a text file with a message next to a capture."""
 
 _PIDFD_GETFD = 438
 """The number of the system call (man 2 pidfd_getfd), the same on all machines; Python has no function for it."""
 
 
 def tell(run: Run, text: str, of: Process | None = None) -> bool:
-    """Write to the standard error of the process that it is about, else to that of the service; whether it was."""
+    """Write a text to standard error of a process, else of the service, else to the log. Return True on success."""
     text = text if text.endswith("\n") else f"{text}\n"
     data = text.encode(errors="backslashreplace")
     others = [run.stderr, *(str(one.facts.get("stderr", "")) for one in run.processes)]
@@ -95,7 +94,7 @@ def _opened(path: str) -> int:
 
 
 def leave_beside(saved: str, text: str) -> None:
-    """Leave a line beside a file, for who finds that. Raises nothing."""
+    """Write a line into a text file next to `saved`. Raise nothing."""
     with suppress(OSError), atomic.replacing(Path(saved).with_suffix(BESIDE)) as file:
         file.write(f"{text}\n".encode(errors="backslashreplace"))
 

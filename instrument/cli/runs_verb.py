@@ -45,10 +45,10 @@ def _add_ps(verbs: Verbs) -> None:
 
 def ps(options: argparse.Namespace, host: list[str]) -> int:
     """Print the runs. Returns the exit code."""
-    from instrument.agent.screen import Looker
+    from instrument.agent.screen import LiveSampler
 
     with client.asked(options.run, memory=True) as runs:
-        seen = [(run, Looker(run.name).look(run.members, run.folded)) for run in runs]
+        seen = [(run, LiveSampler(run.name).look(run.members, run.folded)) for run in runs]
     if options.json:
         documents = [
             {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, "unseen": run.unseen,
@@ -84,17 +84,17 @@ def _add_live(verbs: Verbs) -> None:
 
 def live(options: argparse.Namespace, host: list[str]) -> int:
     """Show the run until it is over or somebody presses Ctrl-C. Returns the exit code."""
-    from instrument.agent.screen import Looker, Screen
+    from instrument.agent.screen import LiveSampler, Screen
 
-    looker = Looker("")
+    sampler = LiveSampler("")
 
     def look() -> Screen:
-        nonlocal looker
+        nonlocal sampler
         with client.asked(options.run, memory=True) as runs:
             run = client.only("live", runs)
-            if not looker.is_of(run.name):
-                looker = Looker(run.name)
-            screen = looker.look(run.members, run.folded)
+            if not sampler.is_of(run.name):
+                sampler = LiveSampler(run.name)
+            screen = sampler.look(run.members, run.folded)
             return replace(screen, problems=(run.none_joined,)) if run.none_joined else screen
 
     screen = look()

@@ -1,7 +1,7 @@
 """A connection to a collector, plain or by TLS, on a socket of the operating system's own, and the proxy by the way.
 
-TLS works on memory beside the socket (`ssl.SSLObject`): `ssl.SSLSocket` and what `ssl` makes of a context are
-classes of gevent once a service has patched, and neither theirs nor the ones before can be used on a thread of ours.
+TLS works on memory, with the socket apart (`ssl.SSLObject`). `ssl.SSLSocket` and the classes that `ssl` uses in a
+context are gevent's once a service has patched. Neither theirs nor the former ones work on a thread of ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a process tells of itself to who exports its spans: what they are called, under which resource, which are kept.
+"""The facts of a process for the exporter of its spans: their ids, their resource, and the rules of capture.
 
-It stands in the recording as JSON, but for the settings of the collector, which may hold secrets: these go by the
-run's socket. Who reads it checks it, and takes what is not sound as not said.
+They are JSON in the recording, except for the collector's settings, which may hold secrets: these go through the run's
+socket. The reader checks them, and ignores malformed ones.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class MeteredFacts:
 
 
 UNMETERED = MeteredFacts(0)
-"""Of a process that has none."""
+"""The facts of a process without metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportFacts:
-    """What a process's spans are called, under which resource they go, which are kept, and what is metered."""
+    """The facts of a process for an exporter: ids and resource of its spans, the rules of capture, and its metrics."""
 
     ids: Ids
     resource: Mapping[str, object]
@@ -63,7 +63,7 @@ def told(
     spans_per_request: int,
     metered: MeteredFacts = UNMETERED,
 ) -> dict[str, Any]:
-    """The facts as JSON has them."""
+    """Return the facts as JSON."""
     return {
         "seeds": list(ids.seeds),
         "instance": ids.instance,
@@ -76,7 +76,7 @@ def told(
 
 
 def facts_from(found: Any) -> ExportFacts | None:
-    """What a process told, None where it told nothing that can be used."""
+    """Return the facts of a process, None if they are missing or malformed."""
     import msgspec  # which a service that an agent exports for has no use for
 
     try:
@@ -93,7 +93,7 @@ def facts_from(found: Any) -> ExportFacts | None:
 
 
 def settings_told(settings: Otlp) -> dict[str, Any]:
-    """The settings of a collector as JSON has them, for a process that works in another folder."""
+    """Return the settings of a collector as JSON, with absolute paths for a process in another folder."""
     found = asdict(settings)
     for name in ("certificate", "client_certificate", "client_key"):
         if found[name] is not None:
@@ -102,7 +102,7 @@ def settings_told(settings: Otlp) -> dict[str, Any]:
 
 
 def settings_from(found: Mapping[str, Any]) -> Otlp:
-    """The settings of a collector that a process told. Raises `ValueError` for what are none."""
+    """Return the settings of a collector that a process sent. Raise `ValueError` for malformed ones."""
     import msgspec
 
     return msgspec.convert(found, Otlp, strict=False)

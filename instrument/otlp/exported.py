@@ -1,8 +1,8 @@
 """One recording as it is exported: read on, and what is settled of it handed to an exporter.
 
-The fates of its rows are written into it, so that another one who exports it later goes on there: requests are noted as
-settled before any span of them is on its way, so none is sent twice, and what was on its way as an exporter was ended
-is counted.
+The fates of its rows are written into it, for a later exporter that goes on there. Requests are noted as settled before
+any span of them is on its way, so none is sent twice. Spans that were on their way at the end of an exporter are
+counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instrument.recording.export_place import (
     METRICS_LOST,
     SENT,
     UNQUEUED,
-    ExportPlace,
+    ExportCheckpoint,
     Progress,
     give_up,
 )
@@ -52,8 +52,8 @@ FACTS_S = 1.0
 """Seconds between two looks at what a process says of itself."""
 
 WAITING_SPANS = 10_000
-"""With so many spans on their way others wait in the recording: there they outlive who exports them, take no memory of
-that one, and the newest are kept."""
+"""The most spans on their way; beyond it others wait in the recording. There they outlive their exporter, take none of
+its memory, and the newest are kept."""
 
 SETTLE_EACH_NS = 25 * 10**7
 """Nanoseconds between two rounds of settling."""
@@ -65,7 +65,7 @@ LAST_METRICS_S = 5.0
 """Seconds for which the session after one waits for the last metrics of that one to be sent."""
 
 
-class Exported:
+class RecordingExport:
     """The export of one generation of a recording, by a copy of the descriptor. Generation 0 is the present one.
 
     A generation ends as a later one begins. Without `sends`, kept spans go to no exporter. `facts` replaces the facts
@@ -86,7 +86,7 @@ class Exported:
         self._told_facts = facts or (lambda: self._mapped.header.facts.get("export"))
         self._exporter = exporter
         self._lock = RLock()
-        self._place = ExportPlace(fd)
+        self._place = ExportCheckpoint(fd)
         try:
             self._mapped = Mapped(fd)
         except BaseException:
@@ -431,14 +431,14 @@ class ExportedRun:
     `members` has them by number. Used by one thread.
     """
 
-    def __init__(self, members: dict[int, Exported]) -> None:
+    def __init__(self, members: dict[int, RecordingExport]) -> None:
         self._settling = Settling()
         self.members = members
         self._settled_at_ns = 0
 
     def look(
         self, attempt: Callable[[int, Callable[[], object]], None], *, is_last: bool = False, at_once: bool = False,
-        metered: Exported | None = None,
+        metered: RecordingExport | None = None,
     ) -> bool:  # fmt: skip
         """Read all recordings on, and settle what has come due; what has ended `at_once`, the last time everything.
 
@@ -447,7 +447,7 @@ class ExportedRun:
         """
         has_more: list[int] = []
 
-        def read(number: int, member: Exported) -> None:
+        def read(number: int, member: RecordingExport) -> None:
             if member.read(is_last=is_last, meters=member is metered or is_last):
                 has_more.append(number)
 
@@ -495,7 +495,7 @@ class _Reading:
         facts: ExportFacts,
         origin: Origin,
         exporter: Exporter,
-        place: ExportPlace,
+        place: ExportCheckpoint,
     ) -> None:
         self._facts = facts
         self.threads: Mapping[int, str] = {}

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 REQUEST_BYTES = 512 << 10
 """A request's limit before compression: there are receivers that refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
-"""What a collector that refuses sizes may bring that limit down to."""
+"""The least limit that a collector which refuses sizes may bring about."""
 HALVINGS = 12
-"""So many requests in a row are halved because the collector finds them too large; from one of 4,000 spans that leads
-to single spans. What it refuses then is given up as it is, until it has taken a request again."""
+"""The most requests in a row that are halved as too large for the collector: enough for single spans from 4,000.
+Further refused requests are given up whole, until the collector has taken one again."""
 
 HOLD_LIMIT_S = 300.0
 """The longest that a collector may have all spans wait by one answer. They wait in the queue, within its bound."""
@@ -52,10 +52,10 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What became of the spans offered since the exporter was made.
+    """The outcome of the spans offered since the exporter was made.
 
-    `settled` says whether the fate of everything offered before the flush was known in time, `reason` why the last
-    spans that were lost were lost.
+    `settled` is True if the fate of every span offered before the flush was known in time. `reason` explains the last
+    loss.
     """
 
     offered: int
@@ -69,7 +69,7 @@ class Delivery:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it was delivered: settled in time, and nothing ever lost."""
+        """Return True if all spans were settled in time, and none was ever lost."""
         return self.settled and not (self.rejected or self.failed or self.dropped)
 
 
@@ -82,12 +82,12 @@ class Exporter:
 
     They are this process's own or those of others, each with its source, on one connection. Every method but
     `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads` gives the
-    names of threads by native id. `metrics` takes samples of gauges, which have a queue and counts of their own and are
-    sent after the spans; those of other processes come with their sources, by `add_metrics`. `origin` and `ids` may be
-    read, and `origin` replaced by a renewed one, at any time. Where it has none of its own it need not know what it
-    `detects` of itself. One that never `sends` takes no metrics on.
-    `settled(source)` is called by the thread that sends when the fate of some of a source's spans has become known or
-    metrics of it were sent, and before it sends some, which the counts tell as `sending`.
+    names of threads by native id. `metrics` takes samples of gauges, with a queue and counts of their own; they are
+    sent after the spans. Metrics of other processes come with their sources, by `add_metrics`. `origin` and `ids` may
+    be read, and `origin` replaced by a renewed one, at any time. Only an exporter with spans of its own `detects`
+    attributes of its process. One that never `sends` takes no metrics on. The sending thread calls `settled(source)`
+    once the fate of some spans of a source is known, or its metrics were sent. It also calls it before it sends spans
+    of a source, counted as `sending`.
 
     Raises ExportError for settings that cannot work, among them grpc without its extra.
     """
@@ -156,12 +156,12 @@ class Exporter:
 
     @property
     def ids(self) -> Ids:
-        """What the spans of this process are called."""
+        """Return the ids of this process's spans."""
         return self.own.ids
 
     @property
     def origin(self) -> Origin:
-        """Which process this is, with the clocks that its spans are sent by."""
+        """Return the origin of this process, with the clocks that its spans are sent by."""
         return self.own.origin
 
     @origin.setter
@@ -202,7 +202,7 @@ class Exporter:
             self._detected = detected_attributes()
 
     def _serves(self, sender: Sender) -> bool:
-        """Whether it is still the sender's thread that delivers: not after `stop`, or once there is another sender."""
+        """Return True while the sender's thread delivers: not after `stop`, nor once there is another sender."""
         return self._sender is sender and not self._queue.is_closed
 
     def _opened(self) -> Sender:
@@ -521,7 +521,7 @@ class Exporter:
         self._say(verdict)
 
     def _left_s(self, sender: Sender, deadline_ns: int) -> float:
-        """How long a request may yet take: nothing once another thread has taken over or the exporter has stopped."""
+        """Return the seconds left for a request: 0 once another thread has taken over or the exporter has stopped."""
         until_ns = min(deadline_ns, self._stop_at_ns)
         return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
 

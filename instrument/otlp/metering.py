@@ -1,7 +1,7 @@
 """The metrics of one recording, counted by the session's own meter over the reader of its exporter.
 
-What has been counted and told is written into the recording before it is sent and after, so that whoever exports it
-next, another agent or the process itself, goes on from there.
+The counts are written into the recording before and after they are sent. Its next exporter, another agent or the
+process itself, goes on from there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
 from instrument.recording.distributions import Snapshot
-from instrument.recording.export_place import ExportPlace
+from instrument.recording.export_place import ExportCheckpoint
 from instrument.recording.mapped import Mapped
 from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.recording.paths import CallTree
@@ -90,7 +90,7 @@ class Metering:
         mapped: Mapped,
         facts: ExportFacts,
         exporter: Exporter,
-        place: ExportPlace,
+        place: ExportCheckpoint,
         reader: RecordingReader,
         source: Source,
     ) -> None:

@@ -25,7 +25,7 @@ QUEUE_SAMPLES = 65_536
 """Samples that may wait for delivery; beyond it the oldest go."""
 
 DELAY_NS = 10 * 10**9
-"""How long samples are gathered before they are sent, many in one request."""
+"""Nanoseconds for which samples are gathered before they are sent, many in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
 """Samples or series of one request, some 200 bytes each, of a histogram 400, and what a collector that refuses sizes
@@ -81,7 +81,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("nvlink_sent", "instrument.gpu.nvlink.io", "By/s", attributes=(("network.io.direction", "transmit"),)),
     Measure("nvlink_received", "instrument.gpu.nvlink.io", "By/s", attributes=(("network.io.direction", "receive"),)),
 )
-"""What a collector gets of each gauge."""
+"""The metrics of a collector by gauge."""
 
 _OF_GAUGE: dict[str, list[Measure]] = {}
 for _measure in MEASURES:
@@ -123,7 +123,7 @@ class Metrics:
         self._taken_ns = 0
 
     def state(self) -> dict[str, Any]:
-        """What a collector knows by now, and what was lost, as JSON has it: for who goes on telling it elsewhere."""
+        """Return as JSON the state of the collector and the losses, for another process that goes on sending."""
         with self._lock:
             return {
                 **self.snapshots.state(),
@@ -137,7 +137,7 @@ class Metrics:
             }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another one has told. Raises one of `meter_place.DAMAGED` for what is none."""
+        """Go on from the state of another exporter. Raise one of `meter_place.DAMAGED` if it is malformed."""
         begun_ns = {int(device): int(at_ns) for device, at_ns in state["begun_ns"]}
         newest = {(str(name), int(device)): float(value) for name, device, value in state["newest"]}
         lost = [{str(fate): int(count) for fate, count in of.items()} for of in state["lost"]]
@@ -150,7 +150,7 @@ class Metrics:
 
     @property
     def taken_ns(self) -> int:
-        """When the newest sample was read that was taken on here, or by whoever told before."""
+        """Return the time in ns of the newest sample that was taken on here, or by the exporter before."""
         return self._taken_ns
 
     def offer(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
@@ -176,11 +176,11 @@ class Metrics:
             self.snapshots.put(snapshot)
 
     def waits(self) -> bool:
-        """Whether anything is to be sent."""
+        """Return True if anything waits to be sent."""
         return bool(self._waiting) or self.snapshots.waits()
 
     def due(self, now_ns: int) -> bool:
-        """Whether it is time to send."""
+        """Return True if it is time to send."""
         return self.snapshots.due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
     def hurry(self) -> None:
@@ -188,11 +188,11 @@ class Metrics:
         self._oldest_ns = 0
 
     def has_samples(self) -> bool:
-        """Whether any samples are to be sent."""
+        """Return True if samples wait to be sent."""
         return bool(self._waiting)
 
     def pieces(self, snapshot: Snapshot, origin: Origin) -> Iterator[Piece]:
-        """What is to be sent of a snapshot, a request each."""
+        """Yield the parts of a snapshot that are to be sent, one per request."""
         return self.snapshots.pieces(snapshot, origin, self._request_samples)
 
     def take(self, origin: Origin) -> tuple[list[Series], int]:
@@ -205,7 +205,7 @@ class Metrics:
         return found, len(samples)
 
     def settle(self, samples: int, lost: int, verdict: Response) -> None:
-        """Count what became of a request of samples. A collector that has no place for metrics gets no more."""
+        """Count the outcome of a request of samples. A collector that has no place for metrics gets no more."""
         with self._lock:
             fate = "rejected" if verdict.taken else "failed"
             self.sent += samples - min(lost, samples)
@@ -213,7 +213,7 @@ class Metrics:
         self._heed(verdict, lost)
 
     def settle_piece(self, piece: Piece, verdict: Response) -> None:
-        """Count what became of a part of a snapshot, likewise. Where it was not taken, the next snapshot tells it."""
+        """Count the outcome of a part of a snapshot, likewise. The next snapshot repeats a part that was not taken."""
         if verdict.taken:
             self.snapshots.taken(piece)
             with self._lock:
@@ -240,13 +240,13 @@ class Metrics:
                 self._lost_series["dropped"] += self.snapshots.drop()
 
     def losses(self) -> dict[str, int]:
-        """What did not reach the collector, by reason."""
+        """Return the counts of samples and series that did not reach the collector, by reason."""
         found = {f"samples of gauges {fate}": lost for fate, lost in self._lost.items()}
         found |= {f"series of metrics {fate}": lost for fate, lost in self._lost_series.items()}
         return {f"{what} by the OTLP export": lost for what, lost in found.items() if lost}
 
     def notes(self) -> list[str]:
-        """Why metrics are not sent, where samples were read in vain, or why some were lost."""
+        """Return notes on metrics that are not sent although there are samples, and on losses."""
         if self.off:
             return [f"export.otlp: metrics are not sent: {self.off}"] if self._told else []
         notes = [f"export.otlp: {self.snapshots.problem}"] if self.snapshots.problem else []

@@ -1,9 +1,9 @@
 """Points of metrics, as both protocols send them, and their bytes on the wire.
 
 A distribution is an exponential histogram, of which a collector makes any percentile. A bucket of scale `s` ends at a
-power of 2 ** (2 ** -s). The tally's buckets are put where their middles are, so a value within 0.78 % of where two
-buckets meet may count in the other one; at scale 5 a bucket is 2.2 % wide. Where more than `MOST_BUCKETS` would be
-needed, as for times of which one is 32 times another, two are made one until they fit.
+power of 2 ** (2 ** -s). A bucket of the tally counts at its middle. So a value within 0.78 % of a border of two buckets
+may count in the other one; at scale 5 a bucket is 2.2 % wide. Pairs of buckets are joined until at most `MOST_BUCKETS`
+are left, as for times of which one is 32 times another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instrument.runtime.cheap_start import dataclass, field
 
 FINEST_SCALE = 5
 MOST_BUCKETS = 160
-"""As many as OpenTelemetry's SDKs use at most."""
+"""The most buckets, as in OpenTelemetry's SDKs."""
 
 
 @dataclass(frozen=True, slots=True)

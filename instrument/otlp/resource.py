@@ -1,4 +1,4 @@
-"""Who a process is to a collector: its resource, of its origin, its environment and the service's own OpenTelemetry."""
+"""The resource of a process at a collector: of its origin, its environment and the service's own OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _UNNAMED = "unknown_service"
 
 
 def detected_attributes() -> dict[str, object]:
-    """What OpenTelemetry's SDK finds out about this process and reads from `OTEL_RESOURCE_ATTRIBUTES`.
+    """Return the attributes that OpenTelemetry's SDK detects, with those of `OTEL_RESOURCE_ATTRIBUTES`.
 
-    Imports the SDK and runs detectors that somebody configured: about 0.1 s, once, when a session starts. Where the
-    interpreter is about to exit the SDK refuses; then only the variable counts.
+    Imports the SDK and runs detectors that somebody configured: about 0.1 s, once, when a session starts. The SDK
+    refuses while the interpreter exits; then only the variable counts.
     """
     try:
         from opentelemetry.sdk.resources import Resource
@@ -34,7 +34,7 @@ def detected_attributes() -> dict[str, object]:
 
 
 def given_attributes() -> dict[str, object]:
-    """What `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` say, where nobody asks the SDK."""
+    """Return the attributes of `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`, without the SDK."""
     pairs = (pair.partition("=") for pair in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","))
     found: dict[str, object] = {
         unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()
@@ -44,13 +44,13 @@ def given_attributes() -> dict[str, object]:
 
 
 def of_a_child(detected: Mapping[str, object]) -> dict[str, object]:
-    """What was detected in the parent, for a forked child: without the instance that the SDK made up for the parent."""
+    """Return the attributes that a forked parent had detected, without the instance that the SDK made up for it."""
     given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     return {key: value for key, value in detected.items() if key != "service.instance.id" or key in given}
 
 
 def resource_of(origin: Origin, instance: str) -> dict[str, object]:
-    """What its origin says of a process; `instance` is its service.instance.id."""
+    """Return the attributes from a process's origin; `instance` is its service.instance.id."""
     found: dict[str, object] = {
         "service.name": origin.service or _UNNAMED,
         "service.instance.id": instance,
@@ -67,7 +67,7 @@ def resource_of(origin: Origin, instance: str) -> dict[str, object]:
 
 
 CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.digest")
-"""What nobody knows better than the process itself."""
+"""The attributes of a resource that the process itself knows best."""
 
 
 def resource_attributes(

@@ -41,10 +41,10 @@ _PARTIAL_SUCCESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why.
+    """The outcome of a request: True in `taken` if it was taken, the number of `rejected` spans, and the `reason`.
 
-    `refused` says that the collector has no place for such requests at all, `wait_s` that it takes none for so long,
-    `is_late` that it gave no answer of either kind in time.
+    `refused`: the collector has no place for such requests at all. `wait_s`: seconds for which it takes none.
+    `is_late`: it gave no answer of either kind in time.
     """
 
     taken: bool
@@ -68,13 +68,13 @@ class Sender(ABC):
     """Carries requests to a collector, each as often as there is time and hope."""
 
     modules: ClassVar[tuple[str, ...]]
-    """What sending needs, imported before the export thread starts."""
+    """The modules for sending, imported before the export thread starts."""
 
     obstacle = ""
     """The reason why the last try of the request under way failed."""
 
     _places: tuple[Any, Any]
-    """Where spans and metrics go."""
+    """The addresses for spans and metrics."""
 
     def send(self, request: bytes, spans: int, left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
         """Deliver one request, trying again while there is time and hope."""
@@ -116,7 +116,7 @@ class Sender(ABC):
 
     @abstractmethod
     def _try(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
-        """Send a request of so many spans or points once; `_UnavailableError` where another try may do better."""
+        """Send a request with `count` spans or points once. Raise `_UnavailableError` if another try may succeed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -239,14 +239,14 @@ class HttpSender(Sender):
 
 
 def metrics_url(traces_url: str) -> str | None:
-    """Where metrics go if spans go there; None where that cannot be told."""
+    """Return the URL for metrics that belongs to that of spans, None if it has another form."""
     path, question, query = traces_url.partition("?")
     path = path.rstrip("/")
     return f"{path[: -len('/v1/traces')]}/v1/metrics{question}{query}" if path.endswith("/v1/traces") else None
 
 
 def _user_agent() -> str:
-    """What we call ourselves to a collector."""
+    """Return our User-Agent."""
     return f"instrument-sdk/{packing.version()}"
 
 
@@ -263,7 +263,7 @@ def _judge(response: HTTPResponse, content: bytes, spans: int) -> Response:
 
 
 def partial_success(answer: bytes) -> tuple[int, str]:
-    """How many spans the collector rejected in an answer that says success, and why; 0 when it does not parse."""
+    """Return the number of spans that the collector rejected in a successful answer, and why; 0 if malformed."""
     found = _PARTIAL_SUCCESS.match(answer)
     if found is None:
         return 0, ""
@@ -304,7 +304,7 @@ _PASSING = (
 )  # fmt: skip
 """Statuses after which OTLP has a client try again, RESOURCE_EXHAUSTED only where the collector sends RetryInfo."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
-"""How gRPC in C and Go, in Rust, and in Java tell a request that is so, with RESOURCE_EXHAUSTED or OUT_OF_RANGE."""
+"""The messages for too large requests of gRPC in C and Go, in Rust, and in Java (RESOURCE_EXHAUSTED, OUT_OF_RANGE)."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
 # RetryInfo {retry_delay {seconds, nanos}}, as a detail of a status or by itself
 _RETRY_INFO = {
@@ -389,7 +389,7 @@ class GrpcSender(Sender):
 
 
 def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float | None:
-    """For how many seconds a status asks to be left alone before it is asked again, None where it does not say so."""
+    """Return the seconds until a retry that a status asks for, None without them."""
     for name, told in metadata or ():
         if name in _RETRY_INFO and isinstance(told, bytes):
             found = re.search(_RETRY_INFO[name] + _RETRY_DELAY, told, re.DOTALL)
@@ -408,5 +408,5 @@ def sender_for(settings: Otlp) -> Sender:
 
 
 def modules_of(settings: Otlp) -> tuple[str, ...]:
-    """What sending by these settings needs."""
+    """Return the names of the modules for sending by these settings."""
     return GrpcSender.modules if settings.protocol == "grpc" else HttpSender.modules

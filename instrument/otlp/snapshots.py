@@ -1,10 +1,10 @@
 """Snapshots of metrics on their way to a collector: the newest one, as totals or as what came since the last delivery.
 
-Nothing of a snapshot is lost because a delivery fails: the next one tells the same totals, or all that has come since
-the last delivery that was taken.
+A failed delivery loses nothing: the next snapshot repeats the totals, or has all that has come since the last delivered
+one.
 
-Wall times that were told stand: what a total counts from stays the same when the wall clock is set or drifts, or a
-collector would take every point for one after a restart, and a delta begins where the one before it ended.
+Wall times that were sent do not change. The start of a total stays when the wall clock is set or drifts, or a collector
+would assume a restart. A delta begins at the end of the one before it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from instrument.runtime.cheap_start import dataclass, replace
 from instrument.runtime.environment import TEMPORALITY
 
 DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGRAM,)}
-"""The kinds of which a collector gets what has come since the last delivery, by what is preferred. As OpenTelemetry's
-exporters have it; our counters are read when they are told, which `lowmemory` leaves as totals."""
+"""The kinds of metrics that are sent as deltas, by the preferred temporality, as in OpenTelemetry's exporters. Our
+counters are read when they are sent, which `lowmemory` leaves as totals."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """Series of one request, how many points they have, and what each stands at, and since when by the wall clock."""
+    """The series of one request, the number of their points, and the value of each with its wall time."""
 
     series: list[Series]
     points: int
@@ -46,7 +46,7 @@ class Piece:
 class Snapshots:
     """The newest snapshot. `put` is for one thread, the rest for another; `state` for any.
 
-    What is preferred stands in the environment of the process that it is of.
+    The preferred temporality is read from the environment of the process with the metrics.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -56,7 +56,7 @@ class Snapshots:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, with nothing told."""
+        """Forget all that was sent."""
         self._newest: Snapshot | None = None
         self._tried: Snapshot | None = None
         self._delivered: Snapshot | None = None
@@ -64,7 +64,7 @@ class Snapshots:
         self._start_ns = self._start_realtime_ns = self.delivered_ns = 0
 
     def state(self) -> dict[str, Any]:
-        """What a collector knows by now, as JSON has it: for who goes on telling it elsewhere."""
+        """Return as JSON the state of the collector, for another process that goes on sending."""
         told = [
             [name, told_labels(labels), value.told() if isinstance(value, Distribution) else value, at_ns]
             for (name, labels), (value, at_ns) in self._told.items()
@@ -77,7 +77,7 @@ class Snapshots:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another one has told. Raises one of `meter_place.DAMAGED` for what is none."""
+        """Go on from the state of another exporter. Raise one of `meter_place.DAMAGED` if it is malformed."""
         told = {
             (str(name), labels_told(labels)): (
                 Distribution.of(value) if isinstance(value, list) else float(value),
@@ -94,20 +94,20 @@ class Snapshots:
         self._newest = snapshot
 
     def waits(self) -> bool:
-        """Whether the newest one has not been delivered."""
+        """Return True if the newest snapshot has not been delivered."""
         return self._newest is not self._delivered
 
     def due(self) -> bool:
-        """Whether there is one that nobody has tried to deliver."""
+        """Return True if there is a snapshot that nobody has tried to deliver."""
         return self._newest is not self._tried
 
     def take(self) -> Snapshot | None:
-        """What is to be delivered now, if anything is."""
+        """Return the snapshot that is to be delivered now, None without one."""
         self._tried = self._newest
         return self._tried if self.waits() else None
 
     def pieces(self, snapshot: Snapshot, origin: Origin, most_points: int) -> Iterator[Piece]:
-        """What a collector gets of a snapshot, in requests of so many points."""
+        """Yield the parts of a snapshot for a collector, in requests of at most `most_points` points."""
         if self._start_ns != snapshot.start_ns or not self._start_realtime_ns:
             self._start_ns, self._start_realtime_ns = snapshot.start_ns, origin.realtime_of(snapshot.start_ns)
         at_ns = origin.realtime_of(snapshot.at_ns)
@@ -134,7 +134,7 @@ class Snapshots:
     def _point(
         self, metric: Metric, labels: Labels, value: float | Distribution, at_ns: int, origin: Origin
     ) -> Point | None:
-        """A point; None where nothing has come since the last delivery and nothing else is to be told."""
+        """Return a point, None for a delta without change since the last delivery."""
         start_ns = self._start_realtime_ns
         told: float | Exponential
         if metric.kind in self._deltas:

@@ -36,10 +36,10 @@ def current_parent() -> RemoteParent | None:
 
 
 def _lies_in_server_span(local: Any) -> bool:
-    """Whether a span of this process serves a request, or may lie in one that does.
+    """Return True if a span of this process serves a request, or may be inside one that does.
 
-    Of a span that is not recorded no more is known than that it is there, and of what is around a span only whether
-    there is anything: a request that has two server spans is counted twice, so in doubt there is one.
+    A span that is not recorded shows no kind, and of its parents a span shows only that there is one. A request with
+    two server spans would count twice, so in doubt there is one.
     """
     kind = getattr(getattr(local, "kind", None), "name", "SERVER")
     return kind in ("SERVER", "CONSUMER") or (kind == "INTERNAL" and getattr(local, "parent", None) is not None)

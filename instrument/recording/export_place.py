@@ -16,7 +16,7 @@ from instrument.recording import memory_layout as layout
 from instrument.recording.claim import EXPORT, Claim
 from instrument.runtime.cheap_start import dataclass, field
 
-FATES = (
+EXPORT_COUNTERS = (
     "seen", "intervals", "missed", "untimed",
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
     "derived lost", "deriving", "unqueued", "queueing",
@@ -46,7 +46,7 @@ OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
 METRICS_LOST = "metrics lost"
 """The counter of metric points that the collector did not take, in addition to the fates of spans."""
 
-_HEAD = struct.Struct(f"<QQQQQQ{2 * len(FATES)}Q")
+_HEAD = struct.Struct(f"<QQQQQQ{2 * len(EXPORT_COUNTERS)}Q")
 _PLACE = struct.Struct("<QQ")
 _SLOT_BYTES = layout.EXPORT_BYTES // 2
 _MOST_PLACES = (_SLOT_BYTES - _HEAD.size) // _PLACE.size
@@ -62,9 +62,9 @@ class Progress:
 
     generation: int = 0
     places: dict[int, int] = field(default_factory=dict)
-    fates: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
+    fates: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EXPORT_COUNTERS, 0))
     settled_ns: int = 0
-    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
+    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EXPORT_COUNTERS, 0))
     is_told: bool = False
 
     @property
@@ -98,7 +98,7 @@ def give_up(fates: MutableMapping[str, int]) -> None:
         fates[fate] = 0
 
 
-class ExportPlace(Claim):
+class ExportCheckpoint(Claim):
     """The reader and writer of a recording's export state. Raises `OSError` for a file that cannot be written."""
 
     def __init__(self, fd: int) -> None:
@@ -132,18 +132,18 @@ def generation_of(fd: int) -> int:
         return 0
 
 
-def counted(place: ExportPlace) -> tuple[int, int]:
+def counted(place: ExportCheckpoint) -> tuple[int, int]:
     """Return the generation of a recording, and the number of rows of rings that were given up."""
     head = os.pread(place.fileno(), layout.HEADER.size, 0)
     return _number(head, layout.HEADER, "generation"), _number(head, layout.HEADER, "ended_rows")
 
 
-def threads(place: ExportPlace) -> dict[int, int]:
+def threads(place: ExportCheckpoint) -> dict[int, int]:
     """Return the native ids of the threads whose rows a recording has, by the numbers of their rings."""
     return {number: thread for number, thread, _ in _rings(place)}
 
 
-def unread(place: ExportPlace) -> int:
+def unread(place: ExportCheckpoint) -> int:
     """Return the number of rows that no exporter has read; 0 if the exporter has reported the losses itself."""
     progress, (generation, ended_rows) = place.read(), counted(place)
     if progress.generation == generation and progress.is_told:
@@ -153,7 +153,7 @@ def unread(place: ExportPlace) -> int:
     return max(recorded - read, 0)
 
 
-def _rings(place: ExportPlace) -> list[tuple[int, int, int]]:
+def _rings(place: ExportCheckpoint) -> list[tuple[int, int, int]]:
     """Return number, thread and head of each ring that is in use."""
     head = os.pread(place.fileno(), layout.HEADER.size, 0)
     parts = struct.unpack_from("<50Q", head, layout.HEADER.fields["parts"][0])
@@ -179,7 +179,7 @@ def _packed(turn: int, progress: Progress) -> bytes:
     body = b"".join([
         _HEAD.pack(
             turn, 0, progress.generation, len(places), progress.settled_ns, progress.is_told,
-            *(max(fates[name], 0) for fates in (progress.fates, progress.before) for name in FATES),
+            *(max(fates[name], 0) for fates in (progress.fates, progress.before) for name in EXPORT_COUNTERS),
         ),
         *(_PLACE.pack(*place) for place in places),
     ])  # fmt: skip
@@ -194,7 +194,10 @@ def _unpacked(data: bytes) -> tuple[int, Progress]:
     if not turn or count > _MOST_PLACES or zlib.crc32(body[:8] + bytes(8) + body[16:]) != crc:
         return 0, Progress()
     places = dict(_PLACE.iter_unpack(body[_HEAD.size :]))
-    now, before = (dict(zip(FATES, some, strict=True)) for some in (fates[: len(FATES)], fates[len(FATES) :]))
+    now, before = (
+        dict(zip(EXPORT_COUNTERS, some, strict=True))
+        for some in (fates[: len(EXPORT_COUNTERS)], fates[len(EXPORT_COUNTERS) :])
+    )
     return turn, Progress(generation, places, now, settled_ns, before, bool(is_told))
 
 

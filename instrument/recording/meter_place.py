@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from instrument.recording import memory_layout as layout
-from instrument.recording.export_place import ExportPlace
+from instrument.recording.export_place import ExportCheckpoint
 from instrument.runtime.cheap_start import dataclass
 
 LARGEST_BYTES = 16 << 20
@@ -43,7 +43,7 @@ class MeterState:
     places: Mapping[int, int]
 
 
-def read_meter(place: ExportPlace) -> MeterState | None:
+def read_meter(place: ExportCheckpoint) -> MeterState | None:
     """Return the last written state; None if there is none, or both copies are damaged."""
     newest, found = 0, None
     at = _begin_of(place)
@@ -57,7 +57,7 @@ def read_meter(place: ExportPlace) -> MeterState | None:
 class MeterPlace:
     """The writer of the metrics' state of a recording."""
 
-    def __init__(self, place: ExportPlace) -> None:
+    def __init__(self, place: ExportCheckpoint) -> None:
         self._place = place
         self._at = _begin_of(place)
         turns = [os.pread(place.fileno(), 8, self._at + turn * _SLOT_BYTES) for turn in (0, 1)] if self._at else []
@@ -76,7 +76,7 @@ class MeterPlace:
         return True
 
 
-def _begin_of(place: ExportPlace) -> int:
+def _begin_of(place: ExportCheckpoint) -> int:
     """Return the offset of the state, 0 in a recording without room for it."""
     head = os.pread(place.fileno(), layout.HEADER.size, 0)
     if len(head) < layout.HEADER.size:
@@ -97,7 +97,7 @@ def _text(state: MeterState) -> bytes:
     return json.dumps(facts, separators=(",", ":")).encode()
 
 
-def _read(place: ExportPlace, at: int) -> tuple[int, MeterState | None]:
+def _read(place: ExportCheckpoint, at: int) -> tuple[int, MeterState | None]:
     """Return the turn and the state of one of the two copies; turn 0 for a damaged or missing one."""
     head = os.pread(place.fileno(), _HEAD.size, at)
     if len(head) < _HEAD.size:

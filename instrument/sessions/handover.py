@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from instrument.recording import export_place
-from instrument.recording.export_place import ExportPlace, Progress
+from instrument.recording.export_place import ExportCheckpoint, Progress
 from instrument.recording.meter_place import DAMAGED, MeterState, read_meter
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import replace
@@ -71,11 +71,11 @@ class Handover:
         reason = UNDELIVERED if is_reported else UNREPORTED
         self.left = {export_place.UNREAD if self.is_given_up() else reason: count} if count else {}
 
-    def _opened(self) -> ExportPlace:
+    def _opened(self) -> ExportCheckpoint:
         memory = self._memory()
         if memory < 0:
             raise OSError("the service has closed the recording")
-        return ExportPlace(memory)
+        return ExportCheckpoint(memory)
 
     def is_taken(self) -> bool:
         """Return True where any reader exports what is recorded."""
@@ -150,7 +150,7 @@ class Handover:
         return {**export_place.told(fates), **self.left}
 
 
-def _metered_of_session(place: ExportPlace) -> MeterState | None:
+def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
     """Return the metrics of what is recorded now, by native thread ids; None for those of an earlier session."""
     found = read_meter(place)
     if found is None or found.generation != export_place.counted(place)[0]:
@@ -159,7 +159,7 @@ def _metered_of_session(place: ExportPlace) -> MeterState | None:
     return replace(found, places={threads[ring]: row for ring, row in found.places.items() if ring in threads})
 
 
-def _of_session(place: ExportPlace) -> Progress:
+def _of_session(place: ExportCheckpoint) -> Progress:
     """Return the progress of the export of what is recorded now. The recording may have that of an earlier session."""
     found = place.read()
     return found if found.generation == export_place.counted(place)[0] else Progress(before=found.untold())

@@ -16,7 +16,7 @@ from instrument.runtime.cheap_start import LazyModule
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp.exported import Exported, ExportedRun
+    from instrument.otlp.exported import ExportedRun, RecordingExport
     from instrument.otlp.exposition import Metered
     from instrument.otlp.span_queue import Source
 else:
@@ -43,7 +43,7 @@ class OwnExport:
         self._exporter = exporter
         self._facts = facts
         self.sends = sends
-        self._exported: Exported | None = None
+        self._exported: RecordingExport | None = None
         self._run: ExportedRun | None = None
         self._fates: Mapping[str, int] = {}
         self.is_over = False
@@ -59,9 +59,9 @@ class OwnExport:
         """Prepare to read this recording, from the row at which its last exporter stopped. Raises `OSError`."""
         if self._exported is not None or self.is_over:
             return
-        from instrument.otlp.exported import Exported, ExportedRun
+        from instrument.otlp.exported import ExportedRun, RecordingExport
 
-        self._exported = Exported(memory_fd, self._exporter, sends=self.sends, facts=self._facts)
+        self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends, facts=self._facts)
         self._run = ExportedRun({0: self._exported})
 
     def after_fork_in_child(self) -> None:

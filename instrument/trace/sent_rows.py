@@ -28,8 +28,8 @@ places among the stages of these, as 64 bits with a sign."""
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that batches served: its own span, its time in the queue, the mean size of its batches, its trace and
-    span at a collector where it is kept, and True where its batches stream a generated answer."""
+    """A request that batches served: its own span, its time in the queue, the mean size of its batches. `kept` is
+    its trace and span at a collector, None if dropped. It `is_generation` if its batches stream an answer."""
 
     own: Span
     queue_ns: int
