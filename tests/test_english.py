@@ -37,7 +37,7 @@ MOST = {
     "profile": (0, 3, 4, 0),
     "proposal": (0, 1, 0, 0),
     "recorder": (0, 7, 43, 0),
-    "recording": (0, 83, 130, 0),
+    "recording": (0, 20, 5, 0),
     "report": (0, 67, 10, 0),
     "runtime": (0, 3, 20, 0),
     "sessions": (1, 146, 199, 0),

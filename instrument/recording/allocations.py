@@ -36,19 +36,19 @@ class Allocations(Sequence[Allocation]):
     """
 
     ROW = Struct("=7q")
-    _FACTS = attrgetter(*(each.name for each in fields(Allocation)))
+    _FACTS = attrgetter(*(member.name for member in fields(Allocation)))
     __slots__ = ("base_ns", "rows")
 
     def __init__(self, rows: bytes | bytearray = b"", base_ns: int = 0) -> None:
         self.rows, self.base_ns = rows, base_ns
 
     @classmethod
-    def of(cls, found: Iterable[Allocation]) -> Allocations:
+    def of(cls, allocations: Iterable[Allocation]) -> Allocations:
         """Pack allocations. Raises `OverflowError` for a number beyond 64 bits."""
-        if isinstance(found, Allocations):
-            return found
+        if isinstance(allocations, Allocations):
+            return allocations
         try:
-            return cls(b"".join([cls.ROW.pack(*cls._FACTS(one)) for one in found]))
+            return cls(b"".join([cls.ROW.pack(*cls._FACTS(allocation)) for allocation in allocations]))
         except error as problem:
             raise OverflowError("an allocation has numbers of 64 bits; found another") from problem
 
@@ -84,20 +84,20 @@ class Allocations(Sequence[Allocation]):
             size = self.ROW.size
             return Allocations(self.rows[places.start * size : places.stop * size], self.base_ns)
         at = range(len(self))[place]
-        device, since_ns, *rest = self.ROW.unpack_from(self.rows, at * self.ROW.size)
-        return Allocation(device, self.base_ns + since_ns, *rest)
+        device, since_ns, *values = self.ROW.unpack_from(self.rows, at * self.ROW.size)
+        return Allocation(device, self.base_ns + since_ns, *values)
 
     def __iter__(self) -> Iterator[Allocation]:
         base_ns = self.base_ns
-        for device, since_ns, *rest in self.ROW.iter_unpack(self.rows):
-            yield Allocation(device, base_ns + since_ns, *rest)
+        for device, since_ns, *values in self.ROW.iter_unpack(self.rows):
+            yield Allocation(device, base_ns + since_ns, *values)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
             return NotImplemented
         if isinstance(other, Allocations) and other.base_ns == self.base_ns:
             return self.rows == other.rows
-        return len(self) == len(other) and all(one == its for one, its in zip(self, other, strict=True))
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -29,28 +29,28 @@ RECORDED = "recorded"
 
 
 def make() -> Callable[[], None]:
-    """Make a board in this process, the first of those that share it, and return the function that removes it.
+    """Make a board in this process, the first that shares it, and return the function that removes it.
 
     Do nothing if there is a board already, or if the system has no memory files.
     """
     if os.environ.get(VARIABLE):
         return lambda: None
     try:
-        made = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        low_fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            os.write(made, (_IN_VAIN % 0).encode())
-            held = duplicate(made)
+            os.write(low_fd, (_IN_VAIN % 0).encode())
+            fd = duplicate(low_fd)
         finally:
-            os.close(made)
+            os.close(low_fd)
     except (AttributeError, OSError):
         return lambda: None
-    os.environ[VARIABLE] = path = f"/proc/{os.getpid()}/fd/{held}"
+    os.environ[VARIABLE] = path = f"/proc/{os.getpid()}/fd/{fd}"
 
     def remove() -> None:
         if os.environ.get(VARIABLE) == path:
             del os.environ[VARIABLE]
-        if _is_board(held):
-            os.close(held)
+        if _is_board(fd):
+            os.close(fd)
 
     return remove
 
@@ -100,9 +100,9 @@ def note_wait_in_vain(at_ns: int) -> None:
             os.close(descriptor)
 
 
-def put(wanted: Iterable[str]) -> None:
+def put(rule_marks: Iterable[str]) -> None:
     """Add the marks that are missing on the board."""
-    missing = sorted(set(wanted) - marks())
+    missing = sorted(set(rule_marks) - marks())
     descriptor = _opened(os.O_WRONLY | os.O_APPEND) if missing else None
     if descriptor is None:
         return

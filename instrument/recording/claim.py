@@ -32,7 +32,7 @@ def duplicate(fd: int) -> int:
 class Claim:
     """A claim on a recording, which `take` takes; its process writes to `fileno`. Raises `OSError`."""
 
-    def __init__(self, fd: int, what: int) -> None:
+    def __init__(self, fd: int, kind: int) -> None:
         # Open the file anew: a lock belongs to an open file, which a passed descriptor shares with its sender.
         opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -40,7 +40,7 @@ class Claim:
         finally:
             os.close(opened)
         self._identity = self._identified()
-        self._lock_at = _LOCK_AT + what
+        self._lock_at = _LOCK_AT + kind
 
     def close(self) -> None:
         """Close the recording and release the claim."""
@@ -56,10 +56,10 @@ class Claim:
 
     def _identified(self) -> tuple[int, int]:
         try:
-            found = os.fstat(self._fd)
+            status = os.fstat(self._fd)
         except OSError:
             return -1, -1
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def take(self) -> bool:
         """Take the claim. Return False while another process has it."""
@@ -71,5 +71,5 @@ class Claim:
 
     def is_taken(self) -> bool:
         """Return True where another process has the claim now."""
-        found = fcntl.fcntl(self.fileno(), _OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
-        return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
+        lock = fcntl.fcntl(self.fileno(), _OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
+        return bool(_LOCK.unpack(lock)[0] != fcntl.F_UNLCK)

@@ -65,11 +65,11 @@ class Distribution:
 
         A call whose device time has arrived since has another bucket in `now`; it remains in its first bucket.
         """
-        left = now.count - self.count
+        calls_left = now.count - self.count
         for index, count in now.buckets.items():
-            more = min(count - self.buckets.get(index, 0), left)
+            more = min(count - self.buckets.get(index, 0), calls_left)
             if more > 0:
-                left -= more
+                calls_left -= more
                 self.count += more
                 self.buckets[index] = self.buckets.get(index, 0) + more
         self.sum_ns = max(self.sum_ns, now.sum_ns)
@@ -91,16 +91,17 @@ class Distribution:
 
     def told(self) -> list[Any]:
         """Return the distribution as JSON."""
-        return [self.count, self.sum_ns, self.least_ns, self.most_ns, *(n for one in self.buckets.items() for n in one)]
+        pairs = (number for pair in self.buckets.items() for number in pair)
+        return [self.count, self.sum_ns, self.least_ns, self.most_ns, *pairs]
 
     @classmethod
-    def of(cls, told: Sequence[Any]) -> Distribution:
+    def of(cls, stored: Sequence[Any]) -> Distribution:
         """Return the distribution that `told` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
-        count, sum_ns, least_ns, most_ns, *pairs = map(int, told)
+        count, sum_ns, least_ns, most_ns, *pairs = map(int, stored)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST for index, times in buckets.items())
         if not is_sound or not all(0 <= number <= MOST for number in (count, sum_ns, least_ns, most_ns)):
-            raise ValueError(f"found {told!r:.100}, which no durations make")
+            raise ValueError(f"found {stored!r:.100}, which no durations make")
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 
     def since(self, before: Distribution) -> Distribution:
@@ -125,24 +126,24 @@ def told_labels(labels: Labels) -> list[list[Value]]:
     return [[name, value] for name, value in labels]
 
 
-def labels_told(told: Iterable[Sequence[Any]]) -> Labels:
+def labels_told(stored: Iterable[Sequence[Any]]) -> Labels:
     """Return labels from JSON. Raises `TypeError` or `ValueError` for anything else."""
-    found: list[tuple[str, Value]] = []
-    for name, value in told:
+    labels: list[tuple[str, Value]] = []
+    for name, value in stored:
         if not (isinstance(name, str) and isinstance(value, str | int)):
             raise TypeError(f"found {value!r:.60} of {name!r:.60} among the labels of a series")
-        found.append((name, value))
-    return tuple(found)
+        labels.append((name, value))
+    return tuple(labels)
 
 
 def told_series(series: Mapping[Labels, Distribution]) -> list[list[Any]]:
     """Return distributions by their labels as JSON."""
-    return [[told_labels(labels), one.told()] for labels, one in series.items()]
+    return [[told_labels(labels), distribution.told()] for labels, distribution in series.items()]
 
 
-def series_told(told: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
+def series_told(stored: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
     """Return distributions from JSON. Raises `TypeError` or `ValueError` for anything else."""
-    return {labels_told(labels): Distribution.of(one) for labels, one in told}
+    return {labels_told(labels): Distribution.of(distribution) for labels, distribution in stored}
 
 
 EXEMPLARS = 8
@@ -168,9 +169,9 @@ class Exemplars:
     def __init__(self) -> None:
         self._newest: dict[int, Exemplar] = {}
 
-    def add(self, one: Exemplar) -> None:
+    def add(self, exemplar: Exemplar) -> None:
         """Add an exemplar."""
-        self._newest[one.value_ns.bit_length()] = one
+        self._newest[exemplar.value_ns.bit_length()] = exemplar
         if len(self._newest) > EXEMPLARS:
             del self._newest[min(self._newest)]
 
@@ -214,24 +215,24 @@ class Metric:
 
 def summed(metrics: Iterable[Metric]) -> list[Metric]:
     """Add up the metrics that have one name, for instance those of several processes."""
-    found: dict[str, tuple[Metric, dict[Labels, float | Distribution], dict[Labels, Exemplars]]] = {}
+    sums_by_name: dict[str, tuple[Metric, dict[Labels, float | Distribution], dict[Labels, Exemplars]]] = {}
     for metric in metrics:
-        _, series, exemplars = found.setdefault(metric.name, (metric, {}, {}))
+        _, series, exemplars = sums_by_name.setdefault(metric.name, (metric, {}, {}))
         for labels, value in metric.series.items():
             place = labels if labels in series or len(series) < SERIES_LIMIT else OVERFLOW
-            known = series.get(place)
+            total = series.get(place)
             if isinstance(value, Distribution):
-                if not isinstance(known, Distribution):
-                    known = series[place] = Distribution()
-                known.join(value)
+                if not isinstance(total, Distribution):
+                    total = series[place] = Distribution()
+                total.join(value)
             else:
-                series[place] = value + (known if isinstance(known, int | float) else 0)
-        for labels, its in metric.exemplars.items():
-            for one in its:
-                exemplars.setdefault(labels, Exemplars()).add(one)
+                series[place] = value + (total if isinstance(total, int | float) else 0)
+        for labels, candidates in metric.exemplars.items():
+            for exemplar in candidates:
+                exemplars.setdefault(labels, Exemplars()).add(exemplar)
     return [
-        replace(metric, series=series, exemplars={labels: its.all() for labels, its in exemplars.items()})
-        for metric, series, exemplars in found.values()
+        replace(metric, series=series, exemplars={labels: candidates.all() for labels, candidates in exemplars.items()})
+        for metric, series, exemplars in sums_by_name.values()
     ]
 
 

@@ -70,8 +70,8 @@ class Progress:
     @property
     def unsettled(self) -> int:
         """Return the number of spans that were read and whose fate is not known."""
-        told = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *SENT))
-        return max(self.fates["seen"] + self.fates["intervals"] - told, 0)
+        decided = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *SENT))
+        return max(self.fates["seen"] + self.fates["intervals"] - decided, 0)
 
     @property
     def unanswered(self) -> int:
@@ -82,13 +82,13 @@ class Progress:
         """Return all unreported fates, after the exporter has ended."""
         if self.is_told:
             return dict(self.before)
-        found = {fate: count + self.before[fate] for fate, count in self.fates.items()}
-        found["unanswered"] += self.unanswered
-        found["abandoned"] += self.unsettled - self.unanswered
-        found["sending"] = 0
-        found["kept"] = sum(found[fate] for fate in SENT)
-        give_up(found)
-        return found
+        fates = {fate: count + self.before[fate] for fate, count in self.fates.items()}
+        fates["unanswered"] += self.unanswered
+        fates["abandoned"] += self.unsettled - self.unanswered
+        fates["sending"] = 0
+        fates["kept"] = sum(fates[fate] for fate in SENT)
+        give_up(fates)
+        return fates
 
 
 def give_up(fates: MutableMapping[str, int]) -> None:
@@ -108,13 +108,13 @@ class ExportCheckpoint(Claim):
 
     def read(self) -> Progress:
         """Return the last written state, an empty one if nobody has exported the recording."""
-        newest, found = 0, Progress()
+        newest, newest_state = 0, Progress()
         for turn in (0, 1):
             data = os.pread(self.fileno(), _SLOT_BYTES, self._at + turn * _SLOT_BYTES)
             number, progress = _unpacked(data)
             if number > newest:
-                newest, found, self._turn = number, progress, number
-        return found
+                newest, newest_state, self._turn = number, progress, number
+        return newest_state
 
     def write(self, progress: Progress) -> None:
         """Write the state over the older of the two copies."""
@@ -160,13 +160,13 @@ def _rings(place: ExportCheckpoint) -> list[tuple[int, int, int]]:
     offset, stride, slots, used, _ = parts[5 * layout.PARTS.index("rings") :][:5]
     size = min(stride * min(used, slots), os.fstat(place.fileno()).st_size)
     data = os.pread(place.fileno(), size, offset)
-    before, found = _number(head, layout.HEADER, "object_bytes"), []
+    before, rings = _number(head, layout.HEADER, "object_bytes"), []
     for at in range(0, len(data) - stride + 1, stride):
         ring = data[at + before : at + stride]
         number, thread = _number(ring, layout.RING, "number"), _number(ring, layout.RING, "thread_id")
         if number and thread and _number(ring, layout.RING, "generation") == _number(head, layout.HEADER, "generation"):
-            found.append((number, thread, _number(ring, layout.RING, "head")))
-    return found
+            rings.append((number, thread, _number(ring, layout.RING, "head")))
+    return rings
 
 
 def _number(data: bytes, record: layout.Record, name: str) -> int:

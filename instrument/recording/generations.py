@@ -67,10 +67,10 @@ class GenerationTimes:
             labels = OVERFLOW
         series.setdefault(labels, Distribution()).add(max(value, 0))
 
-    def note(self, name: str, labels: Labels, one: Exemplar) -> None:
+    def note(self, name: str, labels: Labels, exemplar: Exemplar) -> None:
         """Add the exemplar of a value that has been counted."""
         if labels in self._series.get(name, ()):
-            self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(one)
+            self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(exemplar)
 
     def state(self) -> dict[str, Any]:
         """Return all counts as JSON, without exemplars."""
@@ -79,9 +79,9 @@ class GenerationTimes:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> GenerationTimes:
         """Return the counts that `state` gave. Raises `TypeError` or `ValueError` for anything else."""
-        found = cls()
-        found._series = {str(name): series_told(series) for name, series in state.items()}
-        return found
+        times = cls()
+        times._series = {str(name): series_told(series) for name, series in state.items()}
+        return times
 
     def metrics(self, *names: str) -> list[Metric]:
         """Return the named metrics, also those without a count."""
@@ -91,17 +91,17 @@ class GenerationTimes:
                 "{request}" if name in (BATCH_SIZE, SERVING_BATCH_SIZE) else "s",
                 HISTOGRAM,
                 TOLD[name],
-                {labels: one.copy() for labels, one in self._series.get(name, {}).items()},
-                {labels: one.all() for labels, one in self._exemplars.get(name, {}).items()},
+                {labels: value.copy() for labels, value in self._series.get(name, {}).items()},
+                {labels: value.all() for labels, value in self._exemplars.get(name, {}).items()},
             )
             for name in names
         ]
 
 
-def generation_labels(known: Labels, told: Mapping[Any, Any]) -> Labels:
+def generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
     """Return the labels of a generation: those known beforehand, and those among its span's attributes."""
-    usual = operation_of(str(dict(known).get("http.route", "")))
-    return tuple({OPERATION: usual, **dict(known), **dict(said_of_generation(told))}.items())
+    usual = operation_of(str(dict(labels).get("http.route", "")))
+    return tuple({OPERATION: usual, **dict(labels), **dict(said_of_generation(attributes))}.items())
 
 
 def operation_of(route: str) -> str:
@@ -111,7 +111,7 @@ def operation_of(route: str) -> str:
 
 def is_among(route: str, patterns: Sequence[str]) -> bool:
     """Return True where a route matches one of the patterns, each exact or with a `*` at its end."""
-    return any(route.startswith(one[:-1]) if one.endswith("*") else route == one for one in patterns)
+    return any(route.startswith(pattern[:-1]) if pattern.endswith("*") else route == pattern for pattern in patterns)
 
 
 def says_generation(names: Iterable[object]) -> bool:
@@ -119,14 +119,14 @@ def says_generation(names: Iterable[object]) -> bool:
     return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 
-def said_of_generation(told: Mapping[Any, Any]) -> Labels:
+def said_of_generation(attributes: Mapping[Any, Any]) -> Labels:
     """Return the facts of a generation that a span has."""
-    return tuple((name, value) for name in GENERATION if isinstance(value := told.get(name), str))
+    return tuple((name, value) for name in GENERATION if isinstance(value := attributes.get(name), str))
 
 
-def token_times(told: Mapping[Any, Any]) -> tuple[int, int | None] | None:
+def token_times(attributes: Mapping[Any, Any]) -> tuple[int, int | None] | None:
     """Return the time to a stream's first item, and the mean time per later item; None for a span without items."""
-    first_ns, last_ns, items = (told.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
+    first_ns, last_ns, items = (attributes.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
     if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
         return None  # missing, or the service's own attributes of the same names
     each_ns = max(last_ns - first_ns, 0) // (items - 1) if items > 1 else None

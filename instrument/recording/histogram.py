@@ -50,19 +50,19 @@ def percentiles(
     So it is within 0.78 % of the exact one by nearest rank.
     """
     buckets = sorted(histogram)
-    seen = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
-    found: list[int | None] = []
+    ranks = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
+    times_ns: list[int | None] = []
     for fraction in fractions:
-        at = bisect.bisect_left(seen, _rank(fraction, calls))
-        within = bucket_middle(buckets[at]) if at < len(buckets) else max_ns
-        found.append(min(max(within, min_ns), max_ns) if calls else None)
-    return found
+        at = bisect.bisect_left(ranks, _rank(fraction, calls))
+        middle_ns = bucket_middle(buckets[at]) if at < len(buckets) else max_ns
+        times_ns.append(min(max(middle_ns, min_ns), max_ns) if calls else None)
+    return times_ns
 
 
 def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
     """Return the `percentiles` of sorted times, at least one, without a histogram."""
-    at = (bucket_middle(bucket(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
-    return [min(max(within, values[0]), values[-1]) for within in at]
+    middles_ns = (bucket_middle(bucket(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
+    return [min(max(middle_ns, values[0]), values[-1]) for middle_ns in middles_ns]
 
 
 def _rank(fraction: float, calls: int) -> int:

@@ -66,8 +66,8 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
             return f"S{count}"
         if kind == "d":
             return "<f8"
-        one = f"<{'ui'[kind.islower()]}{ {'b': 1, 'h': 2, 'i': 4, 'q': 8}[kind.lower()] }"
-        return (one, int(count)) if count else one
+        code_of_numpy = f"<{'ui'[kind.islower()]}{ {'b': 1, 'h': 2, 'i': 4, 'q': 8}[kind.lower()] }"
+        return (code_of_numpy, int(count)) if count else code_of_numpy
 
     names = list(record.fields)
     return np.dtype({
@@ -139,17 +139,17 @@ class Mapped:
         """Return up to `count` bytes from an offset, fewer at the end of the file."""
         if self._memory is not None:
             return bytes(self._memory[offset : offset + count])
-        found = []
+        pieces = []
         while count > 0:
             try:
-                some = os.pread(self._fd, min(count, 1 << 26), offset)
+                piece = os.pread(self._fd, min(count, 1 << 26), offset)
             except OSError as problem:
                 raise TraceError(f"cannot read a recording: {problem.strerror or problem}") from problem
-            if not some:
+            if not piece:
                 break
-            found.append(some)
-            offset, count = offset + len(some), count - len(some)
-        return b"".join(found)
+            pieces.append(piece)
+            offset, count = offset + len(piece), count - len(piece)
+        return b"".join(pieces)
 
     def _read_head(self) -> Any:
         data = self._bytes(0, layout.HEADER.size)
@@ -200,8 +200,8 @@ class Mapped:
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
         slots = off // np.uint64(part.stride)
         sound = (off % np.uint64(part.stride) == 0) & (slots < np.uint64(min(part.used, part.slots)))
-        found: NDArray[np.int64] = np.where(sound, slots, np.uint64(0)).astype(np.int64) - ~sound
-        return found
+        valid_slots: NDArray[np.int64] = np.where(sound, slots, np.uint64(0)).astype(np.int64) - ~sound
+        return valid_slots
 
     # ---------------------------------------------------------------- facts
 
@@ -251,25 +251,25 @@ class Mapped:
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
         if self._known == (self.generation, columns):
             return self._tree
-        known = np.flatnonzero(nodes["is_known"] != 0)
-        index = nodes["index"][known].astype(np.int64)
+        slots = np.flatnonzero(nodes["is_known"] != 0)
+        index = nodes["index"][slots].astype(np.int64)
         # The nodes of a tree are numbered one after another; of two of one number, as a damaged file has, the first.
         order = np.argsort(index, kind="stable")
-        index, known = index[order], known[order]
+        index, slots = index[order], slots[order]
         first = np.ones(len(index), np.bool_)
         first[1:] = index[1:] != index[:-1]
-        index, known = index[first], known[first]
+        index, slots = index[first], slots[first]
         count = int(np.argmin(index == np.arange(len(index)))) if (index != np.arange(len(index))).any() else len(index)
-        known = known[:count]
+        slots = slots[:count]
         part = self._parts["nodes"]
         number_of = np.full(min(part.used, part.slots) + 1, -1, np.int64)
-        number_of[known] = np.arange(count)
-        parents = number_of[self._slot_of(nodes["parent"][known], "nodes")]
+        number_of[slots] = np.arange(count)
+        parents = number_of[self._slot_of(nodes["parent"][slots], "nodes")]
         parents[parents >= np.arange(count)] = -1  # a parent is known before its children
         tree = CallTree()
-        told = self._facts_of_sites()
-        addresses, numbers = np.unique(nodes["site"][known], return_inverse=True)
-        tree.sites.extend(told.get(int(address)) or Site(UNKNOWN) for address in addresses)
+        site_by_address = self._facts_of_sites()
+        addresses, numbers = np.unique(nodes["site"][slots], return_inverse=True)
+        tree.sites.extend(site_by_address.get(int(address)) or Site(UNKNOWN) for address in addresses)
         tree.extend(0, array("i", numbers.tolist()).tobytes(), array("i", parents.tolist()).tobytes())
         self._node_numbers, self._tree, self._known = number_of, tree, (self.generation, columns)
         return tree
@@ -283,25 +283,25 @@ class Mapped:
 
         Their rows take no more than the room of the part. In a damaged recording the last rings lose their rows.
         """
-        found: dict[int, _Ring] = {}
+        ring_by_number: dict[int, _Ring] = {}
         rings = self._slots("rings", self._ring_type)
         head = self._read_head()  # a ring has room for its rows before the first one, but maybe since the head was read
         rows = self._slot_of(rings["rows"], "rows").tolist()
         part = self._parts["rows"]
-        left = part.slots
+        free_rows = part.slots
         for slot in np.flatnonzero((rings["generation"] == head["generation"]) & (rings["number"] != 0)).tolist():
             ring = rings[slot]
             capacity = int(ring["capacity"])
-            is_held = (
-                0 < capacity <= left and 0 <= rows[slot] <= part.slots - capacity and not capacity & (capacity - 1)
+            has_rows = (
+                0 < capacity <= free_rows and 0 <= rows[slot] <= part.slots - capacity and not capacity & (capacity - 1)
             )
-            left -= capacity if is_held else 0
-            found[int(ring["number"])] = _Ring(
-                slot, int(ring["number"]), rows[slot] if is_held else -1, capacity if is_held else 0,
+            free_rows -= capacity if has_rows else 0
+            ring_by_number[int(ring["number"])] = _Ring(
+                slot, int(ring["number"]), rows[slot] if has_rows else -1, capacity if has_rows else 0,
                 min(int(ring["head"]), 1 << 62), int(ring["too_short"]), int(ring["thread_id"]),
                 label_of(ring["label"]) if ring["thread_id"] else "(ended threads)", bool(ring["ended"]),
             )  # fmt: skip
-        return [found[number] for number in sorted(found)]
+        return [ring_by_number[number] for number in sorted(ring_by_number)]
 
     def threads(self) -> dict[int, str]:
         """Return the native ids and names of the recorded threads, in the order in which they first recorded."""
@@ -349,15 +349,15 @@ class Mapped:
 
         Rows `in_doubt` are left out. `head` of each is where to go on.
         """
-        copied, wanted = [], []
+        copied, requests = [], []
         for place, ring in enumerate(ring for ring in self._rings() if ring.thread_id):
             begin = max((since or {}).get(ring.number, 0), 0)
             oldest = max(ring.head - ring.capacity + self.in_doubt, 0)
-            wanted.append((ring.head - min(max(begin, oldest), ring.head), place, begin, ring))
+            requests.append((ring.head - min(max(begin, oldest), ring.head), place, begin, ring))
         # Each ring gets the same share; rings with fewer rows leave theirs to the others.
-        for done, (count, place, begin, ring) in enumerate(sorted(wanted, key=lambda one: one[:2])):
+        for served, (count, place, begin, ring) in enumerate(sorted(requests, key=lambda request: request[:2])):
             first = ring.head - count
-            end = min(ring.head, first + most // (len(wanted) - done))
+            end = min(ring.head, first + most // (len(requests) - served))
             rows = self._copied(ring, first, end)
             now = self._ring_now(ring)
             overwritten = max(now - ring.capacity + self.in_doubt - first, 0)
@@ -365,10 +365,10 @@ class Mapped:
             rows, first = rows[late:], first + late
             copied.append((place, ring, begin, first, end, rows))
             most -= len(rows)
-        known = len(self.tree())  # every row's node is known, for a call path is written before its rows
+        node_count = len(self.tree())  # every row's node is known, for a call path is written before its rows
         return [
-            RingRows(ring.number, ring.thread_id, rows[_is_row(rows, known)], first, end, first - begin)
-            for _, ring, begin, first, end, rows in sorted(copied, key=lambda one: one[0])
+            RingRows(ring.number, ring.thread_id, rows[_is_row(rows, node_count)], first, end, first - begin)
+            for _, ring, begin, first, end, rows in sorted(copied, key=lambda copy: copy[0])
         ]
 
     def _copied(self, ring: _Ring, first: int, end: int) -> Records:
@@ -399,7 +399,7 @@ class Mapped:
         """Return the spans that have begun and not ended, in the order in which they began."""
         rings = {ring.slot: ring for ring in self._rings()}
         ended = {int(rows["span_id"][0]) for rows in map(self._last_row, rings.values()) if len(rows)}
-        found: dict[int, OpenSpan] = {}
+        span_by_id: dict[int, OpenSpan] = {}
         for _ in range(TRIES):
             before, frames = self._slots("frames", _FRAME), self._slots("frames", _FRAME)
             before, frames = before[: len(frames)], frames[: len(before)]
@@ -417,7 +417,7 @@ class Mapped:
             ):  # fmt: skip
                 span_id, ring = int(frame["span_id"]), rings.get(slot)
                 if same and 0 <= node < len(tree) and ring is not None and span_id not in ended:
-                    found[span_id] = OpenSpan(
+                    span_by_id[span_id] = OpenSpan(
                         tree.site(node), node, span_id, int(frame["parent_id"] & np.uint64((1 << 63) - 1)),
                         int(frame["root_id"] & np.uint64((1 << 63) - 1)), int(frame["task"]), ring.thread_id,
                         int(frame["start_ns"]), min(max(int(frame["children_ns"]), 0), FARTHEST_NS),
@@ -425,7 +425,7 @@ class Mapped:
                     )  # fmt: skip
             if np.all(is_same):
                 break
-        return sorted(found.values(), key=lambda span: (span.start_ns, span.span_id))
+        return sorted(span_by_id.values(), key=lambda span: (span.start_ns, span.span_id))
 
     def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
         """Return the attributes of a frame's span now, none while they are being written."""
@@ -433,8 +433,8 @@ class Mapped:
         if slot >= part.slots:
             return {}
         data = self._bytes(part.offset + slot * part.stride, part.stride)
-        whose, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
-        return attributes_in(data[layout.ATTRIBUTES.size :][:length]) if whose == span_id else {}
+        owner_id, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
+        return attributes_in(data[layout.ATTRIBUTES.size :][:length]) if owner_id == span_id else {}
 
     def _last_row(self, ring: _Ring) -> Records:
         """Return a ring's newest row: its process may have been killed before it closed the span's frame."""
@@ -468,21 +468,21 @@ class Mapped:
             pieces.append((first, self._bytes(part.offset + first % part.slots, end - first)))
             first = end
         self._read_head()  # what was overwritten meanwhile
-        kept = (self._parts["details"].used // block + 1) * block - part.slots
-        return [data for at, data in pieces if at >= kept], used
+        oldest = (self._parts["details"].used // block + 1) * block - part.slots
+        return [data for at, data in pieces if at >= oldest], used
 
     def intervals(self, since: int = 0) -> Records:
         """Return the newest device intervals after the first `since`, the oldest first.
 
         Intervals with invalid numbers are left out.
         """
-        found = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]), since)
-        sound = (found["span_id"] != 0) & (found["span_id"] >> np.uint64(63) == 0) & (found["device"] >= 0)
-        sound &= (found["device"] < MOST_DEVICES) & (found["stream"] >> np.uint64(63) == 0)
-        sound &= (found["start_ns"] >= 0) & (found["start_ns"] < FARTHEST_NS) & (found["end_ns"] < FARTHEST_NS)
-        sound &= (found["label"] >= 0) & (found["label"] < len(LABELS))
-        sound &= (found["uncertainty_ns"] >= 0) & (found["uncertainty_ns"] < FARTHEST_NS)
-        return np.asarray(found[sound])
+        table = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]), since)
+        sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
+        sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
+        sound &= (table["start_ns"] >= 0) & (table["start_ns"] < FARTHEST_NS) & (table["end_ns"] < FARTHEST_NS)
+        sound &= (table["label"] >= 0) & (table["label"] < len(LABELS))
+        sound &= (table["uncertainty_ns"] >= 0) & (table["uncertainty_ns"] < FARTHEST_NS)
+        return np.asarray(table[sound])
 
     def interval_count(self) -> int:
         """Return the number of all device intervals ever written."""
@@ -497,15 +497,15 @@ class Mapped:
         """Return the newest readings of gauges, from a time on, the oldest first."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.SAMPLES), self._parts["samples"].used
-        found = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
-        if len(found) and found["at_ns"].min() >= since_ns:
-            found = self._newest("samples", _SAMPLE, slots)
-        sound = (found["at_ns"] >= max(since_ns, 1)) & (found["at_ns"] < FARTHEST_NS) & (found["device"] >= HOST)
-        sound &= (found["device"] < MOST_DEVICES) & np.isfinite(found["value"])
+        table = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
+        if len(table) and table["at_ns"].min() >= since_ns:
+            table = self._newest("samples", _SAMPLE, slots)
+        sound = (table["at_ns"] >= max(since_ns, 1)) & (table["at_ns"] < FARTHEST_NS) & (table["device"] >= HOST)
+        sound &= (table["device"] < MOST_DEVICES) & np.isfinite(table["value"])
         return [
-            Sample(name, int(one["device"]), int(one["at_ns"]), value_of(name, one["value"], told=one["is_told"]))
-            for one in found[sound]
-            if (name := one["name"].decode("ascii", "replace")) in GAUGES
+            Sample(name, int(row["device"]), int(row["at_ns"]), value_of(name, row["value"], row["is_told"]))
+            for row in table[sound]
+            if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]
 
     def _newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
@@ -522,18 +522,18 @@ class Mapped:
         data = b"".join(
             self._bytes(part.offset + begin * part.stride, length * part.stride) for begin, length in pieces
         )
-        found = np.frombuffer(data, kind, len(data) // part.stride)
+        records_read = np.frombuffer(data, kind, len(data) // part.stride)
         self._read_head()  # what was overwritten meanwhile
-        return found[max(self._parts[name].used - slots + 1 - first, 0) :]
+        return records_read[max(self._parts[name].used - slots + 1 - first, 0) :]
 
     # ---------------------------------------------------------------- totals
 
-    def tally(self, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
+    def tally(self, choose_sites: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the totals of all calls up to now, by call path and thread.
 
         `wanted` limits them: it returns True or False per site, by the numbers of the tree that it gets.
         """
-        tree, threads, totals, *histograms = self._totals(wanted)
+        tree, threads, totals, *histograms = self._totals(choose_sites)
         return Tally.of_nodes(tree, *_lines(threads, totals, self._histograms(totals, *histograms)))
 
     def totals(self) -> Tally:
@@ -543,8 +543,8 @@ class Mapped:
         def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:
             rings = [number for number, ring in threads.items() if thread_id in (None, ring.thread_id)]
             is_wanted = np.isin(totals["node"], np.array(tree.nodes(places), np.uint32))
-            its = totals[is_wanted & np.isin(totals["ring_number"], np.array(rings, np.uint64))]
-            buckets = self._histograms(its, *histograms)
+            chosen = totals[is_wanted & np.isin(totals["ring_number"], np.array(rings, np.uint64))]
+            buckets = self._histograms(chosen, *histograms)
             times = np.zeros(LAST_BUCKET + 1, np.int64)
             np.add.at(times, buckets["bucket"], buckets["times"])
             return {bucket: int(times[bucket]) for bucket in np.flatnonzero(times).tolist()}
@@ -560,23 +560,23 @@ class Mapped:
         return firsts
 
     def _totals(
-        self, wanted: Callable[[CallTree], Sequence[bool]] | None
+        self, choose_sites: Callable[[CallTree], Sequence[bool]] | None
     ) -> tuple[CallTree, dict[int, _Ring], Records, Records, Records]:
         for _ in range(READINGS):
             moving = int(self._read_head()["moving"])
             tree, rings = self.tree(), self._rings()
             totals, chunks, highs = (
-                self._slots(*its) for its in (("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
+                self._slots(*arguments) for arguments in (("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
             )
             if moving % 2 == 0 and int(self._read_head()["moving"]) == moving:
                 break
         threads = {ring.number: ring for ring in sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))}
-        own = np.isin(totals["ring_number"], np.array(list(threads), np.uint64)) & (totals["calls"] > 0)
-        own &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
-        if wanted is not None:
-            of_node = np.array(wanted(tree), np.bool_)[np.array(tree.site_of, np.int64)]
-            own[own] = of_node[totals["node"][own]]
-        return tree, threads, totals[own], chunks, highs
+        is_counted = np.isin(totals["ring_number"], np.array(list(threads), np.uint64)) & (totals["calls"] > 0)
+        is_counted &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
+        if choose_sites is not None:
+            of_node = np.array(choose_sites(tree), np.bool_)[np.array(tree.site_of, np.int64)]
+            is_counted[is_counted] = of_node[totals["node"][is_counted]]
+        return tree, threads, totals[is_counted], chunks, highs
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
         """Return the histograms of totals as buckets; a bucket may occur more than once."""
@@ -592,22 +592,22 @@ class Mapped:
         counted = buckets_of(row[at], place[at] * 64 + bucket, times[at, bucket])
         # Buckets of calls that are not added yet, one entry per call.
         waits = np.arange(totals["waiting"].shape[1]) < totals["waiting_count"][:, None]
-        of, which = np.nonzero(waits)
-        every = np.concatenate([counted, buckets_of(of, totals["waiting"][of, which], np.ones(len(of), np.int64))])
+        of, slot = np.nonzero(waits)
+        every = np.concatenate([counted, buckets_of(of, totals["waiting"][of, slot], np.ones(len(of), np.int64))])
         return np.asarray(every[every["bucket"] <= LAST_BUCKET])
 
     def losses(self) -> dict[str, int]:
         """Return the losses, by reason."""
         head = self._read_head()
         rings = self._rings()
-        found = {
+        count_by_reason = {
             "spans overwritten by newer ones": sum(max(ring.head - ring.capacity, 0) for ring in rings if ring.capacity)
             + int(head["ended_rows"]),
             "spans shorter than their rule asks": sum(ring.too_short for ring in rings) + int(head["ended_too_short"]),
             **dict(zip(layout.REASONS, head["reasons"].tolist(), strict=False)),
             **{f"{name} that only the process itself could read": part.unseen for name, part in self._parts.items()},
         }
-        return {reason: count for reason, count in found.items() if count}
+        return {reason: count for reason, count in count_by_reason.items() if count}
 
 
 def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:

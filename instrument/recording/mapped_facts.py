@@ -43,8 +43,8 @@ class Header(NamedTuple):
     @property
     def begun_ns(self) -> int:
         """Return the begin of the recording on the monotonic clock, else the time of the last update."""
-        found = self.facts.get("begun_ns")
-        return found if isinstance(found, int) and 0 < found <= self.monotonic_ns else self.monotonic_ns
+        begun_ns = self.facts.get("begun_ns")
+        return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
     @property
     def service(self) -> str:
@@ -54,31 +54,31 @@ class Header(NamedTuple):
     @property
     def resource(self) -> Mapping[str, Any]:
         """Return the attributes of the process's resource, none if there are none."""
-        found = self.facts.get("resource")
-        return found if isinstance(found, dict) else {}
+        resource = self.facts.get("resource")
+        return resource if isinstance(resource, dict) else {}
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs whose gauges are read, as far as the facts are valid."""
-        found = self.facts.get("gpus")
-        told = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        gpus = self.facts.get("gpus")
+        entries = [entry for entry in gpus if isinstance(entry, dict)] if isinstance(gpus, list) else []
         return tuple(
-            Gpu(device, str(one.get("model", "")), str(one.get("uuid", "")))
-            for one in told
-            if isinstance(device := one.get("device"), int) and 0 <= device < MOST_DEVICES
+            Gpu(device, str(entry.get("model", "")), str(entry.get("uuid", "")))
+            for entry in entries
+            if isinstance(device := entry.get("device"), int) and 0 <= device < MOST_DEVICES
         )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the last notes of the process on missing observations."""
-        found = self.facts.get("notes")
-        return tuple(map(str, found)) if isinstance(found, list) else ()
+        notes = self.facts.get("notes")
+        return tuple(map(str, notes)) if isinstance(notes, list) else ()
 
     @property
     def origin(self) -> Mapping[str, Any]:
         """Return the fields of `spans.Origin` that are there."""
-        found = self.facts.get("origin")
-        return found if isinstance(found, dict) else {}
+        origin = self.facts.get("origin")
+        return origin if isinstance(origin, dict) else {}
 
 
 class OpenSpan(NamedTuple):
@@ -131,10 +131,10 @@ def records(data: bytes, kind: np.dtype[np.void]) -> Iterator[tuple[Any, bytes]]
 def facts_in(text: bytes) -> dict[str, Any]:
     """Return a JSON object, an empty one for any other text."""
     try:
-        found = json.loads(text) if text else {}
+        facts = json.loads(text) if text else {}
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def attributes_in(text: bytes) -> dict[str, Any]:
@@ -144,12 +144,12 @@ def attributes_in(text: bytes) -> dict[str, Any]:
 
 def site_of(facts: Mapping[str, Any]) -> Site:
     """Return the site of some facts, with the fields that are valid."""
-    told = {"name": UNKNOWN, **{name: facts[name] for name, kind in _SITE.items() if _is_sound(facts.get(name), kind)}}
-    return Site(**{**told, "attributes": tuple(_told(facts.get("attributes")).items())})
+    sound = {name: facts[name] for name, kind in _SITE.items() if _is_sound(facts.get(name), kind)}
+    return Site(**{"name": UNKNOWN, **sound, "attributes": tuple(_told(facts.get("attributes")).items())})
 
 
 _TYPES = {"str": str, "int": int, "bool": bool}
-_SITE = {known.name: _TYPES[str(known.type)] for known in told_fields(Site) if str(known.type) in _TYPES}
+_SITE = {member.name: _TYPES[str(member.type)] for member in told_fields(Site) if str(member.type) in _TYPES}
 
 
 def _is_sound(value: Any, kind: type) -> bool:
@@ -168,7 +168,7 @@ def _told(attributes: Any) -> dict[str, Any]:
 
 
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, (str, bool, int, float)) for one in value)
+    return isinstance(value, list) and all(isinstance(item, (str, bool, int, float)) for item in value)
 
 
 def detail_of(active_ns: int, facts: Mapping[str, Any]) -> Detail:
@@ -181,9 +181,9 @@ def label_of(label: bytes) -> str:
     """Return a thread's name from JSON; a long name is cut and lacks its closing quote."""
     for text in (label, label + b'"'):
         try:
-            found = json.loads(text)
+            name = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, str):
-            return found
+        if isinstance(name, str):
+            return name
     return UNKNOWN

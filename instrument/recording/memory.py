@@ -84,12 +84,12 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
 
 def left(directory: Path) -> list[Path]:
     """Return the recordings that ended processes have left in a directory, the oldest first."""
-    found = []
+    files = []
     for path in directory.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):
             if _NAME.fullmatch(path.name) and not is_alive(path):
-                found.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(found)]
+                files.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(files)]
 
 
 def is_alive(path: Path) -> bool:
@@ -104,8 +104,8 @@ def is_alive(path: Path) -> bool:
         return True
     finally:
         os.close(fd)
-    known = _NAME.fullmatch(path.name)
-    return known is not None and known[2] != "0" and clock.start_ticks(Path(f"/proc/{known[1]}/stat")) == int(known[2])
+    match = _NAME.fullmatch(path.name)
+    return match is not None and match[2] != "0" and clock.start_ticks(Path(f"/proc/{match[1]}/stat")) == int(match[2])
 
 
 def _make_room(directory: Path, room_bytes: int) -> None:

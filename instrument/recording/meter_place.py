@@ -45,13 +45,13 @@ class MeterState:
 
 def read_meter(place: ExportCheckpoint) -> MeterState | None:
     """Return the last written state; None if there is none, or both copies are damaged."""
-    newest, found = 0, None
+    newest, newest_state = 0, None
     at = _begin_of(place)
     for turn in (0, 1) if at else ():
         number, state = _read(place, at + turn * _SLOT_BYTES)
         if number > newest:
-            newest, found = number, state
-    return found
+            newest, newest_state = number, state
+    return newest_state
 
 
 class MeterPlace:
@@ -111,7 +111,7 @@ def _read(place: ExportCheckpoint, at: int) -> tuple[int, MeterState | None]:
     try:
         facts = json.loads(zlib.decompressobj().decompress(body, LARGEST_BYTES))
         places = {int(ring): int(row) for ring, row in facts["places"]}
-        meter, told = dict(facts["meter"]), dict(facts["told"])
-        return turn, MeterState(generation, settled_ns, meter, told, places)
+        meter, sent = dict(facts["meter"]), dict(facts["told"])
+        return turn, MeterState(generation, settled_ns, meter, sent, places)
     except (zlib.error, RecursionError, *DAMAGED):
         return 0, None

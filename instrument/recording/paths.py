@@ -1,6 +1,6 @@
-"""Call paths as columns: which site each is of and what it is below, and what is said of the sites.
+"""Call paths as columns: the site and the parent of each, and facts of the sites.
 
-What is known of a process grows and never shrinks, so that a report asks only for what it has not asked before.
+The known paths of a process grow and never shrink, so that a report computes only the facts of new ones.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 
 
 class Facts(NamedTuple):
-    """Facts of sites: the kind of each and the number of the first of its name; and the numbers of those whose name
-    another has before them, and of those with attributes."""
+    """Facts of sites: the number of the first site with the same name, and the kind, per site. `repeated` has the
+    numbers of sites whose name an earlier site has, `declared` those of sites with attributes."""
 
     names: array[int]
     kinds: list[str]
@@ -38,14 +38,14 @@ class Facts(NamedTuple):
 class CallTree:
     """Call paths as columns, by the number of their node; a node's parent comes before it.
 
-    What is said of a site may not change, for it is asked for once. A column that grows is another one from then on: it
-    may be read while another thread, or a signal's handler, has it grow, and two that do so come to the same. Nobody
-    else may change one.
+    A fact of a site may not change, for it is computed once. A column that grows is replaced by a new one: a thread may
+    read the old one while another thread, or a signal's handler, extends it. Two threads that extend it get the same
+    result. Columns must not be changed elsewhere.
     """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
-        # Of each node the number of its site and its parent: in one column, so that none is longer.
+        # The number of its site and its parent, per node: in one column, so that both have one length.
         self._nodes = array("i")
         self._located = Located(*(array("i") for _ in Located._fields))
         self._shared: tuple[Located, dict[int, list[int]]] = self._located, {}
@@ -61,7 +61,7 @@ class CallTree:
         return len(self._nodes) // 2
 
     def extend(self, first: int, numbers: bytes, parents: bytes) -> None:
-        """Add nodes from a number on: of each where its site is in `sites`, and its parent, a node or `NOT_BELOW`.
+        """Add nodes from a number on: for each the index of its site in `sites`, and its parent, a node or `NOT_BELOW`.
 
         Both in 32 bits. Not for two threads at a time.
         """
@@ -117,46 +117,46 @@ class CallTree:
 
     def keys(self) -> array[int]:
         """Return the number of the first site that means the same place, per site."""
-        known, (names, _, repeated, _) = self._keys, self.facts()
-        if len(known) == len(names):
-            return known
-        keys = names[len(known) :]
+        old_keys, (names, _, repeated, _) = self._keys, self.facts()
+        if len(old_keys) == len(names):
+            return old_keys
+        keys = names[len(old_keys) :]
         # A key is a thing more for the collector to look at, and most sites have a name of their own.
-        for number in repeated[bisect_left(repeated, len(known)) :]:
+        for number in repeated[bisect_left(repeated, len(old_keys)) :]:
             first = names[number]
             self._first_of_key.setdefault(self.sites[first].key, first)
-            keys[number - len(known)] = self._first_of_key.setdefault(self.sites[number].key, number)
-        self._keys = known + keys
+            keys[number - len(old_keys)] = self._first_of_key.setdefault(self.sites[number].key, number)
+        self._keys = old_keys + keys
         return self._keys
 
     def facts(self) -> Facts:
         """Return the facts of the sites that are known."""
-        found, first_of_name = self._facts, self._first_of_name
-        start = len(found.kinds)
+        facts, first_of_name = self._facts, self._first_of_name
+        start = len(facts.kinds)
         if start < len(self.sites):
             more = _facts(self.sites[start:], start, first_of_name)
-            found = self._facts = Facts(*map(add, found, more))
-        return found
+            facts = self._facts = Facts(*map(add, facts, more))
+        return facts
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
         """Return a function's result for each site, by the site's number; kept by function, so give no lambda."""
-        said: list[Said] = self._said.get(say, [])
-        if len(said) < len(self.sites):
-            said = self._said[say] = [*said, *map(say, self.sites[len(said) :])]
-        return said
+        results: list[Said] = self._said.get(say, [])
+        if len(results) < len(self.sites):
+            results = self._said[say] = [*results, *map(say, self.sites[len(results) :])]
+        return results
 
     def numbered(self, say: Callable[[Site], Hashable]) -> array[int]:
         """Return the number of the first site with the same result of a function, per site."""
-        numbers, known = self._numbers.setdefault(say, (array("i"), {}))
+        numbers, number_by_result = self._numbers.setdefault(say, (array("i"), {}))
         start = len(numbers)
         if start < len(self.sites):
-            firsts = map(known.setdefault, map(say, self.sites[start:]), itertools.count(start))
+            firsts = map(number_by_result.setdefault, map(say, self.sites[start:]), itertools.count(start))
             numbers = numbers + array("i", firsts)
-            self._numbers[say] = numbers, known
+            self._numbers[say] = numbers, number_by_result
         return numbers
 
     def column(self, more: Callable[[CallTree, int], array[int]]) -> array[int]:
-        """A column to which a function has given what it lacked, told how long it was, of the sites known by now."""
+        """Return a column after extending it: `more` gets the tree and the column's length, and returns the rest."""
         column = self._columns.get(more, array("i"))
         added = more(self, len(column))
         if added:
@@ -178,8 +178,8 @@ def shaped(
 ) -> tuple[array[int], tuple[str, ...]]:
     """Return the number of each node's shape, by `site_of`, and the shapes."""
     of_site = list(map(shapes.get, sites, itertools.repeat(otherwise)))
-    known = {name: number for number, name in enumerate(dict.fromkeys(of_site))}
-    return array("i", [known[of_site[site]] for site in site_of]), tuple(known)
+    number_by_shape = {name: number for number, name in enumerate(dict.fromkeys(of_site))}
+    return array("i", [number_by_shape[of_site[site]] for site in site_of]), tuple(number_by_shape)
 
 
 class Located(NamedTuple):
@@ -197,10 +197,10 @@ class Located(NamedTuple):
     def of(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
         """Locate nodes by their parents, and by the numbers of their sites' keys."""
         above, places, shared = array("i"), array("i"), array("i")
-        known: dict[int, int] = {}  # by numbers: a pair would be a thing more for the collector to look at
+        place_by_key: dict[int, int] = {}  # by numbers: a pair would be a thing more for the collector to look at
         for node, (site, parent) in enumerate(zip(site_of, parents, strict=True)):
             up = places[parent] if parent >= 0 else NOT_BELOW
-            place = known.setdefault((up << 32) + keys[site], node)
+            place = place_by_key.setdefault((up << 32) + keys[site], node)
             above.append(up)
             places.append(place)
             if place != node:

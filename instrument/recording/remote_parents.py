@@ -12,7 +12,7 @@ class RemoteParent:
     """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
 
     `span_id` is 0 where only the trace is known. `is_local`: it is a span of this process. `in_server_span`: it serves
-    the request already, or lies in one that does.
+    the request already, or is below a span that does.
     `state` is the W3C `tracestate` that came with it, which is handed on as it is.
     """
 
@@ -49,25 +49,25 @@ def state_of(header: bytes | str) -> str:
     return text if _TRACESTATE.fullmatch(text) else ""
 
 
-def remote_of(told: object) -> RemoteParent | None:
-    """The span that a recorder noted of another tracer: itself, or the headers that told of it.
+def remote_of(context: object) -> RemoteParent | None:
+    """Return another tracer's span that a recorder noted, from the span itself, or from its headers.
 
-    They are the `traceparent`, or that and the `tracestate`, as bytes or text; or what `noted` makes. A `traceparent`
-    that is not sound (W3C Trace Context, 3.2) counts as none.
+    Headers are the `traceparent`, or that and the `tracestate`, as bytes or text, or the result of `noted`. An invalid
+    `traceparent` (W3C Trace Context, 3.2) counts as none.
     """
-    parent, state, *where = told if isinstance(told, tuple) and len(told) > 1 else (told, b"")
+    parent, state, *marks = context if isinstance(context, tuple) and len(context) > 1 else (context, b"")
     if isinstance(parent, str):
         parent = parent.encode("latin-1", "replace")
     if not isinstance(parent, bytes):
         return parent if isinstance(parent, RemoteParent) else None
-    found = _TRACEPARENT.fullmatch(parent.strip())
-    if found is None:
+    match = _TRACEPARENT.fullmatch(parent.strip())
+    if match is None:
         return None
-    version, trace, span, flags, more = found.groups()
+    version, trace, span, flags, more = match.groups()
     trace_id, span_id = int(trace, 16), int(span, 16)
-    if version == b"ff" or (version == b"00" and more) or not trace_id or not (span_id or where == [OWN]):
+    if version == b"ff" or (version == b"00" and more) or not trace_id or not (span_id or marks == [OWN]):
         return None
-    is_local, in_server_span = where in ([LOCAL], [IN_SERVER_SPAN]), where == [IN_SERVER_SPAN]
+    is_local, in_server_span = marks in ([LOCAL], [IN_SERVER_SPAN]), marks == [IN_SERVER_SPAN]
     return RemoteParent(
         trace_id,
         span_id,
@@ -81,7 +81,7 @@ def remote_of(told: object) -> RemoteParent | None:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""Beside a trace that nobody has given the request: it is its own, and was handed on."""
+"""The mark of a trace that the request began itself and handed on."""
 
 
 def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
@@ -100,19 +100,19 @@ LINK = "instrument.link"
 """The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
-"""Beside it, the trace of that root in hexadecimal digits, where another tracer gave it."""
+"""The attribute with the trace of that root in hexadecimal digits, if another tracer gave it."""
 
 
 LINK_REMOTE = "instrument.link.remote"
-"""The attribute of a request whose caller's span it is only linked to: that one's trace and span in hexadecimal digits,
-a hyphen between them."""
+"""The attribute of a request that is only linked to its caller's span: the span's trace and id in hexadecimal digits,
+with a hyphen between them."""
 
 LINK_STATE = "instrument.link.tracestate"
-"""Beside it, the `tracestate` that came with it, if one did."""
+"""The attribute with the `tracestate` of that span, if it has one."""
 
 
 def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
-    """The attributes of such a root."""
+    """Return the attributes of a root with a link."""
     link: dict[Any, Any] = {LINK: (span_id, root_id)}
     remote = remote_of(remote)
     return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}

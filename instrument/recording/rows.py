@@ -11,7 +11,7 @@ Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any
 """A row as `row_of` makes it."""
 
 NODE: Final = 0
-"""The index of its call path."""
+"""The index of the call path."""
 SPAN_ID: Final = 1
 PARENT_ID: Final = 2
 ROOT_ID: Final = 3
@@ -27,12 +27,12 @@ ERROR: Final = 9
 ATTRIBUTES: Final = 10
 """Or None."""
 MORE: Final = ACTIVE_NS
-"""The first place of the further facts of a row: their types are `More`."""
+"""The index of the first detail of a row: their types are `More`."""
 
 More = tuple[int, "str | None", "dict[Any, Any] | None"]
 
 REQUEST_BIT = 1
-"""Set in the id of a request that is a root, and in no other: a root id tells whether it is a request's."""
+"""The bit of a span id that is set for root requests alone: a root id shows whether it is a request's."""
 
 PACKED_ROW = memory_layout.ROW.packer()
 """A row in 64 bytes, as recordings have it. `rare` is 0, twice the active time and 1, or 8 where details have more."""
@@ -60,17 +60,17 @@ def row_of(
     error: str | None = None,
     attributes: dict[Any, Any] | None = None,
 ) -> Row:
-    """A row of these."""
+    """Return a row of its values."""
     return node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, error, attributes
 
 
 def with_more(row: Row, more: More) -> Row:
-    """The row with this instead of what it has more."""
+    """Return the row with other details."""
     return *row[:MORE], *more
 
 
 def unpacked_rows(data: bytes) -> Iterator[Row]:
-    """Rows of a recording, without what stands beside them."""
+    """Yield rows of a recording, without their details."""
     for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _unpack(data):
         active_ns = rare >> 1 if rare & 1 else -1
         yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None

@@ -202,14 +202,14 @@ def intervals_by_span(
     cells: Iterable[tuple[int, ...]], span_ids: Container[int]
 ) -> dict[int, tuple[DeviceInterval, ...]]:
     """Return the intervals of some spans, of intervals as numbers in the order of their fields."""
-    found: dict[int, list[DeviceInterval]] = {}
+    intervals_by_id: dict[int, list[DeviceInterval]] = {}
     for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in cells:
         if span_id in span_ids:
             interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
-            found.setdefault(span_id, []).append(interval)
+            intervals_by_id.setdefault(span_id, []).append(interval)
     return {
         span_id: tuple(sorted(intervals, key=lambda interval: interval.start_ns))
-        for span_id, intervals in found.items()
+        for span_id, intervals in intervals_by_id.items()
     }
 
 
@@ -222,9 +222,9 @@ FEW_SAMPLES = 4096
 """The newest readings that a search for recent ones copies first: three minutes with one GPU."""
 
 
-def value_of(name: str, value: float, *, told: Any) -> float | None:
+def value_of(name: str, value: float, is_reported: Any) -> float | None:
     """Return a value in its gauge's type: bytes are whole, and a value that the device does not report is None."""
-    if not told:
+    if not is_reported:
         return None
     return int(value) if GAUGES[name].unit == "bytes" else float(value)
 
@@ -251,14 +251,14 @@ class Readings:
         cells = self._since(max(self._slots.count - FEW_SAMPLES, 0))
         if not cells or min(cells)[0] >= first_ns:
             cells = self._since(0)
-        found = [
-            Sample(text, device, at_ns, value_of(text, value, told=is_told))
+        samples = [
+            Sample(text, device, at_ns, value_of(text, value, is_told))
             for at_ns, device, is_told, value, name in cells
             if first_ns <= at_ns < last_ns
             and (text := name.rstrip(b"\0").decode("ascii", "replace")) in GAUGES
             and math.isfinite(value)
         ]
-        return sorted(found, key=lambda one: (one.at_ns, one.device, one.name))
+        return sorted(samples, key=lambda sample: (sample.at_ns, sample.device, sample.name))
 
     def _since(self, number: int) -> list[tuple[int, int, int, float, bytes]]:
         """Return the readings after the first `number`, without those that were overwritten meanwhile."""

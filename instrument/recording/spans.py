@@ -40,12 +40,11 @@ class Site:
 
     A site is compared by identity, because it is the key of the tally on the hot path; `key` compares by value.
 
-    `name` groups rows (for a layer the class name), `instance` tells apart the sites that share a name (for a
-    layer its path in the module tree). `attributes` are the same for every span of the site. A span shorter than
-    `min_ns` that has no children and no error is counted in the tally and not kept. What `suspends` is a coroutine or
-    an async generator, which may wait while it is open. `work` tells whose device times a span that begins
-    now asks for, None where only the thread's current devices can tell. `told` names the fields that other processes
-    are told, and files have: the recorders and who reads them go by it, so that a new field of a plain type is told.
+    `name` groups rows (for a layer the class name), `instance` distinguishes sites that share a name (for a layer its
+    path in the module tree). `attributes` are the same for every span of the site. A span shorter than `min_ns`
+    without children and error is counted in the tally and not kept. A site that `suspends` is a coroutine or an async
+    generator, which may wait while it is open. `work` returns the framework and devices of a span that begins now.
+    `told` names the fields that recordings and files have: all of plain types.
     """
 
     told: ClassVar[tuple[str, ...]]
@@ -65,8 +64,8 @@ class Site:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for sites that mean the same place, also across processes: of `attributes`, what reports go by."""
-        facts = [one for one in self.attributes if one[0] in TOLD_APART and isinstance(one[1], (str, bool))]
+        """A value that is equal for sites of the same place in all processes, with the attributes of `TOLD_APART`."""
+        facts = [fact for fact in self.attributes if fact[0] in TOLD_APART and isinstance(fact[1], (str, bool))]
         return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance, *facts)
 
     @property
@@ -76,8 +75,8 @@ class Site:
 
 
 def told_fields(kind: type) -> list[Field[Any]]:
-    """The fields of a flat dataclass that can be told: a function lives in its process alone."""
-    return [known for known in fields(kind) if not str(known.type).startswith("Callable")]
+    """Return the fields of a flat dataclass that other processes can read: all but functions."""
+    return [member for member in fields(kind) if not str(member.type).startswith("Callable")]
 
 
 Site.told = tuple(name for name, kind in Site.__annotations__.items() if not kind.startswith(("Callable", "ClassVar")))
@@ -118,13 +117,13 @@ FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
 """Attributes of a span whose result comes in parts: how long after its begin the first and the last one came."""
 
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
-"""Beside them: how many parts came, and the largest and the median of the times between two that came one by one."""
+"""Attributes of the same span: the number of parts, and the largest and the median time between two parts."""
 
 KEY = intern("instrument.key")
 """The attribute of a span that names the request which it serves: the same in every process that works for it."""
 
 BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.batch.weights")
-"""The attributes of a span that serves several requests: their keys, and beside them how much of it each one takes."""
+"""The attributes of a span that serves several requests: their keys, and the weight of each in the span."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
 """Characters of a key, of a longer one the rest is a checksum; and keys of a batch, of more the rest is counted."""
@@ -287,9 +286,9 @@ HOST = -1
 class Sample:
     """One reading of a gauge: what a device or the host said of itself at a time.
 
-    `name` is of `GAUGES`, in whose unit `value` is; None stands for what the device does not tell ("n/a", never 0),
-    and comes once where it never will. `device` is the number that CUDA gives the device in this process, as far as
-    that can be known without asking CUDA (see `Gpu`), and `HOST` for the host.
+    `name` is one of `GAUGES`, and `value` has its unit. `value` is None if the device does not report it ("n/a", never
+    0); a gauge that it never reports has one such sample. `device` is CUDA's number of the device in this process, as
+    far as it is known without CUDA (see `Gpu`), and `HOST` for the host.
     """
 
     name: str
@@ -341,11 +340,11 @@ class Flops(NamedTuple):
 
 
 FLOPS = "flops"
-"""The attribute of a span that says how many of these it did itself, those of spans below it left out."""
+"""The attribute with a span's own floating-point operations, without those of spans below it."""
 
 
 OPERATORS = "torch.profiler"
-"""The module of the site of an operator of torch's that torch.profiler told of: no code was instrumented there."""
+"""The module of sites of torch's operators from torch.profiler, which have no instrumented code."""
 
 
 def is_operator(site: Site) -> bool:
@@ -438,7 +437,7 @@ FIRSTS: Mapping[str, str] = {
 class Startup:
     """The start of a process, which stays known when its first spans are long overwritten.
 
-    `process_ns` is when the system made the process, None where it does not tell. `imports` is None where they were not
+    `process_ns` is the start of the process, None if it is not known. `imports` is None where they were not
     timed. `firsts` has every site that has been called, in no order. `request` is what was taken for the first request,
     None where that is the one that began first; its length is 0 where it is not known. `why` is one of `FIRSTS`.
     """
@@ -455,8 +454,8 @@ class Startup:
         """Return the chosen first request, else the ended one that began first."""
         if self.request is not None:
             return self.request
-        requests = [one for one in self.firsts if one.site.kind == "request"]
-        return min(requests, key=lambda one: one.start_ns, default=None)
+        requests = [call for call in self.firsts if call.site.kind == "request"]
+        return min(requests, key=lambda call: call.start_ns, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,20 +479,20 @@ def never_called(targets: Sequence[str]) -> str:
     """Return the note on targets that nothing has called, the first of them by name."""
     some = sorted(targets)[:UNCALLED_NAMED]
     half = UNCALLED_COLUMNS // 2
-    named = [one if len(one) <= UNCALLED_COLUMNS else f"{one[: half - 2]}...{one[1 - half :]}" for one in some]
+    names = [name if len(name) <= UNCALLED_COLUMNS else f"{name[: half - 2]}...{name[1 - half :]}" for name in some]
     many = f"{len(targets)} targets were" if len(targets) > 1 else "1 target was"
-    rest = len(targets) - UNCALLED_NAMED
-    more = f", and {rest} more (`instrument check` names all)" if rest > 0 else ""
-    return f"{many} never called: {', '.join(named)}{more}"
+    unnamed = len(targets) - UNCALLED_NAMED
+    more = f", and {unnamed} more (`instrument check` names all)" if unnamed > 0 else ""
+    return f"{many} never called: {', '.join(names)}{more}"
 
 
-def covered_ns(parts: Iterable[Interval], within: Interval | None = None) -> int:
+def covered_ns(parts: Iterable[Interval], limits: Interval | None = None) -> int:
     """Return the length of a few intervals together, or within another one; each instant counts once.
 
-    Of many, and of where they lie, `instrument.trace.intervals` tells.
+    For many intervals, and for their places, use `instrument.trace.intervals`.
     """
     some = sorted(parts)
-    reached_ns, last_ns = within or (min(some, default=(0, 0))[0], max((end for _, end in some), default=0))
+    reached_ns, last_ns = limits or (min(some, default=(0, 0))[0], max((end for _, end in some), default=0))
     found_ns = 0
     for start, end in some:
         start, end = max(start, reached_ns), min(end, last_ns)

@@ -120,7 +120,7 @@ class Tally:
     ) -> None:
         self.tree = CallTree() if tree is None else tree
         located = self.tree.located()
-        self.site_of, self.parents = (np.asarray(one, dtype=np.int32) for one in (located.site_of, located.parents))
+        self.site_of, self.parents = (np.asarray(ids, dtype=np.int32) for ids in (located.site_of, located.parents))
         self.lines = _bounded(np.zeros(0, TOTALS) if lines is None else lines)
         self.buckets = np.zeros(0, BUCKETS) if buckets is None else buckets
         self.threads = dict(threads or {})
@@ -200,8 +200,8 @@ class Tally:
             paths.append(None)
             ids, of_line = np.unique(lines["thread_id"], return_inverse=True)
             renumbered = [thread_of(thread_id) for thread_id in ids.tolist()]
-            lines["node"][np.array([other is None for other in renumbered], np.bool_)[of_line]] = len(paths) - 1
-            lines["thread_id"] = np.array([other or 0 for other in renumbered], np.int64)[of_line]
+            lines["node"][np.array([thread_id is None for thread_id in renumbered], np.bool_)[of_line]] = len(paths) - 1
+            lines["thread_id"] = np.array([thread_id or 0 for thread_id in renumbered], np.int64)[of_line]
         lines["first_ns"] += moved_ns
         return self.of_paths(paths, lines, self.buckets, self.threads if threads is None else threads)
 
@@ -343,11 +343,11 @@ class Tally:
         earlier = place[now.lines["node"][lines]]
         for name in SUMS:
             now.lines[name][lines] -= old.lines[name][earlier]
-        taken = old.buckets.copy()
+        removed = old.buckets.copy()
         node_of = np.full(len(now.parents), NOT_BELOW, dtype=np.int64)
         node_of[now.lines["node"]] = np.arange(len(now))
-        taken["line"], taken["times"] = node_of[old.lines["node"][taken["line"]]], -taken["times"]
-        now.buckets = _summed_buckets(np.concatenate([now.buckets, taken]))
+        removed["line"], removed["times"] = node_of[old.lines["node"][removed["line"]]], -removed["times"]
+        now.buckets = _summed_buckets(np.concatenate([now.buckets, removed]))
         return now
 
     def charge(self, outside_ns: Callable[[Site], float]) -> None:
@@ -358,10 +358,10 @@ class Tally:
     def corrected(self) -> Tally:
         """Return a copy whose self times, never negative, are without the cost of the children's probes."""
         lines, above = self.lines.copy(), self.parents[self.lines["node"]].astype(np.int64)
-        key, wanted = _keys(lines["node"], lines["thread_id"], above)
+        key, parent_key = _keys(lines["node"], lines["thread_id"], above)
         order = np.argsort(key, kind="stable")
-        at = np.searchsorted(key, wanted, sorter=order).clip(max=max(len(key) - 1, 0))
-        has_line = (above != NOT_BELOW) & (key[order[at]] == wanted) if len(key) else np.zeros(0, np.bool_)
+        at = np.searchsorted(key, parent_key, sorter=order).clip(max=max(len(key) - 1, 0))
+        has_line = (above != NOT_BELOW) & (key[order[at]] == parent_key) if len(key) else np.zeros(0, np.bool_)
         around = order[at[has_line]]
         np.subtract.at(lines["self_ns"], around, lines["probe_ns"][has_line])
         lines["self_ns"][around] = np.maximum(lines["self_ns"][around], 0)
@@ -442,11 +442,11 @@ def _together(lines: Records, buckets: Records, threads: Mapping[int, str]) -> t
     return sums, _summed_buckets(buckets)
 
 
-def _keys(nodes: Int64s, threads: Int64s, others: Int64s) -> tuple[Int64s, Int64s]:
+def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
     """Return a number for each pair of node and thread, and for each pair of another node and the same thread."""
     _, numbers = np.unique(threads, return_inverse=True)
-    width = int(max(nodes.max(initial=0), others.max(initial=0))) + 2
-    return numbers * width + nodes + 1, numbers * width + others + 1
+    width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
+    return numbers * width + nodes + 1, numbers * width + other_nodes + 1
 
 
 def _summed_buckets(buckets: Records) -> Records:
