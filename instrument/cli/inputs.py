@@ -49,10 +49,11 @@ def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> I
 
     Raises `InstrumentError` for files that take more: they are malicious, or very large.
     """
-    bound = asked_bytes or bound_bytes(files) + max(0, _data_bytes() - COMMAND_BYTES)
+    bound = asked_bytes or bound_bytes(files)
+    limit = int(bound * SHARE_OF_DATA) + max(0, _data_bytes() - COMMAND_BYTES)
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([int(bound * SHARE_OF_DATA), *limits]), most))
+    resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *limits]), most))
     try:
         yield
     except (MemoryError, OSError) as problem:
