@@ -40,7 +40,7 @@ MOST = {
     "recording": (0, 20, 5, 0),
     "report": (0, 67, 10, 0),
     "runtime": (0, 3, 20, 0),
-    "sessions": (1, 146, 199, 0),
+    "sessions": (1, 31, 10, 0),
     "trace": (0, 17, 72, 0),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables

@@ -86,11 +86,11 @@ class SessionDiagnostics:
             logger.warning("reload: %s", message)
         self.refused = (message,)
 
-    def lose(self, what: str, count: int) -> None:
+    def lose(self, reason: str, count: int) -> None:
         """Count something that was recorded and not kept. Called by one thread at a time."""
-        self._losses[what] += count
+        self._losses[reason] += count
 
-    # ---------------------------------------------------------------- what it tells
+    # ---------------------------------------------------------------- its readings
 
     def cost(self, window_ns: int) -> Cost:
         """Return the cost of the instrumentation so far, by the calls in the tally.
@@ -122,12 +122,12 @@ class SessionDiagnostics:
 
     def threads_ns(self) -> dict[str, int]:
         """Return the processor time of our own threads, by their work."""
-        found = {"looking through spans": self.thread_ns, "reading gauges": self.gauges.thread_ns}
+        ns_by_work = {"looking through spans": self.thread_ns, "reading gauges": self.gauges.thread_ns}
         if self.exporter is not None:
-            found["sending to the collector"] = self.exporter.thread_ns
+            ns_by_work["sending to the collector"] = self.exporter.thread_ns
         if self.timing is not None:
-            found["resolving device times"] = self.timing.cost_ns()[1]
-        return {name: spent_ns for name, spent_ns in found.items() if spent_ns}
+            ns_by_work["resolving device times"] = self.timing.cost_ns()[1]
+        return {name: spent_ns for name, spent_ns in ns_by_work.items() if spent_ns}
 
     def upkeep(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
         """Return the facts on the instrumentation that only the process knows; `clock` names the clock of spans."""
@@ -156,8 +156,8 @@ class SessionDiagnostics:
         if self.exporter is not None:
             counts.update(metrics.losses() if (metrics := self.handover.metrics()) is not None else {})
             self.exporter.counts()  # takes in what was just offered
-            sent = self.exporter.own.counts  # of what is sent by the recording that tells
-            counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
+            sent_counts = self.exporter.own.counts  # the recording counts what it sends
+            counts.update({f"spans {name} by the OTLP export": sent_counts.get(name, 0) for name in _UNSENT})
             counts.update(self.handover.losses())
         return {name: count for name, count in counts.items() if count}
 
@@ -179,7 +179,7 @@ class SessionDiagnostics:
         ]
         if uncalled := _uncalled(verdict for verdict in verdicts if verdict.rule not in idle):
             notes.append(never_called(uncalled))
-        notes.extend(f"{what}: {count} times" for what, count in self.recorder.counts().items())
+        notes.extend(f"{event}: {count} times" for event, count in self.recorder.counts().items())
         notes.extend(FAULTS.notes_of_rules())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
         if self.selection.late:
@@ -205,17 +205,18 @@ class SessionDiagnostics:
         """Return a sentence on requests or jobs that came and were not recorded, "" without any."""
         self.selection.wake("requests")
         verdicts = without_others(self.verdicts(of_all=False), board.marks())
-        return "; ".join(str(one) for one in verdicts if one.state == "unmet")
+        return "; ".join(str(verdict) for verdict in verdicts if verdict.state == "unmet")
 
     def own_notes(self, *, of_all: bool = True) -> OwnNotes:
         """Return the rules and targets whose `notes` are true of this process alone."""
         verdicts = self.verdicts(of_all=of_all)
-        waiting = [(board.attached(one.rule), str(one)) for one in verdicts if one.state in ("waiting", "nothing")]
+        idle_verdicts = (verdict for verdict in verdicts if verdict.state in ("waiting", "nothing"))
+        waiting = [(board.attached(verdict.rule), str(verdict)) for verdict in idle_verdicts]
         idle = self.selection.idle_of_preset()
-        own = without_others(verdicts, board.marks())
-        uncalled = sorted(_uncalled(verdict for verdict in own if verdict.rule not in idle))
-        kept = uncalled if len(uncalled) <= UNCALLED_KEPT else []
-        return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(kept))
+        own_verdicts = without_others(verdicts, board.marks())
+        uncalled = sorted(_uncalled(verdict for verdict in own_verdicts if verdict.rule not in idle))
+        listed = uncalled if len(uncalled) <= UNCALLED_KEPT else []
+        return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
         """Return the verdicts on rules and targets up to now, with calls: on all, or only on those that are awake."""
@@ -237,4 +238,5 @@ def _is_idle_rule(verdict: Verdict) -> bool:
 
 def _uncalled(verdicts: Iterable[Verdict]) -> list[str]:
     """Return the targets that nothing has called."""
-    return [one.target or one.rule for one in verdicts if one.state == "uncalled" and not _is_idle_rule(one)]
+    uncalled = (verdict for verdict in verdicts if verdict.state == "uncalled" and not _is_idle_rule(verdict))
+    return [verdict.target or verdict.rule for verdict in uncalled]

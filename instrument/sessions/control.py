@@ -119,9 +119,8 @@ class ControlServer:
         return self._folder is None and self._watched() is None
 
     def start(self) -> str:
-        """Listen, and begin to watch, unless that has been begun. Returns why it cannot listen, "" where it does or
-        need not; it watches anyway.
-        """
+        """Listen, and begin to watch, unless that has begun. Returns why it cannot listen, "" where it does or need
+        not; it watches anyway."""
         problem = ""
         if self._thread is not None:
             os.eventfd_write(self._wake, 1)  # it looks for the agent
@@ -167,15 +166,15 @@ class ControlServer:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.lstat()
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
-            found = f"mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}"
+            owner = f"mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}"
             return (
-                f"control.socket: asked to listen in {folder}, found {found}; give a folder of this user that nobody "
+                f"control.socket: asked to listen in {folder}, found {owner}; give a folder of this user that nobody "
                 "else can write to"
             )
         listener = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener = listener
         listener.setblocking(False)
-        os.fchmod(listener.fileno(), 0o600)  # before it has a name, and whatever the umask is
+        os.fchmod(listener.fileno(), 0o600)  # before it has a name, under any umask
         # A name that can be seen is a socket that listens, or one of a process that is gone: so it gets its own last.
         unseen, path = folder / f".{os.getpid()}.sock", folder / f"{os.getpid()}.sock"
         unseen.unlink(missing_ok=True)
@@ -238,7 +237,7 @@ class ControlServer:
                 elif ready in self._callers:
                     self._serve(ready)
             now = time.monotonic()
-            for connection in [known for known, caller in self._callers.items() if caller.until <= now]:
+            for connection in [caller_socket for caller_socket, caller in self._callers.items() if caller.until <= now]:
                 self._drop(connection)
 
     def _find_agent(self, now: float) -> float | None:
@@ -257,7 +256,7 @@ class ControlServer:
             if is_joined:
                 self._agent_fd = membership.fileno()
                 self._selector.register(self._agent_fd, selectors.EVENT_READ)
-                membership.tell({"hears": True})
+                membership.send({"hears": True})
         self._look_after_export(self._agent_fd >= 0)
         return now + EXPORT_S if self._agent_fd >= 0 else self._agent_at
 
@@ -276,7 +275,7 @@ class ControlServer:
         request = Request.parsed(json.dumps(message["do"]).encode())
         refused = {"error": "asked for something that this version does not do"}
         answer = refused if request is None else self._ask(request)
-        membership.tell({"answer": answer, "number": message.get("number", 0)})
+        membership.send({"answer": answer, "number": message.get("number", 0)})
 
     def _accept(self, listener: Socket) -> None:
         try:
@@ -307,13 +306,13 @@ class ControlServer:
                 answer = self._answer(line) if newline else {"error": f"no line of at most {REQUEST_BYTES} bytes"}
                 caller.answer = json.dumps(answer).encode() + b"\n"
                 self._selector.modify(connection, selectors.EVENT_WRITE)
-            sent = connection.send(caller.answer)
+            sent_bytes = connection.send(caller.answer)
         except BlockingIOError:
             return
         except OSError:
             self._drop(connection)
             return
-        caller.answer = caller.answer[sent:]
+        caller.answer = caller.answer[sent_bytes:]
         if not caller.answer:
             self._drop(connection)
 

@@ -57,14 +57,14 @@ class Request:
     def parsed(cls, line: bytes) -> Request | None:
         """Parse the request on a line; None where it is none."""
         try:
-            asked = json.loads(line)
+            call = json.loads(line)
         except (ValueError, RecursionError):
             return None
-        if isinstance(asked, dict) and isinstance(asked.get("record"), bool) and len(asked) == 1:
-            return cls(records=asked["record"])
-        if not isinstance(asked, dict) or "reload" not in asked or asked.keys() - {"reload", "service", "switch"}:
+        if isinstance(call, dict) and isinstance(call.get("record"), bool) and len(call) == 1:
+            return cls(records=call["record"])
+        if not isinstance(call, dict) or "reload" not in call or call.keys() - {"reload", "service", "switch"}:
             return None
-        path, service, switch = asked["reload"], asked.get("service"), asked.get("switch", False)
+        path, service, switch = call["reload"], call.get("service"), call.get("switch", False)
         if not isinstance(path, str | None) or not isinstance(service, str | None) or not isinstance(switch, bool):
             return None
         return cls(path, service, switch)
@@ -90,10 +90,10 @@ def poll_selector() -> selectors.BaseSelector:
 def sockets(folder: Path) -> list[Path]:
     """Return the sockets in a folder by process id, of processes that run or have gone; [] where there is no folder."""
     try:
-        found = [path for path in folder.iterdir() if _SOCKET_NAME.fullmatch(path.name)]
+        paths = [path for path in folder.iterdir() if _SOCKET_NAME.fullmatch(path.name)]
     except OSError:
         return []
-    return sorted(found, key=lambda path: int(path.stem))
+    return sorted(paths, key=lambda path: int(path.stem))
 
 
 def remove_stale(paths: Iterable[Path]) -> list[Path]:
@@ -132,11 +132,11 @@ def tell(
     start = time.monotonic()
     to_ask = dict.fromkeys(answers, start)
     waiting: dict[Path, tuple[Socket, bytearray]] = {}
-    told = False
+    is_reported = False
     with poll_selector() as selector:
         while (to_ask or waiting) and (now := time.monotonic()) < start + timeout_s:
-            if not told and now >= start + ANSWER_S:
-                told = True
+            if not is_reported and now >= start + ANSWER_S:
+                is_reported = True
                 slow([*to_ask, *waiting])
             for path in [path for path, at in to_ask.items() if at <= now]:
                 del to_ask[path]
@@ -150,7 +150,7 @@ def tell(
                 else:
                     waiting[path] = connection, bytearray()
                     selector.register(connection, selectors.EVENT_READ, path)
-            until = min([start + timeout_s, *to_ask.values(), *([] if told else [start + ANSWER_S])])
+            until = min([start + timeout_s, *to_ask.values(), *([] if is_reported else [start + ANSWER_S])])
             for key, _ in selector.select(max(until - time.monotonic(), 0.0)):
                 path, (connection, received) = key.data, waiting[key.data]
                 try:

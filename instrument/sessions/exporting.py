@@ -61,13 +61,13 @@ class SessionLock:
         self._postponed = 0
 
     @contextmanager
-    def held(self, timeout_s: float = -1) -> Iterator[bool]:
+    def acquired(self, timeout_s: float = -1) -> Iterator[bool]:
         """Acquire the lock, and yield True where that was possible in time. Then send a postponed signal again."""
-        held = self._lock.acquire(timeout=timeout_s)
+        is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
-            yield held
+            yield is_acquired
         finally:
-            if held:
+            if is_acquired:
                 self._lock.release()
             if self._postponed and not self._is_mine():
                 number, self._postponed = self._postponed, 0
@@ -168,15 +168,15 @@ class Exporting:
 
     def _read_own(self, read: Callable[[], bool]) -> bool:
         """Read on in the recording, and return what `read` does. Of one that cannot be read nothing is exported."""
-        own = self.reading
-        if own is None or RECORDER.memory_fd < 0:
+        reader = self.reading
+        if reader is None or RECORDER.memory_fd < 0:
             return True
         try:
-            own.begin(RECORDER.memory_fd)
+            reader.begin(RECORDER.memory_fd)
             return read()
         except Exception as fault:
-            own.is_broken = True
-            FAULTS.attempt("end of the export", own.release)
+            reader.is_broken = True
+            FAULTS.attempt("end of the export", reader.release)
             FAULTS.note("export of the recording", fault)
             return True
 
@@ -189,7 +189,7 @@ class Exporting:
         self._facts.publish_verdicts()
         if joined != self._requests_told and joined and self._recorded.selection.has_requests():
             self._requests_told = joined
-            self._membership.tell({"requests": True})
+            self._membership.send({"requests": True})
 
     def hear_agent(self, message: Mapping[str, Any]) -> None:
         """Follow a message of the agent on the work that it does in place of this process."""
@@ -202,8 +202,8 @@ class Exporting:
 
     def sends_to(self, endpoint: str) -> bool:
         """Return True where the session itself sends what `capture` keeps to that collector."""
-        wanted = self._recorded.profile.export.otlp
-        return self._exporter is not None and wanted is not None and wanted.endpoint == endpoint
+        settings = self._recorded.profile.export.otlp
+        return self._exporter is not None and settings is not None and settings.endpoint == endpoint
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans of a window that the session neither has sent nor will send, for the caller to send.
@@ -215,24 +215,24 @@ class Exporting:
             return []
         if not self.handover.is_here:
             begin_ns, end_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
-            if self._membership.tell({"window": [begin_ns, end_ns]}):
+            if self._membership.send({"window": [begin_ns, end_ns]}):
                 return []
             self.count_loss("spans of windows that the agent of the run may not have kept", len(spans))
             raise ExportError(
                 f"asked the agent of the run to send {len(spans)} spans of a window, found that it does not hear; "
                 "those that the profile's `capture` keeps are sent by the next one"
             )
-        with self.lock.held():
-            own = self.reading
-            if own is None:
+        with self.lock.acquired():
+            reader = self.reading
+            if reader is None:
                 return list(spans)
-            self._read_own(own.look)
-            return own.unsent(spans)
+            self._read_own(reader.look)
+            return reader.unsent(spans)
 
-    def count_loss(self, what: str, count: int) -> None:
+    def count_loss(self, reason: str, count: int) -> None:
         """Count something that was recorded and not kept, for the reports."""
-        with self.lock.held():
-            self._recorded.account.lose(what, count)
+        with self.lock.acquired():
+            self._recorded.account.lose(reason, count)
 
     # ---------------------------------------------------------------- while it runs
 
@@ -245,8 +245,8 @@ class Exporting:
     def pump(self, timeout_s: float = -1, *, meters: bool = False) -> None:
         """Read what has been recorded since the last call. With `meters`, take metrics now."""
         recorded, cut = self._recorded, self._recorded.windows.cut
-        with self.lock.held(timeout_s) as held:
-            if not held or not (self.is_looked_after() or cut):
+        with self.lock.acquired(timeout_s) as is_acquired:
+            if not is_acquired or not (self.is_looked_after() or cut):
                 return
             if self._exporter is not None:
                 self._exporter.own.look_at_clock()
@@ -254,10 +254,10 @@ class Exporting:
             recorded.budget.step()
             RECORDER.learn_paths()
             recorded.windows.look()
-            if (own := self.reading) is not None:
+            if (reader := self.reading) is not None:
                 self._facts.publish_resource()
                 self._facts.publish_books(at_once=meters)
-                self._read_own(partial(own.look, meters=meters))
+                self._read_own(partial(reader.look, meters=meters))
             while cut:
                 window, origin = cut.popleft()
                 self._saving.write_window(*window, origin)
@@ -299,20 +299,20 @@ class Exporting:
         """Return the metrics as they are now, None where the session is busy for long."""
         from instrument.otlp import exposition
 
-        with self.lock.held(SCRAPE_WAIT_S) as held:
-            if not held:
+        with self.lock.acquired(SCRAPE_WAIT_S) as is_acquired:
+            if not is_acquired:
                 return None
-            found = None
-            if (own := self.reading) is not None:
+            metered = None
+            if (reader := self.reading) is not None:
                 self._facts.publish_books(at_once=True)
-                self._read_own(own.look)
-                own.before_scrape()
-                self._read_own(own.look)
-                found = own.metered()
+                self._read_own(reader.look)
+                reader.before_scrape()
+                self._read_own(reader.look)
+                metered = reader.metered()
             now_ns = time.monotonic_ns()
             gauges = self._recorded.gauges
             samples = gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)
-            snapshot = None if found is None else found.snapshot
+            snapshot = None if metered is None else metered.snapshot
             return exposition.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
 
     # ---------------------------------------------------------------- what is still on its way
@@ -326,8 +326,8 @@ class Exporting:
         self.pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
-        if (own := self.reading) is not None:
-            self._flush_here(own, end)
+        if (reader := self.reading) is not None:
+            self._flush_here(reader, end)
         elif not self.handover.is_here:
             return self.flush_by_agent(end)[0]
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
@@ -338,47 +338,46 @@ class Exporting:
                 time.monotonic_ns(), min(end, time.monotonic() + recording_reader.DEVICE_WAIT_NS / 1e9)
             )
 
-    def _flush_here(self, own: OwnExport, end: float) -> None:
+    def _flush_here(self, reader: OwnExport, end: float) -> None:
         """Offer all finished spans to the exporter, as far as it has room before the time is up."""
         self._await_device_times(end)
         self._facts.publish_books(at_once=True)
         is_done = False
         while not is_done:
-            with self.lock.held(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as held:
-                is_done = not held or self._read_own(own.send_now) or time.monotonic() > end
+            with self.lock.acquired(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as is_acquired:
+                is_done = not is_acquired or self._read_own(reader.send_now) or time.monotonic() > end
             if not is_done:
                 time.sleep(FLUSH_S)
 
     def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
-        """Have the agent send all that has finished, and wait until it is settled or time is up.
+        """Have the agent send all finished spans, and wait until it is settled or time is up.
 
-        Returns what was delivered, and how many spans nobody has decided about yet or are on their way.
-
-        Of an agent that exports, and for `patience_s` takes no notice of what it has not seen, and has nothing to send
-        before that, nothing more is awaited. One whose exporter has yet to begin has all the time.
+        Returns what was delivered, and how many spans are undecided or on their way. The wait ends early if an agent
+        that exports does not read new rows for `patience_s`, and has nothing to send. An agent whose exporter has yet
+        to begin has all the time.
         """
         recorded, asked_ns = rows_recorded(), time.monotonic_ns()
         self._await_device_times(end)  # the agent does so, too
         self._facts.publish_books(at_once=True)
-        seen, seen_at, joins = -1, 0.0, -1
+        seen_rows, seen_at, joins = -1, 0.0, -1
         while True:
             if joins != self._membership.joins:  # another agent may have come meanwhile
                 joins = self._membership.joins
-                self._membership.tell({"flush": True})
+                self._membership.send({"flush": True})
             progress = self.handover.progress()
             fates = progress.fates
-            sent = {fate: fates[fate] for fate in export_place.SENT}
-            pending = fates["kept"] - sum(sent.values())
-            now, before, seen = time.monotonic(), seen, fates["seen"] + fates["missed"]
-            is_awaited = seen != before or pending or self._is_agent_starting()
+            sent_counts = {fate: fates[fate] for fate in export_place.SENT}
+            pending = fates["kept"] - sum(sent_counts.values())
+            now, before, seen_rows = time.monotonic(), seen_rows, fates["seen"] + fates["missed"]
+            is_awaited = seen_rows != before or pending or self._is_agent_starting()
             seen_at = now if is_awaited else seen_at
-            is_read = seen >= recorded and progress.settled_ns >= asked_ns
+            is_read = seen_rows >= recorded and progress.settled_ns >= asked_ns
             settled = is_read and not pending and self._are_metrics_settled(asked_ns)
             if self.handover.is_given_up():  # what it has read and not sent is lost, and counted so
                 end = pending = 0
-            if settled or now >= end or (seen < recorded and now - seen_at > patience_s):
-                found = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent)  # type: ignore[arg-type]
-                return found, max(recorded - seen, 0) + pending
+            if settled or now >= end or (seen_rows < recorded and now - seen_at > patience_s):
+                delivery = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent_counts)  # type: ignore[arg-type]
+                return delivery, max(recorded - seen_rows, 0) + pending
             time.sleep(FLUSH_S)
 
     def _is_agent_starting(self) -> bool:
@@ -411,18 +410,18 @@ class Exporting:
 
     def read_to_end(self, end: float) -> None:
         """Read and offer all that is recorded, where the session reads it, until a time at most."""
-        if (own := self.reading) is not None:
-            self._read_own(partial(own.end, end))
+        if (reader := self.reading) is not None:
+            self._read_own(partial(reader.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:
         """Read no more. Where nothing was delivered, drop what is read: gauges of an idle process are of no use."""
-        own = self._own
+        reader = self._own
         if not has_delivered and self._exporter is not None:
-            if own is not None:
-                FAULTS.attempt("end of the export", own.release)
+            if reader is not None:
+                FAULTS.attempt("end of the export", reader.release)
             self._exporter.stop(0)
-        if own is not None:
-            FAULTS.attempt("end of the export", own.finish)
+        if reader is not None:
+            FAULTS.attempt("end of the export", reader.finish)
 
 
 def rows_recorded() -> int:

@@ -56,8 +56,8 @@ def run_of_process() -> str:
 
 def run_told() -> str:
     """Return the run of `instrument run` that this process belongs to, "" for none."""
-    told = os.environ.get(RUN_VARIABLE, "")
-    return told if _RUN.fullmatch(told) else ""
+    run = os.environ.get(RUN_VARIABLE, "")
+    return run if _RUN.fullmatch(run) else ""
 
 
 def run_of_keys() -> str:
@@ -78,11 +78,11 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
     safe_service = re.sub(r"[^\w.-]+", "_", clean(service)).encode()[:96].decode(errors="ignore").lstrip(".")
     values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1]
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
         if name not in values:
-            known = ", ".join(f"{{{each}}}" for each in values)
-            raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {known}")
+            names = ", ".join(f"{{{key}}}" for key in values)
+            raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {names}")
         return values[name]
 
     name = re.sub(r"\{(.*?)\}", value, template)
@@ -105,15 +105,15 @@ def path_of(template: str, folder: Path, service: str, run: str, window: int) ->
     return Path(name) if folder == working_folder() else folder / name
 
 
-def make_room(templates: Iterable[str], folder: Path, service: str, kept: Collection[Path], disk_bytes: int) -> int:
-    """Remove the oldest files of these templates until all fit in `disk_bytes`; return the count of removed files.
+def make_room(templates: Iterable[str], folder: Path, service: str, keep: Collection[Path], disk_bytes: int) -> int:
+    """Remove the oldest files of the templates until all fit in `disk_bytes`; return the count of removed files.
 
-    Files in `kept` stay. The newest file of another running process goes only where no other file is left. Unfinished
+    Files in `keep` stay. The newest file of another running process goes only where no other file is left. Unfinished
     files count too; those of processes that have gone are removed first.
     """
-    left = disk_bytes
-    found: dict[str, tuple[bool, int, int]] = {}
-    folders = {path.parent for path in kept}
+    free_bytes = disk_bytes
+    rank_by_name: dict[str, tuple[bool, int, int]] = {}
+    folders = {path.parent for path in keep}
     for template in templates:
         newest: dict[int, tuple[int, str]] = {}
         for name, pid in _files_of(template, folder, service).items():
@@ -122,22 +122,22 @@ def make_room(templates: Iterable[str], folder: Path, service: str, kept: Collec
                 facts = os.lstat(name)
             except OSError:
                 continue  # another process has just removed it
-            left -= facts.st_size
-            if Path(name) in kept:
+            free_bytes -= facts.st_size
+            if Path(name) in keep:
                 continue
-            found[name] = False, facts.st_mtime_ns, facts.st_size
+            rank_by_name[name] = False, facts.st_mtime_ns, facts.st_size
             if _runs(pid):
                 newest[pid] = max(newest.get(pid, (0, "")), (facts.st_mtime_ns, name))
         for at_ns, name in newest.values():
-            found[name] = True, at_ns, found[name][2]
-    left -= sum(map(atomic.remove_abandoned, folders))
-    oldest = ((Path(name), size) for name, (_, _, size) in sorted(found.items(), key=itemgetter(1)))
-    return len(atomic.remove_first(oldest, -left))
+            rank_by_name[name] = True, at_ns, rank_by_name[name][2]
+    free_bytes -= sum(map(atomic.remove_abandoned, folders))
+    oldest = ((Path(name), size) for name, (_, _, size) in sorted(rank_by_name.items(), key=itemgetter(1)))
+    return len(atomic.remove_first(oldest, -free_bytes))
 
 
 def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
     """Return the process id of each file of a template, 0 if unknown. Names may have a process's number or not."""
-    found: dict[str, int] = {}
+    pid_by_name: dict[str, int] = {}
     for form in {own(template, is_first=first) for first in (True, False)}:
         pattern, numbered = "", ""
         for part in _NUMBERED.split(form):
@@ -156,8 +156,8 @@ def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
             if match is not None:
                 # Where no number of a process is in it, it is that of the run's first one.
                 of = {"run": "0", **match.groupdict()}
-                found.setdefault(name, int(of.get("pid", of["run"].rpartition("-")[2])))
-    return found
+                pid_by_name.setdefault(name, int(of.get("pid", of["run"].rpartition("-")[2])))
+    return pid_by_name
 
 
 def _runs(pid: int) -> bool:
@@ -212,11 +212,11 @@ class Destination:
         """Return the file that a template means here."""
         return path_of(own(template, is_first=self.is_first), self.folder, self.service, self.run, window)
 
-    def make_room(self, templates: Iterable[str], kept: Collection[Path], disk_bytes: int) -> int:
-        """Remove the oldest files of templates, but `kept` ones, until all fit in `disk_bytes`; return the count."""
-        return make_room(templates, self.folder, self.service, kept, disk_bytes)
+    def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
+        """Remove the oldest files of templates, but `keep` ones, until all fit in `disk_bytes`; return the count."""
+        return make_room(templates, self.folder, self.service, keep, disk_bytes)
 
-    def tell(self, to: str, text: str, limit_ns: int) -> Path | None:
+    def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
         """Write a text to `stderr`, `stdout` or a file, which is returned: whole, for its owner only, as traces are.
 
         Raises `OSError` and `ValueError`; waits `limit_ns` at most.

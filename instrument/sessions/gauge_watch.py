@@ -56,9 +56,9 @@ class GaugeWatch:
         """Return the settings by which the agent reads gauges; None where there is nothing to read."""
         if not self._gauges.are_wanted:
             return None
-        wanted = self._gauges.wanted()
+        settings = self._gauges.wanted()
         environ = {name: os.environ[name] for name in (VARIABLE, ORDER) if name in os.environ}
-        self._told = {"nvml_ns": wanted.nvml_ns, "host_ns": wanted.host_ns, "environ": environ}
+        self._told = {"nvml_ns": settings.nvml_ns, "host_ns": settings.host_ns, "environ": environ}
         return self._told
 
     # ---------------------------------------------------------------- who reads
@@ -91,43 +91,43 @@ class GaugeWatch:
         if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or self._memory() < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
-            self._tell_changes()
-            self._tell_torch()
+            self._send_changes()
+            self._send_torch_memory()
 
-    def hear(self, told: Any) -> None:
+    def hear(self, message: Any) -> None:
         """Follow a message of the agent: the GPUs that it reads, what it cannot read, or that it reads nothing here."""
-        if not isinstance(told, dict):
+        if not isinstance(message, dict):
             return
-        if "yours" in told:
-            why = f"device: a thread of this process reads the gauges, not the agent: {told['yours']!s}"
+        if "yours" in message:
+            why = f"device: a thread of this process reads the gauges, not the agent: {message['yours']!s}"
             self._gauges.note_outside((), [why])
             if self._has_begun:
                 self._read_here()
-        elif "gpus" in told:
-            gpus = [Gpu(int(one["device"]), str(one["model"]), str(one["uuid"])) for one in told["gpus"]]
-            self._gauges.note_outside(gpus, [str(note) for note in told["notes"]])
+        elif "gpus" in message:
+            gpus = [Gpu(int(gpu["device"]), str(gpu["model"]), str(gpu["uuid"])) for gpu in message["gpus"]]
+            self._gauges.note_outside(gpus, [str(note) for note in message["notes"]])
             self._changed()
 
     # ---------------------------------------------------------------- what the agent does not know
 
-    def _tell_changes(self) -> None:
+    def _send_changes(self) -> None:
         """Send the agent the gauges to read, where the service has changed the GPUs that it may use."""
         before = self._told
         if self.facts() != before:
-            self._membership.tell({"gauges": self._told})
+            self._membership.send({"gauges": self._told})
 
-    def _tell_torch(self, *, is_last: bool = False) -> None:
+    def _send_torch_memory(self, *, is_last: bool = False) -> None:
         """Send the agent the memory of torch's allocator, which only this process can read."""
         if self._gauges.wanted().host_ns is None:
             return
         now_ns = time.monotonic_ns()
         rarely = is_last or now_ns >= self._torch_ns
-        found = self._gauges.torch_memory(rarely=rarely)
+        readings = self._gauges.torch_memory(rarely=rarely)
         if rarely:
             self._torch_ns = now_ns + RARELY_NS
-        rows = [[device, name, value] for device, values in found for name, value in values.items()]
+        rows = [[device, name, value] for device, values in readings for name, value in values.items()]
         if rows:
-            self._membership.tell({"readings": rows})
+            self._membership.send({"readings": rows})
 
     # ---------------------------------------------------------------- the end
 
@@ -139,18 +139,18 @@ class GaugeWatch:
         self._close_claim()
         if is_own or not (self._has_begun and self._gauges.are_wanted and self._membership.is_joined):
             return
-        FAULTS.attempt("last reading of torch", lambda: self._tell_torch(is_last=True))
-        if self._membership.tell({"gauges": None}):
+        FAULTS.attempt("last reading of torch", lambda: self._send_torch_memory(is_last=True))
+        if self._membership.send({"gauges": None}):
             self._await_last(deadline.left_s(LAST_READING_S))
 
     def _await_last(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
         while (left_s := end - time.monotonic()) > 0:
-            told = self._membership.await_word("gauges", left_s)
-            if told is None:
+            message = self._membership.await_word("gauges", left_s)
+            if message is None:
                 break
-            self.hear(told["gauges"])
-            if isinstance(told["gauges"], dict) and told["gauges"].keys() & {"ended", "yours"}:
+            self.hear(message["gauges"])
+            if isinstance(message["gauges"], dict) and message["gauges"].keys() & {"ended", "yours"}:
                 return
         self._gauges.note_outside(
             self._gauges.gpus(), [f"device: the agent had not read the gauges again {limit_s:.2g} s after the end"]

@@ -83,12 +83,12 @@ def file_of(profile: Profile, folder: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def read(asked: Profile | str | os.PathLike[str] | None, file: Path | None) -> tuple[Profile, Path | None]:
+def read(source: Profile | str | os.PathLike[str] | None, file: Path | None) -> tuple[Profile, Path | None]:
     """Return the profile that is asked for, and its file; None asks for the present file. Raises `ProfileError`."""
     folder = files.working_folder()
-    if isinstance(asked, Profile):
-        return asked, file_of(asked, folder)
-    path = folder / (asked or file or "")
+    if isinstance(source, Profile):
+        return source, file_of(source, folder)
+    path = folder / (source or file or "")
     return _loaded(path), path
 
 
@@ -112,39 +112,39 @@ def other_than(request: Request, now: Profile, file: Path | None) -> str:
     return "" if service in (None, now.service) else _known_as(now)
 
 
-def _is_same(one: Path, other: Path) -> bool:
+def _is_same(first: Path, second: Path) -> bool:
     try:
-        return one.samefile(other)
+        return first.samefile(second)
     except OSError:  # one that is gone just now, as where a file is being replaced
-        return one.resolve() == other.resolve()
+        return first.resolve() == second.resolve()
 
 
 def _known_as(profile: Profile) -> str:
     return f"it runs the service {profile.service} with {profile.source}"
 
 
-def taken_on(wanted: Profile, now: Profile) -> Profile:
+def taken_on(profile: Profile, now: Profile) -> Profile:
     """Return another profile with the settings of `AT_START` of `now`, the session's present profile."""
     return replace(
-        wanted,
+        profile,
         clock=now.clock,
         device=now.device,
         control=now.control,
         agent=now.agent,
         startup=now.startup,
-        limits=replace(wanted.limits, ring_bytes=now.limits.ring_bytes, ring_folder=now.limits.ring_folder),
-        export=replace(wanted.export, otlp=now.export.otlp),
+        limits=replace(profile.limits, ring_bytes=now.limits.ring_bytes, ring_folder=now.limits.ring_folder),
+        export=replace(profile.export, otlp=now.export.otlp),
     )
 
 
-def refusals(wanted: Profile, kept: Profile) -> tuple[str, ...]:
+def refusals(profile: Profile, in_force: Profile) -> tuple[str, ...]:
     """Return a sentence for each setting of the wanted profile that the one in force lacks, with the reason."""
     from instrument.profile.keys import setting
 
     return tuple(
         f"{name} keeps its value until a restart: {why}"
         for name, why in AT_START.items()
-        if setting(wanted, name) != setting(kept, name)
+        if setting(profile, name) != setting(in_force, name)
     )
 
 
@@ -199,11 +199,11 @@ class Generations:
 
     def while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
         """Call `prepare`, such as an import, while forks wait: a child would be left with half of it."""
-        held = self.lock.acquire(timeout=FORK_WAIT_S)
+        is_acquired = self.lock.acquire(timeout=FORK_WAIT_S)
         try:
             prepare()
         finally:
-            if held:
+            if is_acquired:
                 self.lock.release()
 
     def after_fork_in_child(self) -> None:
@@ -237,16 +237,16 @@ class Generations:
 
     def start_control(self) -> None:
         """Listen and watch from now on, where the profile asks for it."""
-        session, wanted = self._session, self._session.profile.control
-        if not wanted.watch and wanted.socket is None:
+        session, settings = self._session, self._session.profile.control
+        if not settings.watch and settings.socket is None:
             return
         from instrument.profile.keys import loads
 
         loads("")  # imports what reading a profile needs
-        if wanted.watch and self._file is None:
+        if settings.watch and self._file is None:
             source = session.profile.source
             session.account.complain(f"control.watch: there is no file to watch; the profile is {source}")
-        self.control = self._new_control(None if wanted.socket is None else folder_of(wanted.socket, self._folder))
+        self.control = self._new_control(None if settings.socket is None else folder_of(settings.socket, self._folder))
         self._listen(self.control)
 
     def _new_control(self, folder: Path | None) -> ControlServer:
@@ -286,15 +286,15 @@ class Generations:
         with self.lock:  # the file is read within, or of two callers the one that read first might be the last
             if self._has_ended():
                 raise StateError("asked to reload a session that has been stopped; call instrument.start()")
-            wanted, file = read(profile, self._file)
-            kept = self._with_engines(taken_on(wanted, session.profile))
+            new_profile, file = read(profile, self._file)
+            next_profile = self._with_engines(taken_on(new_profile, session.profile))
             attached: list[str] = []
             undone: list[str] = []
-            if kept != session.profile:
-                attached, undone = change_rules(session.selection, session.profile, kept)
-            refused = session.account.refused = refusals(wanted, kept)
+            if next_profile != session.profile:
+                attached, undone = change_rules(session.selection, session.profile, next_profile)
+            refused = session.account.refused = refusals(new_profile, next_profile)
             self._file = file
-            self._enter(kept)
+            self._enter(next_profile)
             return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
 
     def _with_engines(self, profile: Profile) -> Profile:
@@ -341,10 +341,10 @@ class Generations:
             if path is not None and Path(path).exists() and not Path(path).is_file():
                 raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
             with self.lock:  # reading may import YAML, and a fork in the middle would spoil it
-                other = other_than(request, session.profile, self._file)
-            if other:
-                return {**facts, "generation": session.generation, "digest": session.digest, "other": other}
-            done = self.change(path)
+                other_process = other_than(request, session.profile, self._file)
+            if other_process:
+                return {**facts, "generation": session.generation, "digest": session.digest, "other": other_process}
+            result = self.change(path)
         except (InstrumentError, ValueError) as error:
             return {**facts, "generation": session.generation, "digest": session.digest, "error": str(error)}
-        return {**facts, **done.facts()}
+        return {**facts, **result.facts()}

@@ -2,7 +2,7 @@
 
 A handler is a function of a `Window`. Those of the user and `print_summary` run within `Profiler.step`. What
 `export_chrome` and `export_otlp` do is slow: `step` takes the window's rows and hands them over to a thread of the
-`Profiler`, which makes spans of them, and of these a file or requests.
+`Profiler`, which makes spans of the rows, and a file or requests of the spans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
 from instrument.sessions import files
 from instrument.sessions.session import Session
 from instrument.sessions.step_spans import Step
-from instrument.sessions.torch_profiler import Seen
+from instrument.sessions.torch_profiler import TorchRecord
 from instrument.sessions.window import WINDOWS_THREAD, Stretch
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Window:
         partial: bool,
         tracer_option: str | None = None,
         state: str | None = None,
-        beside: Seen | None = None,
+        torch_record: TorchRecord | None = None,
         samples: Sequence[Sample] = (),
     ) -> None:
         self.index = recorded.window
@@ -82,7 +82,7 @@ class Window:
         self.tracer_option = tracer_option or self.session.profile.tracer_option
         self.state = state or self.session.profile.state
         self._trace: Trace | None = None
-        self._beside = beside
+        self._torch_record = torch_record
         self._samples = samples
 
     def __str__(self) -> str:
@@ -96,18 +96,18 @@ class Window:
         operations are there.
         """
         if self._trace is None:  # two threads may make it, and neither waits for the other
-            made, beside = self._recorded_trace(), self._beside
-            if beside is None:
-                self._trace = made
-                return made
-            with beside.lock:
+            trace, torch_record = self._recorded_trace(), self._torch_record
+            if torch_record is None:
+                self._trace = trace
+                return trace
+            with torch_record.lock:
                 if self._trace is None:
-                    self._trace = beside.join(made)
+                    self._trace = torch_record.join(trace)
         return self._trace
 
     def own_trace(self) -> Trace:
         """Return the trace without what torch.profiler recorded."""
-        return self.trace if self._beside is None else self._recorded_trace()
+        return self.trace if self._torch_record is None else self._recorded_trace()
 
     def _recorded_trace(self) -> Trace:
         trace = _trace_of(self.session, self.recorded, self.steps)
@@ -135,11 +135,11 @@ class Window:
         trace = self.trace if beside is None else chrome.join(self.own_trace(), chrome.read(beside).trace)
         return Recording.of_trace(trace)
 
-    def _options(self, asked: Mapping[str, Any]) -> Options:
+    def _options(self, options: Mapping[str, Any]) -> Options:
         defaults = {
             "tracer_option": self.tracer_option, "state": self.state, "sorted_by": "total", "threads": "merged",
         }  # fmt: skip
-        return Options.of({**defaults, **{name: value for name, value in asked.items() if value is not None}})
+        return Options.of({**defaults, **{name: value for name, value in options.items() if value is not None}})
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write this window as a recording (`.npz`) or a Chrome trace (`.json`, `.json.gz`). Raises `TraceError`."""
@@ -178,7 +178,7 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
         while True:
             path = files.path_of(_FILE, into, service, "", index)
             try:
-                path.touch(0o600, exist_ok=False)  # the name is ours from here on, whoever else looks for one
+                path.touch(0o600, exist_ok=False)  # reserves the name against other processes
                 break
             except FileExistsError:
                 index += 1
@@ -215,9 +215,8 @@ def print_summary(
 
 def is_asynchronous(handler: Any) -> bool:
     """Return True where a call of the handler would run nothing, for nobody awaits its result."""
-    return any(
-        inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in (handler, type(handler).__call__)
-    )
+    calls = handler, type(handler).__call__
+    return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
 
 # -------------------------------------------------------------------- to a collector
@@ -238,26 +237,26 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
     and the window in `Profiler.failures`. Imports what sending needs, some 0.1 s. Raises `ProfileError` for an unusable
     endpoint or headers.
     """
-    asked: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
-    asked = {name: value for name, value in asked.items() if value is not None}
+    settings: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
+    settings = {name: value for name, value in settings.items() if value is not None}
     if endpoint == "":
         raise ProfileError(["export_otlp: endpoint: found ''; allowed: the http:// or https:// URL of a collector"])
-    found = loads(json.dumps({"export": {"otlp": asked}}), name="export_otlp")
-    own = found.export.otlp
-    if own is None:
-        logger.warning("export_otlp: %s", "; ".join(found.remarks))
+    read_profile = loads(json.dumps({"export": {"otlp": settings}}), name="export_otlp")
+    otlp_settings = read_profile.export.otlp
+    if otlp_settings is None:
+        logger.warning("export_otlp: %s", "; ".join(read_profile.remarks))
         return lambda window: None
-    for name in otlp.modules_of(own):
+    for name in otlp.modules_of(otlp_settings):
         import_module(name)  # not on the Profiler's thread: a fork in the middle would leave the child half a module
-    return InBackground(_ToCollector(own, frozenset(asked)))
+    return InBackground(_ToCollector(otlp_settings, frozenset(settings)))
 
 
 class _ToCollector:
-    """Sends windows, one after the other, on whatever thread; there is a connection while one is sent."""
+    """Sends windows, one after the other, on any thread; there is a connection while one is sent."""
 
-    def __init__(self, settings: Otlp, asked: frozenset[str]) -> None:
+    def __init__(self, settings: Otlp, names: frozenset[str]) -> None:
         self._settings = settings
-        self._asked = asked
+        self._argument_names = names
         self._begin()
 
     def _begin(self) -> None:
@@ -305,9 +304,9 @@ class _ToCollector:
     def _settings_for(self, session: Session) -> Otlp:
         """Return the settings, each from the argument, else the profile, else the environment."""
         of_profile = session.profile.export.otlp
-        if of_profile is None or "endpoint" in self._asked:
+        if of_profile is None or "endpoint" in self._argument_names:
             return self._settings
-        return replace(of_profile, headers=self._settings.headers) if "headers" in self._asked else of_profile
+        return replace(of_profile, headers=self._settings.headers) if "headers" in self._argument_names else of_profile
 
 
 def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -> Iterator[otlp.Body]:
@@ -317,15 +316,15 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -
     from instrument.otlp.span_ids import SpanIds
     from instrument.trace.joined import join
 
-    wanted = np.array([span.span_id for span in spans])
-    rows = np.flatnonzero(np.isin(trace.span_id, wanted))
+    span_ids = np.array([span.span_id for span in spans])
+    rows = np.flatnonzero(np.isin(trace.span_id, span_ids))
     rows = rows[np.argsort(trace.root_id[rows], kind="stable")]
     ids = SpanIds(trace, exporter.ids)
     links = ids.links_of(join(trace)) if len(trace.attributes.having(BATCH_KEYS)) else {}
     return exporter.own.requests(trace, rows, exporter.request_bytes, ids, links=links)
 
 
-# -------------------------------------------------------------------- beside the loop
+# -------------------------------------------------------------------- the other thread
 
 
 class Backlog:
@@ -390,10 +389,10 @@ class Backlog:
     def _run(self) -> None:
         while True:
             with self._lock:
-                taken = self._waiting.popleft() if self._waiting else None
-            if taken is not None:
-                self._handle(*taken)
-                del taken
+                entry = self._waiting.popleft() if self._waiting else None
+            if entry is not None:
+                self._handle(*entry)
+                del entry
             elif self._is_ending:
                 return
             else:

@@ -40,10 +40,10 @@ class Handover:
     `memory` returns the descriptor of the recording, -1 for none. `own` reads the recording in this process.
     """
 
-    def __init__(self, exporter: otlp.Exporter | None, memory: Callable[[], int], own: OwnExport | None) -> None:
+    def __init__(self, exporter: otlp.Exporter | None, memory: Callable[[], int], reader: OwnExport | None) -> None:
         self._exporter = exporter
         self._memory = memory
-        self._own = own
+        self._own = reader
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -93,15 +93,15 @@ class Handover:
         """
         end = time.monotonic() + LAST_READ_S
         while True:
-            is_taken, found = self.is_taken(), self.progress()
-            left = recorded - found.fates["seen"] - found.fates["missed"]
-            awaits_metrics = metered and recorded > 0 and not found.is_told and self._metered_rows() < recorded
-            if found.is_told or (left <= 0 and not awaits_metrics):
+            is_taken, progress = self.is_taken(), self.progress()
+            unread_rows = recorded - progress.fates["seen"] - progress.fates["missed"]
+            awaits_metrics = metered and recorded > 0 and not progress.is_told and self._metered_rows() < recorded
+            if progress.is_told or (unread_rows <= 0 and not awaits_metrics):
                 return 0
-            if not is_taken and (found.generation or not is_left()):
-                return max(left, 0) if found.generation else 0
+            if not is_taken and (progress.generation or not is_left()):
+                return max(unread_rows, 0) if progress.generation else 0
             if time.monotonic() > end:
-                return max(left, 0)
+                return max(unread_rows, 0)
             time.sleep(LOOK_S)
 
     def _metered_rows(self) -> int:
@@ -134,11 +134,11 @@ class Handover:
         exporter = self._exporter
         if exporter is None:
             return None
-        found, state = exporter.new_metrics(environment.asked_of_metrics()), self.metered()
+        metrics, state = exporter.new_metrics(environment.asked_of_metrics()), self.metered()
         if state is not None:
             with suppress(*DAMAGED):
-                found.go_on(state.told)
-        return found
+                metrics.go_on(state.told)
+        return metrics
 
     def losses(self) -> Mapping[str, int]:
         """Return the losses of the export, by the session or by the agent."""
@@ -152,14 +152,14 @@ class Handover:
 
 def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
     """Return the metrics of what is recorded now, by native thread ids; None for those of an earlier session."""
-    found = read_meter(place)
-    if found is None or found.generation != export_place.counted(place)[0]:
+    state = read_meter(place)
+    if state is None or state.generation != export_place.counted(place)[0]:
         return None
     threads = export_place.threads(place)
-    return replace(found, places={threads[ring]: row for ring, row in found.places.items() if ring in threads})
+    return replace(state, places={threads[ring]: row for ring, row in state.places.items() if ring in threads})
 
 
 def _of_session(place: ExportCheckpoint) -> Progress:
     """Return the progress of the export of what is recorded now. The recording may have that of an earlier session."""
-    found = place.read()
-    return found if found.generation == export_place.counted(place)[0] else Progress(before=found.untold())
+    progress = place.read()
+    return progress if progress.generation == export_place.counted(place)[0] else Progress(before=progress.untold())

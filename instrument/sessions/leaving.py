@@ -85,7 +85,7 @@ class Leaving:
         atexit.register(self._at_exit)
         self.undos.append(lambda: atexit.unregister(self._at_exit))
         if self._membership.path:
-            self.undos.append(before_exit(lambda status: self._membership.tell({"exits": status})))
+            self.undos.append(before_exit(lambda status: self._membership.send({"exits": status})))
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -124,8 +124,8 @@ class Leaving:
 
     def _report(self) -> None:
         """Report to `instrument check` and `instrument init`, where one of them has started this process."""
-        if asked := os.environ.get(CHECK_FOLDER):
-            report = partial(report_to_check, asked, RECORDER.calls, self._recorded.profile)
+        if folder := os.environ.get(CHECK_FOLDER):
+            report = partial(report_to_check, folder, RECORDER.calls, self._recorded.profile)
             FAULTS.attempt("report to check", lambda: report(self._recorded.account.verdicts()))
         if self._observed_for:
             FAULTS.attempt("report to init", self._leave_observation)
@@ -210,27 +210,27 @@ class Leaving:
         agent, and one whose summary is a file, reports on itself.
         """
         account, profile = self._recorded.account, self._recorded.profile
-        wanted = profile.export.summary
-        if wanted is None:
+        settings = profile.export.summary
+        if settings is None:
             self._log_unsent()
-        shares = wanted is not None and wanted.to in files.STREAMS
+        shares = settings is not None and settings.to in files.STREAMS
         answer = self._membership.leave(self._facts.at_end(), self._facts.save if shares else None, deadline)
         if unsent := answer.get("unsent"):
             account.complain(UNSENT % unsent)
         if unseen := answer.get("unseen"):
             account.complain(unseen, log=False)
-        if wanted is None or answer.get("others"):
+        if settings is None or answer.get("others"):
             return
         if answer.get("late"):
             logger.warning("the report of the run was not there in time; its agent writes it once it is")
         elif answer.get("report"):
-            self._saving.tell(wanted, str(answer["report"]), round(deadline.last_s() * 1e9))
+            self._saving.write_report(settings, str(answer["report"]), round(deadline.last_s() * 1e9))
         elif is_due and not self._has_little_to_report():
             if answer.get("unheard") and profile.agent != "off":
                 account.complain(UNHEARD, log=False)
                 if untold := answer.get("untold"):
                     account.complain(UNTOLD % ", ".join(map(str, untold)), log=False)
-            self._saving.print_summary(wanted, round(deadline.last_s() * 1e9))
+            self._saving.print_summary(settings, round(deadline.last_s() * 1e9))
 
     def _log_unsent(self) -> None:
         """Log the spans that were not sent, where no summary counts them: the agent can open no pipe after the end."""
@@ -250,5 +250,5 @@ class Leaving:
         Such a one is a parent of workers, whose report would say that there was nothing to record.
         """
         called = RECORDER.site_calls()
-        others = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
-        return bool(called and others) and all(site == COLLECTION for site in called)
+        other_marks = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
+        return bool(called and other_marks) and all(site == COLLECTION for site in called)

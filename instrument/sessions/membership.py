@@ -77,9 +77,9 @@ class Membership:
             return ""
         problem = self._joined()
         if problem and begins and self.can_begin_agent() and not run_folder.is_heard(Path(self.path)):
-            begun: list[bool] = []
-            self._while_no_fork(lambda: begun.append(agent_launch.replace_gone(Path(self.path))))
-            if any(begun):
+            has_begun: list[bool] = []
+            self._while_no_fork(lambda: has_begun.append(agent_launch.replace_gone(Path(self.path))))
+            if any(has_begun):
                 self._has_begun_agent = True
                 problem = self._joined()
         self.joins += 1  # when it is done: the thread for control goes on from there
@@ -98,8 +98,8 @@ class Membership:
             self._identity, self._fd = _identity(descriptor), descriptor
         except (OSError, ValueError) as error:
             self.close()
-            gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
-            return f"agent: asked to join the run at {self.path}, found that {NOBODY if gone else error}"
+            is_gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
+            return f"agent: asked to join the run at {self.path}, found that {NOBODY if is_gone else error}"
         return ""
 
     def _memory_if_there(self) -> list[int]:
@@ -154,7 +154,7 @@ class Membership:
             self._fd = -1
         return self._fd
 
-    def tell(self, message: Mapping[str, Any]) -> bool:
+    def send(self, message: Mapping[str, Any]) -> bool:
         """Send a message, if there is room for it now; return True where it was sent."""
         connection = self._connection()
         if connection is None:
@@ -227,7 +227,7 @@ class Membership:
         goodbye = {"goodbye": dict(facts), "is_answered": save is not None}
         # Where its agent has gone, or the service has closed the connection, another one may have taken over.
         begins = bool(facts.get("calls") or facts.get("unmet"))
-        if not self.tell(goodbye) and (self.join(begins=begins) or not self.tell(goodbye)):
+        if not self.send(goodbye) and (self.join(begins=begins) or not self.send(goodbye)):
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
                 run_folder.note_of(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
@@ -239,7 +239,7 @@ class Membership:
         try:
             if save is not None and answer.get("save"):
                 save(str(answer["save"]))
-                self.tell({"saved": True})
+                self.send({"saved": True})
             if answer.get("wait"):
                 answer = self._answer(deadline.earlier(LEAST_S).last_s()) or {"late": True}
             return answer
@@ -350,7 +350,7 @@ class RunFacts:
             "records": self._threads().have_begun,
             "folder": str(saving.folder),
             "captures": str(saving.folder / saving.place().path(recording.path)),
-            "files": [str(saving.folder / saving.place().path(one)) for one in templates(session.profile.export)],
+            "files": [str(saving.folder / saving.place().path(path)) for path in templates(session.profile.export)],
             "disk_bytes": session.profile.limits.disk_bytes,
             "report": session.report_of_run(),
             "asks_for_requests": bool(session.profile.requests),

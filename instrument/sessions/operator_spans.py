@@ -29,35 +29,35 @@ _IDS = itertools.count(3 << 60)
 _start = attrgetter("start_ns")
 
 
-def told_operator(span: Span) -> bool:
+def is_operator_slice(span: Span) -> bool:
     """Return True where a slice of torch.profiler is an operator, and no kernel, range or call of a driver."""
     return span.site.kind == "op" and "device" not in span.attributes
 
 
-def with_operators(trace: Trace, beside: Trace, moved_ns: int) -> Trace:
+def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
     """Return the trace with a span for each operator of torch.profiler's trace, `moved_ns` before our clock.
 
     The kernels of the trace, which are on our clock, become device times of operators. The spans of the trace are
     changed in place. Takes some 10 us an operator.
     """
-    found = _Operators(trace, beside, moved_ns)
-    if not found.made:
+    operators = _Operators(trace, torch_trace, moved_ns)
+    if not operators.made:
         return trace
-    found.nest()
-    found.take_in(trace.spans)
-    found.tell_self_times(trace.spans)
-    _tell_device_times(trace, found.made)
-    threads = {span.thread_id for span in found.made}.difference(trace.threads)
-    names = {thread: beside.threads[thread] for thread in sorted(threads) if thread in beside.threads}
-    spans = [*trace.spans, *found.made]
-    return replace(trace, spans=spans, threads={**trace.threads, **names}, flops=())  # they tell these themselves
+    operators.nest()
+    operators.take_in(trace.spans)
+    operators.set_self_times(trace.spans)
+    _set_device_times(trace, operators.made)
+    threads = {span.thread_id for span in operators.made}.difference(trace.threads)
+    names = {thread: torch_trace.threads[thread] for thread in sorted(threads) if thread in torch_trace.threads}
+    spans = [*trace.spans, *operators.made]
+    return replace(trace, spans=spans, threads={**trace.threads, **names}, flops=())  # the spans have these
 
 
 class _Operators:
     """The operators of a trace's time on its clock. `tops` are those that no other one contains. `below` has the
     operators within each, by its id, in the order of time."""
 
-    def __init__(self, trace: Trace, beside: Trace, moved_ns: int) -> None:
+    def __init__(self, trace: Trace, torch_trace: Trace, moved_ns: int) -> None:
         self.made: list[Span] = []
         self.tops: list[Span] = []
         self.below: dict[int, list[Span]] = {}
@@ -65,20 +65,20 @@ class _Operators:
         since_ns, until_ns = trace.watched or (trace.start_ns, trace.end_ns)
         sites: dict[str, Site] = {}
         innermost: dict[int, Span | None] = {}
-        for one in beside.spans:  # each comes after what is around it
-            around = innermost.get(one.parent_id)
-            first, last = one.start_ns + moved_ns, one.end_ns + moved_ns
+        for source in torch_trace.spans:  # each comes after what is around it
+            around = innermost.get(source.parent_id)
+            first, last = source.start_ns + moved_ns, source.end_ns + moved_ns
             start_ns, end_ns = max(first, since_ns), min(last, until_ns)
-            if start_ns >= end_ns or not told_operator(one):
-                innermost[one.span_id] = around
+            if start_ns >= end_ns or not is_operator_slice(source):
+                innermost[source.span_id] = around
                 continue
-            flops = flops_told(one.attributes)
+            flops = flops_told(source.attributes)
             attributes: dict[str, AttributeValue] = {FLOPS: flops} if flops else {}
-            site = sites.setdefault(one.site.name, Site(one.site.name, "op", OPERATORS))
+            site = sites.setdefault(source.site.name, Site(source.site.name, "op", OPERATORS))
             number, active_ns, is_cut = next(_IDS), end_ns - start_ns, (start_ns, end_ns) != (first, last)
-            span = Span(site, number, 0, 0, one.thread_id, 0, start_ns, end_ns, active_ns, 0, None, attributes)
+            span = Span(site, number, 0, 0, source.thread_id, 0, start_ns, end_ns, active_ns, 0, None, attributes)
             span.clipped = is_cut
-            innermost[one.span_id] = span
+            innermost[source.span_id] = span
             self.made.append(span)
             if around is None:
                 self.tops.append(span)
@@ -90,8 +90,8 @@ class _Operators:
         """Make each topmost operator, with those in it, a child of the span around it."""
         tops = self.tops
         middles = [(span.start_ns + span.end_ns) // 2 for span in tops]
-        found = _open_at(self._trace.spans, [span.thread_id for span in tops], middles)
-        for top, around in zip(tops, found, strict=True):
+        outer_spans = _open_at(self._trace.spans, [span.thread_id for span in tops], middles)
+        for top, around in zip(tops, outer_spans, strict=True):
             pending: list[tuple[Span, Span | None]] = [(top, around)]
             while pending:
                 span, outer = pending.pop()
@@ -109,10 +109,10 @@ class _Operators:
         tops: dict[int, list[Span]] = {}
         for top in self.tops:
             tops.setdefault(top.thread_id, []).append(top)
-        for its in tops.values():
-            its.sort(key=_start)
+        for thread_tops in tops.values():
+            thread_tops.sort(key=_start)
         roots: dict[int, int] = {}
-        taken: list[tuple[Span, Span]] = []
+        moves: list[tuple[Span, Span]] = []
         for span in spans:
             around = _last_around(tops.get(span.thread_id, ()), span)
             if around is None or around.parent_id != span.parent_id or span.site.kind == "request":
@@ -120,17 +120,17 @@ class _Operators:
             inner: Span | None = around
             while inner is not None:
                 around, inner = inner, _last_around(self.below.get(inner.span_id, ()), span)
-            taken.append((span, around))
+            moves.append((span, around))
             if span.root_id == span.span_id:
                 roots[span.span_id] = around.root_id
             span.parent_id = around.span_id
-        for span, around in taken:
+        for span, around in moves:
             self.below.setdefault(around.span_id, []).append(span)
         if roots:
             for span in itertools.chain(spans, self.made):
                 span.root_id = roots.get(span.root_id, span.root_id)
 
-    def tell_self_times(self, spans: Sequence[Span]) -> None:
+    def set_self_times(self, spans: Sequence[Span]) -> None:
         """Compute the self times of the operators, and reduce those of the spans around them."""
         for span in self.made:
             inner_ns = sum(inner.total_ns for inner in self.below.get(span.span_id, ()))
@@ -155,21 +155,21 @@ def _last_around(among: Sequence[Span], span: Span) -> Span | None:
     return among[at] if at >= 0 and among[at].end_ns >= span.end_ns else None
 
 
-def _tell_device_times(trace: Trace, operators: list[Span]) -> None:
-    work = [one for one in trace.kernels if one.thread_id and one.kind != "copy"]
+def _set_device_times(trace: Trace, operators: list[Span]) -> None:
+    work = [kernel for kernel in trace.kernels if kernel.thread_id and kernel.kind != "copy"]
     if not work:
         return
-    asked = _open_at(operators, [one.thread_id for one in work], [one.launched_ns for one in work])
+    launchers = _open_at(operators, [kernel.thread_id for kernel in work], [kernel.launched_ns for kernel in work])
     overlapped = _overlapped(work)
-    found: dict[int, list[DeviceInterval]] = {}
-    for number, (place, one) in enumerate(zip(asked, work, strict=True)):
+    intervals_by_id: dict[int, list[DeviceInterval]] = {}
+    for number, (place, kernel) in enumerate(zip(launchers, work, strict=True)):
         if place is not None:
             label = "overlapped" if number in overlapped else "exclusive"
-            interval = DeviceInterval(one.device, one.stream, one.start_ns, one.end_ns, label, UNCERTAINTY_NS)
-            found.setdefault(place.span_id, []).append(interval)
+            position = kernel.device, kernel.stream, kernel.start_ns, kernel.end_ns
+            intervals_by_id.setdefault(place.span_id, []).append(DeviceInterval(*position, label, UNCERTAINTY_NS))
     for span in operators:
-        if span.span_id in found:
-            span.device = tuple(found[span.span_id])
+        if span.span_id in intervals_by_id:
+            span.device = tuple(intervals_by_id[span.span_id])
 
 
 def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
@@ -188,10 +188,10 @@ def _overlapped(work: Sequence[Kernel]) -> set[int]:
     """Return the numbers of kernels that overlapped another stream's on their device; `work` is in order of time."""
     overlapped: set[int] = set()
     latest: dict[int, int] = {}
-    for number, one in enumerate(work):
-        before = latest.get(one.device)
-        if before is not None and work[before].end_ns > one.start_ns and work[before].stream != one.stream:
+    for number, kernel in enumerate(work):
+        before = latest.get(kernel.device)
+        if before is not None and work[before].end_ns > kernel.start_ns and work[before].stream != kernel.stream:
             overlapped |= {before, number}
-        if before is None or one.end_ns > work[before].end_ns:
-            latest[one.device] = number
+        if before is None or kernel.end_ns > work[before].end_ns:
+            latest[kernel.device] = number
     return overlapped

@@ -74,26 +74,26 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
         tell_that_it_is_off()
     if OFF or _checking:
         return None
-    named = profile if profile is not None else os.environ.get("INSTRUMENT_PROFILE") or Profile()
-    if isinstance(named, Profile):
-        wanted = named
+    source = profile if profile is not None else os.environ.get("INSTRUMENT_PROFILE") or Profile()
+    if isinstance(source, Profile):
+        chosen = source
     else:
         of_run = None if profile is not None else run_folder.shared_file(shared_profile.NAME)
-        wanted = (shared_profile.read(of_run, str(named)) if of_run is not None else None) or _loaded(named)
-    is_read = wanted is not named
-    is_told = is_read and wanted.leaves_nothing and environment.INIT_FOLDER not in os.environ
-    for remark in wanted.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
+        chosen = (shared_profile.read(of_run, str(source)) if of_run is not None else None) or _loaded(source)
+    is_read = chosen is not source
+    is_told = is_read and chosen.leaves_nothing and environment.INIT_FOLDER not in os.environ
+    for remark in chosen.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
     if is_told and is_main():
-        logger.warning("%s: %s; instrument.summary() and instrument.dump() tell in code", wanted.source, NO_EXPORT)
+        logger.warning("%s: %s; instrument.summary() and instrument.dump() tell in code", chosen.source, NO_EXPORT)
     with _session_lock:
         if _session is not None:
             raise StateError(
-                f"asked to start a session with {wanted.source}, but one with {_session.profile.source} runs already; "
+                f"asked to start a session with {chosen.source}, but one with {_session.profile.source} runs already; "
                 "call instrument.stop() first"
             )
-        leave = _begin_run(wanted)
-        session = Session(wanted, _forget)
+        leave = _begin_run(chosen)
+        session = Session(chosen, _forget)
         session.leaving.undos.append(leave)
         _session = session
         try:
@@ -259,10 +259,10 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
         _checking = True
         selection = Selection(profile)
         undo = selection.attach(main=False)  # that is `instrument check` itself
-        named = {text.partition(":")[0] for rule in profile.functions for text in rule.match} - set(MAINS)
+        module_names = {text.partition(":")[0] for rule in profile.functions for text in rule.match} - set(MAINS)
         failed: dict[str, str] = {}
         try:
-            for name in [*modules, *sorted(name for name in named if "*" not in name and name not in modules)]:
+            for name in [*modules, *sorted(name for name in module_names if "*" not in name and name not in modules)]:
                 try:
                     __import__(name)
                 except (Exception, SystemExit) as error:
@@ -281,16 +281,16 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
             _checking = False
     patterns = {rule.text: rule.match for rule in profile.functions}
     verdicts = [_with_failed_import(verdict, patterns.get(verdict.rule, ()), failed) for verdict in verdicts]
-    problems = [f"{profile.source}: module {name} fails to import: {found}" for name, found in failed.items()]
+    problems = [f"{profile.source}: module {name} fails to import: {reason}" for name, reason in failed.items()]
     return verdicts, problems
 
 
 def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
     """Return the verdict on a rule, with the reason where it waits for a module that fails to import."""
-    named = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
-    if verdict.state != "waiting" or not named:
+    failing = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
+    if verdict.state != "waiting" or not failing:
         return verdict
-    return replace(verdict, why="; ".join(f"{name} fails to import: {failed[name]}" for name in named))
+    return replace(verdict, why="; ".join(f"{name} fails to import: {failed[name]}" for name in failing))
 
 
 def _nearest_to_import(name: str, error: BaseException) -> str:
@@ -306,9 +306,9 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     if parent and path is None:
         return f"; {parent} is a module, not a package"
-    known = [found.name for found in pkgutil.iter_modules(path)] + list(() if parent else sys.builtin_module_names)
-    meant = nearest(last, known)
-    return f"; nearest is {parent}.{meant}".replace(" .", " ") if meant else ""
+    names = [module.name for module in pkgutil.iter_modules(path)] + list(() if parent else sys.builtin_module_names)
+    nearest_name = nearest(last, names)
+    return f"; nearest is {parent}.{nearest_name}".replace(" .", " ") if nearest_name else ""
 
 
 def stop_on_sigterm() -> None:
@@ -349,7 +349,7 @@ _coming_again: dict[int, int] = {}
 
 def _is_inside(frame: FrameType | None) -> bool:
     """Return True where the session or its selection is at work in a frame or above it. Neither runs user code."""
-    rooms = {__name__, *(each.__module__ for each in (Session, Recorded, SessionThreads, Selection))}
+    rooms = {__name__, *(part.__module__ for part in (Session, Recorded, SessionThreads, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:
             return True
@@ -388,29 +388,29 @@ def _before_fork() -> None:
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make())
     _forking.is_main_thread = get_native_id() == os.getpid()
-    held = session is not None and session.generations.lock.acquire(timeout=FORK_WAIT_S)
-    _forking.session = session if held else None
+    is_acquired = session is not None and session.generations.lock.acquire(timeout=FORK_WAIT_S)
+    _forking.session = session if is_acquired else None
     quiet_fork()
 
 
 def _after_fork_in_parent() -> None:
-    held, _forking.session = getattr(_forking, "session", None), None
-    if held is not None:
-        held.generations.lock.release()
+    session, _forking.session = getattr(_forking, "session", None), None
+    if session is not None:
+        session.generations.lock.release()
 
 
 def _after_fork_in_child() -> None:
     global _session_lock
     end_quiet_fork()
     _session_lock = RLock()
-    held, _forking.session = getattr(_forking, "session", None), None
+    locked_session, _forking.session = getattr(_forking, "session", None), None
     FAULTS.clear()
     await_first_span(None)  # the parent's
     RECORDER.after_fork_in_child()
     if _session is not None:
         try:
             is_by_main = getattr(_forking, "is_main_thread", True)
-            _session.after_fork_in_child(whole=held is _session, by_main_thread=is_by_main)
+            _session.after_fork_in_child(whole=locked_session is _session, by_main_thread=is_by_main)
         except InstrumentError as error:
             logger.warning("a forked child is not instrumented: %s", error)
         except Exception as fault:

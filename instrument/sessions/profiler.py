@@ -71,7 +71,7 @@ class Profiler:
       order of the windows; `stop` waits for it at most `WAIT_LIMIT_NS`. A handler that fails, and a window that is
       given up because newer ones came too fast, is noted and counted in `failures`, and never stops the loop.
     - `state` and `tracer_option` are those of the profile.
-    - `timer_only` measures the steps and records nothing, whatever the profile says.
+    - `timer_only` measures the steps and records nothing, even against the profile.
     - `torch` has torch.profiler run within the windows, where torch is imported, and adds its operators as
       spans, its kernels, allocations, and floating-point operations. It is True, False, or options, see `TorchOptions`:
       ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True where a session is begun
@@ -91,22 +91,22 @@ class Profiler:
         torch: bool | Mapping[str, Any] | None = None,
     ) -> None:
         problems = []
-        for name, found, allowed in (("state", state, STATES), ("tracer_option", tracer_option, TRACER_OPTIONS)):
-            if found is not None and found not in allowed:
-                problems.append(f"Profiler: {name}: found {found!r}; allowed: {', '.join(allowed)}")
+        for name, value, allowed in (("state", state, STATES), ("tracer_option", tracer_option, TRACER_OPTIONS)):
+            if value is not None and value not in allowed:
+                problems.append(f"Profiler: {name}: found {value!r}; allowed: {', '.join(allowed)}")
         handlers = [] if on_trace_ready is None else on_trace_ready
-        wanted: tuple[Any, ...] = tuple(handlers) if isinstance(handlers, (list, tuple)) else (handlers,)
+        all_handlers: tuple[Any, ...] = tuple(handlers) if isinstance(handlers, (list, tuple)) else (handlers,)
         problems.extend(
             f"Profiler: on_trace_ready: found {'the asynchronous ' * is_asynchronous(handler)}{handler!r}; allowed: a "
             "function of a window, such as export_chrome('traces'), or a list of them"
-            for handler in wanted
+            for handler in all_handlers
             if not callable(handler) or is_asynchronous(handler)
         )
-        self._at_once: tuple[Handler, ...] = tuple(one for one in wanted if not isinstance(one, InBackground))
-        self._later: tuple[Handler, ...] = tuple(one for one in wanted if isinstance(one, InBackground))
+        self._at_once: tuple[Handler, ...] = tuple(call for call in all_handlers if not isinstance(call, InBackground))
+        self._later: tuple[Handler, ...] = tuple(call for call in all_handlers if isinstance(call, InBackground))
         self._schedule: Schedule | States | None = None
-        given: object = schedule
-        if given is make_states:
+        argument: object = schedule
+        if argument is make_states:
             raise ProfileError(["Profiler: schedule: found the function schedule itself; call it: schedule(record=3)"])
         if isinstance(schedule, partial) and schedule.func is state_at:
             (self._schedule,) = schedule.args  # what `schedule(...)` returns cannot fail and needs no guard
@@ -222,12 +222,12 @@ class Profiler:
 
         def state_of(step: int) -> State:
             try:
-                found = schedule(step)
+                value = schedule(step)
                 problem: Exception = ProfileError(
-                    [f"Profiler: schedule: found {found!r} for step {step}; allowed: {', '.join(State.__members__)}"]
+                    [f"Profiler: schedule: found {value!r} for step {step}; allowed: {', '.join(State.__members__)}"]
                 )
-                if found in list(State):
-                    return State(found)
+                if value in list(State):
+                    return State(value)
             except Exception as error:
                 problem = error
             if step == 0:
@@ -274,16 +274,16 @@ class Profiler:
                 if windows.state in RECORDING:
                     self._steps.append(step)
                 session.recorded.loop.add(step, self)
-                found = windows.advance(now_ns)
+                bounds = windows.advance(now_ns)
                 try:
-                    if found is not None:
-                        self._deliver(self._made(session, windows, found, last))
+                    if bounds is not None:
+                        self._deliver(self._made(session, windows, bounds, last))
                 except Exception as fault:
                     FAULTS.note("window of a Profiler", fault)
                 finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
                     if self._is_over:
                         self._stop()
-                    elif self._prepare(windows) or found is not None:
+                    elif self._prepare(windows) or bounds is not None:
                         self._step_ns, self._waited = time.monotonic_ns(), {}
                     windows.arm(self._step_ns)
 
@@ -334,9 +334,9 @@ class Profiler:
         if session is None or windows is None:
             return
         try:
-            found = windows.stop(now_ns)
-            if found is not None:
-                window = self._made(session, windows, found, windows.steps, partial=True)
+            bounds = windows.stop(now_ns)
+            if bounds is not None:
+                window = self._made(session, windows, bounds, windows.steps, partial=True)
                 if window.first_step <= window.last_step:
                     self._deliver(window)
         except Exception as fault:
@@ -350,8 +350,8 @@ class Profiler:
         """Wait for the handlers on the other thread, and leave the session."""
         try:
             self._backlog.stop(limit_ns)
-            for known in self._delivered:  # what those that somebody holds will tell is known while the session runs
-                window = known()
+            for reference in self._delivered:  # windows that the user still has: their facts end with the session
+                window = reference()
                 if window is not None:
                     window.trace  # noqa: B018 - is made now
         except Exception as fault:
@@ -372,13 +372,13 @@ class Profiler:
             raise StateError(f"asked to {verb} a Profiler that does not run; use it in a with statement, or start() it")
 
     def _made(
-        self, session: Session, windows: Windows, found: tuple[int, int, int], last_step: int, *, partial: bool = False
+        self, session: Session, windows: Windows, bounds: tuple[int, int, int], last_step: int, *, partial: bool = False
     ) -> Window:
         self._is_making = True
-        index, start_ns, end_ns = found
+        index, start_ns, end_ns = bounds
         if self._host is not None:
             self._read_host(self._host, is_end=True)
-        beside = None if self._torch is None else self._torch.end()
+        torch_record = None if self._torch is None else self._torch.end()
         stretch = session.take(start_ns, end_ns, index)
         steps = list(self._steps)
         self._steps.clear()
@@ -396,15 +396,15 @@ class Profiler:
             partial=partial,
             tracer_option=self._tracer_option,
             state=self._state,
-            beside=beside,
+            torch_record=torch_record,
             samples=[replace(sample, at_ns=min(sample.at_ns, end_ns)) for sample in self._samples],
         )
 
     def _deliver(self, window: Window) -> None:
         self.window = window
-        self._delivered = [known for known in self._delivered if known() is not None]
+        self._delivered = [reference for reference in self._delivered if reference() is not None]
         self._delivered.append(weakref.ref(window))
-        if self._later:  # first, so that it is written whatever the others do, and however long they take
+        if self._later:  # first, so that no other handler delays or prevents it
             self._backlog.add(window, self._later)
         self._is_making = False
         self._is_delivering = True
@@ -417,13 +417,13 @@ class Profiler:
         finally:
             self._is_delivering = False
 
-    def _fail(self, what: str, error: Exception) -> None:
+    def _fail(self, event: str, error: Exception) -> None:
         """Count an error of the user's own code; note and log the first one."""
         with self._failing:
             self.failures += 1
             if self.failures > 1:
                 return
-        message = f"{what}: {type(error).__name__}: {error}"
+        message = f"{event}: {type(error).__name__}: {error}"
         logger.warning("%s", message, exc_info=error)
         if self._session is not None:
             self._session.account.complain(message, log=False)
@@ -473,15 +473,15 @@ class Profiler:
         `skip_first` leaves at most `FIRST_KEPT` steps out of the benchmark; its default is `SKIPPED_STEPS`. Options and
         errors as for `Window.summary`. Where no window has ended the text says so, and has the benchmark alone.
         """
-        window, asked = self.window, ("events", "benchmark") if views is None else views
+        window, names = self.window, ("events", "benchmark") if views is None else views
         steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
         if window is not None:
             recording = window._recording(beside)
             recording.benchmark = steps
-            text = summary(asked, recording, window._options({"unit": unit, "skip_first": skip_first, **options}))
+            text = summary(names, recording, window._options({"unit": unit, "skip_first": skip_first, **options}))
             return f"{str(window).capitalize()}\n{text}"
         lines = [] if self._timer_only else [process.SWITCHED_OFF if OFF else "No window has ended yet."]
-        if self._timer_only or "benchmark" in asked:
+        if self._timer_only or "benchmark" in names:
             lines += counted(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
         return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -505,8 +505,8 @@ class LoaderItems(Iterator[Any]):
         self._begun: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        begun, self._begun = self._begun, None
-        return self._read() if begun is None else begun
+        iterator, self._begun = self._begun, None
+        return self._read() if iterator is None else iterator
 
     def __next__(self) -> Any:
         if self._begun is None:

@@ -147,7 +147,7 @@ class PublishedFacts:
 
     @property
     def asks_for_metrics(self) -> bool:
-        """True where the profile asks for any metric beside gauges."""
+        """True where the profile asks for any metric other than gauges."""
         profile = self._recorded.profile
         return bool(profile.requests) or any(rule.metrics or rule.gen_ai or rule.batch for rule in profile.functions)
 
@@ -221,8 +221,8 @@ class PublishedFacts:
         began_ns, recorded = time.monotonic_ns(), self._recorded
         if began_ns < self._verdicts_until_ns:
             return
-        if asked := os.environ.get(CHECK_FOLDER):
-            report_to_check(asked, RECORDER.calls, recorded.profile, recorded.account.verdicts(of_all=False))
+        if folder := os.environ.get(CHECK_FOLDER):
+            report_to_check(folder, RECORDER.calls, recorded.profile, recorded.account.verdicts(of_all=False))
         notes = self.notes_in_short()
         if notes != self._notes:
             self._notes, self._own_notes = notes, self.own_notes_in_short()

@@ -168,19 +168,19 @@ class Recorded:
         """Return the attributes of OpenTelemetry by which collectors and profilers know this process."""
         if self.exporter is not None:
             return self.exporter.resource()
-        given, provider = otlp.given_attributes(), otlp.provider_attributes()
-        return otlp.resource_attributes(self.origin(), self.ids().instance, given, provider)
+        attributes, provider = otlp.given_attributes(), otlp.provider_attributes()
+        return otlp.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
-    def trace_of_span(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int, str]:
+    def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
         """Return trace id, span id, flags and state of a span: of the caller's trace, or of our own, by the sample."""
-        ids, remote = self.ids(), remote_of(told)
+        ids, remote = self.ids(), remote_of(remote_value)
         if remote is not None:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
-        own = RemoteParent(ids.trace_id(root_id), 0, int(is_sampled(root_id, self.profile.capture.sample)))
-        if ids.run:  # whoever exports this is to leave it its trace, which others know now
+        parent = RemoteParent(ids.trace_id(root_id), 0, int(is_sampled(root_id, self.profile.capture.sample)))
+        if ids.run:  # its exporter must keep the trace id, which others know now
             annotate = RECORDER.annotate_request if root_id & REQUEST_BIT else RECORDER.annotate_innermost
-            annotate({REMOTE: noted(own)})
-        return own.trace_id, ids.span_id(span_id), own.flags, ""
+            annotate({REMOTE: noted(parent)})
+        return parent.trace_id, ids.span_id(span_id), parent.flags, ""
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
         """Return trace id and span id of a request that is known by a key first, "" for none."""
@@ -271,7 +271,7 @@ class Recorded:
         return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
-        """Return the trace of an interval, with the device times that have come by now, and the cost of these spans.
+        """Return the trace of an interval, with the device times that have come by now, and the cost of its spans.
 
         Takes 0.3 us a span; on any thread while the session runs. Objects of the spans are made on demand.
         """
@@ -301,8 +301,8 @@ class Recorded:
 
     def _startup_in(self, stretch: Stretch) -> Startup | None:
         """Return the startup of the process; None where calls of it began before the interval."""
-        found = self.startup()
-        return None if any(first.start_ns < stretch.start_ns for first in found.firsts) else found
+        startup = self.startup()
+        return None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup
 
     def _held(self) -> view.HeldSpans | None:
         """Return the counts of the spans in the rings now; None where they must be counted from a trace."""
@@ -314,7 +314,8 @@ class Recorded:
         timing = self.timing if asking else None
         intervals = {} if timing is None else timing.intervals.of(asking)
         until_ns = max(stretch.end_ns, first_ns)
-        unanswered = Counter(its[0].label for its in intervals.values() if all(one.label in UNTIMED for one in its))
+        untimed = (group for group in intervals.values() if all(interval.label in UNTIMED for interval in group))
+        unanswered = Counter(group[0].label for group in untimed)
         unanswered[section.NO_EVENTS] += len(asking) - len(intervals)
         return view.HeldSpans(
             count=spans.size + len(self.loop.within(first_ns, until_ns)),
@@ -344,9 +345,9 @@ class Recorded:
         return self.sites_of({rule.text for rule in self.profile.functions if rule.first_request})
 
     def sites_of(self, rules: Set[str]) -> set[Site]:
-        """Return the sites of these rules' targets."""
-        found = self.selection.verdicts() if rules else ()
-        return {verdict.site for verdict in found if verdict.rule in rules and verdict.site is not None}
+        """Return the sites of the rules' targets."""
+        verdicts = self.selection.verdicts() if rules else ()
+        return {verdict.site for verdict in verdicts if verdict.rule in rules and verdict.site is not None}
 
     def recording(self, beside: str | os.PathLike[str] | None = None) -> view.Recording:
         """Return what reports are made of: a tally and a trace. Each is taken when it is first read."""
@@ -394,28 +395,28 @@ class Recorded:
         """Return the numbers of the same views, by name, as objects. Options and errors as for `summary`."""
         return report.made(self._views(views, options), self.recording(beside), self._options(options))
 
-    def _views(self, asked: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
-        if asked is not None:
-            return asked
+    def _views(self, names: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
+        if names is not None:
+            return names
         of_profile = (self.profile.export.summary or Summary()).views
         return report.views_for(options) if of_profile == Summary().views else of_profile
 
-    def _options(self, asked: Mapping[str, Any]) -> view.Options:
+    def _options(self, options: Mapping[str, Any]) -> view.Options:
         of_profile = self.options_of_profile()
-        return view.Options.of({**of_profile, **{name: value for name, value in asked.items() if value is not None}})
+        return view.Options.of({**of_profile, **{name: value for name, value in options.items() if value is not None}})
 
     def options_of_profile(self) -> dict[str, Any]:
-        wanted = self.profile.export.summary or Summary()
+        settings = self.profile.export.summary or Summary()
         return {
             "tracer_option": self.profile.tracer_option,
             "state": self.profile.state,
-            "sorted_by": wanted.sorted_by,
-            "rows": wanted.rows,
-            "threads": "both" if wanted.per_thread else "merged",
-            "least_ns": wanted.least_ns,
-            "unit": wanted.unit,
-            "corrected": wanted.corrected,
-            "skip_first": wanted.skip_first,
+            "sorted_by": settings.sorted_by,
+            "rows": settings.rows,
+            "threads": "both" if settings.per_thread else "merged",
+            "least_ns": settings.least_ns,
+            "unit": settings.unit,
+            "corrected": settings.corrected,
+            "skip_first": settings.skip_first,
             "requests_by": self.requests_by[0],
             "at_most": self.requests_by[1] or None,
         }
@@ -426,23 +427,23 @@ class Recorded:
 
     def report_of_run(self) -> dict[str, Any] | None:
         """Return the views of the run's report, and their options; None where this process has no part in one."""
-        wanted = self.profile.export.summary
-        if wanted is None or wanted.to not in files.STREAMS:
+        settings = self.profile.export.summary
+        if settings is None or settings.to not in files.STREAMS:
             return None
-        return {"views": list(wanted.views), "options": self.options_of_profile()}
+        return {"views": list(settings.views), "options": self.options_of_profile()}
 
 
-def taken_for_first(firsts: Firsts, tree: CallTree, named: Set[Site]) -> tuple[FirstCall | None, str]:
+def taken_for_first(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
     """Return the first request, and why, as `Startup` has them; None where it is simply the one that began first.
 
-    It is the first call of a site in `named`. Without one, it is the first request below which anything recorded began,
+    It is the first call of a site in `sites`. Without one, it is the first request below which anything recorded began,
     without those named like a health probe: a probe has nothing to do. A request that is not the first of its site is
     known by what began in it, and its length is not.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
-    wanted = _earliest(call for call in calls.values() if call.site in named)
-    if wanted is not None:
-        return wanted, "named"
+    named_call = _earliest(call for call in calls.values() if call.site in sites)
+    if named_call is not None:
+        return named_call, "named"
     plain = Startup(0, firsts=tuple(calls.values())).first_request
     above = {node: call for node in calls if (call := _request_above(node, calls, tree)) is not None}
     at_work = [node for node, call in above.items() if not _is_probe(call.site)]
@@ -452,11 +453,11 @@ def taken_for_first(firsts: Firsts, tree: CallTree, named: Set[Site]) -> tuple[F
         if not request.start_ns <= work.start_ns <= request.start_ns + request.total_ns:
             request = FirstCall(request.site, work.start_ns, 0)
     else:
-        others = (call for call in calls.values() if call.site.kind == "request" and not _is_probe(call.site))
-        found = _earliest(others)
-        if found is None:
+        requests = (call for call in calls.values() if call.site.kind == "request" and not _is_probe(call.site))
+        earliest = _earliest(requests)
+        if earliest is None:
             return None, ""
-        request = found
+        request = earliest
     return (None, "") if plain is None or request.start_ns <= plain.start_ns else (request, "passed")
 
 
@@ -466,13 +467,13 @@ def _earliest(calls: Iterable[FirstCall]) -> FirstCall | None:
 
 def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
     """Return the first call of the topmost request above a node, None for none."""
-    found = None
+    request = None
     at = tree.parent(node)
     while at >= 0:
         if tree.site(at).kind == "request" and at in calls:
-            found = calls[at]
+            request = calls[at]
         at = tree.parent(at)
-    return found
+    return request
 
 
 def _is_probe(site: Site) -> bool:

@@ -66,7 +66,7 @@ def prepare() -> None:
 
 def templates(export: Export) -> tuple[str, ...]:
     """Return the paths of all files that windows may become."""
-    return tuple(one.path for one in (export.chrome, export.recording) if one is not None)
+    return tuple(settings.path for settings in (export.chrome, export.recording) if settings is not None)
 
 
 def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: Tally | None) -> Written:
@@ -76,11 +76,11 @@ def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: T
     ways = [(export.chrome, chrome.dump), (export.recording, file.dump)]
     paths: list[Path] = []
     problems: list[str] = []
-    for wanted, dump in ways:
-        if wanted is None:
+    for settings, dump in ways:
+        if settings is None:
             continue
         try:
-            paths.append(dump(path_of(wanted.path), trace, tally))
+            paths.append(dump(path_of(settings.path), trace, tally))
         except TraceError as error:
             problems.append(str(error))
         except Exception as fault:  # the other is written all the same
@@ -109,7 +109,7 @@ class Saving:
         """Write the spans of an interval to the profile's files; `origin` is that of the window's end."""
         session, place = self._session, self.place()
         export = session.profile.export
-        if not is_asked(export) or why_no_files():  # which has been told
+        if not is_asked(export) or why_no_files():  # which has been reported
             return
         trace = session.trace(start_ns, end_ns, index, origin)
         if start_ns <= session.start_ns and session.end_ns is not None and end_ns >= session.end_ns:
@@ -138,8 +138,8 @@ class Saving:
         profile, export = self._session.profile, self._session.profile.export
         written = [*templates(export)]
         written += [export.summary.to] if export.summary is not None and export.summary.to not in files.STREAMS else []
-        kept = [path for path in (*self.newest, self._summary) if path is not None]
-        removed = self.place().make_room(written, [self.folder / path for path in kept], profile.limits.disk_bytes)
+        paths = [path for path in (*self.newest, self._summary) if path is not None]
+        removed = self.place().make_room(written, [self.folder / path for path in paths], profile.limits.disk_bytes)
         self._session.account.lose("files removed to stay within limits.disk", removed)
 
     def place(self) -> files.Destination:
@@ -147,24 +147,24 @@ class Saving:
         is_first = files.is_main() and not self._is_child
         return files.Destination(self.folder, self._session.profile.service, self.run, is_first=is_first)
 
-    def print_summary(self, wanted: Summary, limit_ns: int) -> None:
+    def print_summary(self, settings: Summary, limit_ns: int) -> None:
         """Print the report of what has been recorded to the profile's destination, within `limit_ns`."""
-        if why_no_files():  # which has been told
+        if why_no_files():  # which has been reported
             return
-        # Workers of one service write to one stream: which of them this is stands in each.
+        # Workers of one service write to one stream: each text names its process.
         text = self._session.summary() + f"\nProcess: {os.getpid()}\n"
         for path in self.newest:
             text += f"{'Recording' if path.suffix == RECORDING else 'Chrome trace'}: {path}\n"
-        self.tell(wanted, text, limit_ns)
+        self.write_report(settings, text, limit_ns)
 
-    def tell(self, wanted: Summary, text: str, limit_ns: int) -> None:
+    def write_report(self, settings: Summary, text: str, limit_ns: int) -> None:
         """Write a report to the profile's destination, within `limit_ns`."""
         try:
-            self._summary = self.place().tell(wanted.to, text, limit_ns)
+            self._summary = self.place().write_text(settings.to, text, limit_ns)
         except (OSError, ValueError) as error:
             # A standard error that takes nothing does not take the complaint either.
-            message = f"the summary could not be written to {wanted.to}: {error}"
-            self._session.account.complain(message, log=wanted.to != "stderr")
+            message = f"the summary could not be written to {settings.to}: {error}"
+            self._session.account.complain(message, log=settings.to != "stderr")
         if self._summary is not None:
             FAULTS.attempt("room for the summary", self._make_room)
 

@@ -63,7 +63,7 @@ class Session:
         self._saving = saving = Saving(recorded, files.working_folder(), files.run_of_process())
         gauges, memory = (lambda: self._gauge_watch.facts()), (lambda: RECORDER.memory_fd)
         run_facts = RunFacts(recorded, facts, saving, gauges, lambda: self.threads)
-        prepare = lambda what: self.generations.while_no_fork_comes(what)  # noqa: E731
+        prepare = lambda function: self.generations.while_no_fork_comes(function)  # noqa: E731
         self._membership = membership = Membership(run_facts.at_join, memory, prepare)
         self._gauge_watch = watch = GaugeWatch(recorded.gauges, membership, memory, facts.publish)
         self.generations = Generations(
@@ -189,7 +189,7 @@ class Session:
 
     def _announce(self) -> None:
         """Report to the agent that this process records before it may ask: who can be asked is known to record."""
-        self._membership.tell({"records": True})
+        self._membership.send({"records": True})
         self.generations.hear_agent()
 
     def _mark_board(self) -> None:
@@ -213,7 +213,7 @@ class Session:
 
     def _enter(self, profile: Profile) -> None:
         """Apply the settings of another profile, whose rules are attached."""
-        with self.exporting.lock.held():
+        with self.exporting.lock.acquired():
             before = self.profile
             if profile == before:
                 self.recorded.profile = profile  # it may be in another file now
@@ -227,7 +227,7 @@ class Session:
 
     def _refine(self, profile: Profile) -> None:
         """Apply rules that were added to those of the present profile, which stays the same generation."""
-        with self.exporting.lock.held():
+        with self.exporting.lock.acquired():
             self.recorded.profile = profile
             self._facts.publish()
 
@@ -273,7 +273,7 @@ class Session:
         self.generations.stop(before_sending)
         FAULTS.attempt("last look at connections", self.selection.look_for_connections)
         self.exporting.hear_last_words()
-        with self.exporting.lock.held():
+        with self.exporting.lock.acquired():
             if self._stopped:
                 return
             self._stopped = True

@@ -1,4 +1,4 @@
-"""The threads of a session: its own, which reads what is recorded, and the start of it and of those of its parts."""
+"""The threads of a session: its own, which reads what is recorded, and the threads of its parts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class SessionThreads:
         """Start the threads for the first span, on this thread of the service: it goes on after some 0.1 ms."""
         if are_to_wait():
             return  # those of the workers begin there
-        begun = self._begun = Event()
+        has_begun = self._begun = Event()
         rests = Event()
 
         def start() -> None:
@@ -119,14 +119,14 @@ class SessionThreads:
             try:
                 FAULTS.attempt("start of threads", self._start_threads)
             finally:
-                begun.set()
+                has_begun.set()
             FAULTS.attempt("board of the run", self._tell_others)
 
         try:
             start_unlisted(start, "instrument-start")
             rests.wait(START_DELAY_S)
         except BaseException:
-            begun.set()
+            has_begun.set()
             raise
 
     def _start_threads(self) -> None:

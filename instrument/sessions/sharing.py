@@ -27,7 +27,7 @@ def is_of_everything(session: Session) -> bool:
 
 def torch_beside(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
     """Return a driver of torch.profiler for a loop; None where it is not wanted: a profile says what is recorded."""
-    if options.wanted is False or (options.wanted is None and not is_of_everything(session)):
+    if options.is_wanted is False or (options.is_wanted is None and not is_of_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"
     return TorchProfiler(options, session.account.complain, host_only=is_of_host)
@@ -37,21 +37,21 @@ _guests: dict[Session, int] = {}
 _guests_lock = threading.RLock()
 
 
-def join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None) -> Session | None:
+def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | None) -> Session | None:
     """Return the session to look at: the one that runs, else one that is begun here. None where `INSTRUMENT=off`."""
     if OFF:
         return None
-    settings: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     with _guests_lock:
         try:
             running = process.session()
         except StateError:
             source = profile or os.environ.get("INSTRUMENT_PROFILE") or EVERYTHING
-            wanted = source if isinstance(source, Profile) else load(source)
-            begun = process.start(replace(wanted, **settings))
-            if begun is not None:
-                _guests[begun] = 1
-            return begun
+            chosen = source if isinstance(source, Profile) else load(source)
+            session = process.start(replace(chosen, **settings))
+            if session is not None:
+                _guests[session] = 1
+            return session
         if profile is not None:
             source = profile.source if isinstance(profile, Profile) else os.fspath(profile)
             raise StateError(

@@ -26,7 +26,7 @@ _IDS = itertools.count(_FIRST_ID)
 """Span ids that no recorder reaches."""
 
 
-# Steps that nobody tells of
+# Steps that nobody reports
 
 
 class _Call(NamedTuple):
@@ -50,20 +50,20 @@ def steps_of_batches(trace: Columns) -> list[Step]:
     passes = _calls(trace, trace.of_sites([_phase(site) in ("backward", "optimizer") for site in trace.sites]))
     return [
         step
-        for thread_id, own in fetches.items()
-        for step in _steps_of_thread(thread_id, _outermost(own), passes.get(thread_id, []))
+        for thread_id, thread_fetches in fetches.items()
+        for step in _steps_of_thread(thread_id, _outermost(thread_fetches), passes.get(thread_id, []))
     ]
 
 
-def _calls(trace: Columns, wanted: Bools) -> dict[int, list[_Call]]:
+def _calls(trace: Columns, mask: Bools) -> dict[int, list[_Call]]:
     """Return the wanted calls of each thread, in order."""
-    found: dict[int, list[_Call]] = {}
-    rows = np.flatnonzero(wanted)
+    calls_by_thread: dict[int, list[_Call]] = {}
+    rows = np.flatnonzero(mask)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     columns = (trace.thread_id, trace.start_ns, trace.end_ns, trace.site)
     for thread_id, start_ns, end_ns, site in zip(*(column[rows].tolist() for column in columns), strict=True):
-        found.setdefault(thread_id, []).append(_Call(start_ns, end_ns, _phase(trace.sites[site])))
-    return found
+        calls_by_thread.setdefault(thread_id, []).append(_Call(start_ns, end_ns, _phase(trace.sites[site])))
+    return calls_by_thread
 
 
 def _steps_of_thread(thread_id: int, fetches: Sequence[_Call], passes: Sequence[_Call]) -> Iterator[Step]:
@@ -72,24 +72,24 @@ def _steps_of_thread(thread_id: int, fetches: Sequence[_Call], passes: Sequence[
     begin_ns: int | None = None
     for fetch, following in itertools.zip_longest(fetches, fetches[1:]):
         first = bisect_left(starts, fetch.start_ns)
-        own = passes[first : len(passes) if following is None else bisect_left(starts, following.start_ns)]
-        if not own:
+        step_passes = passes[first : len(passes) if following is None else bisect_left(starts, following.start_ns)]
+        if not step_passes:
             begin_ns = None
             continue
         begin_ns = fetch.start_ns if begin_ns is None else begin_ns
-        if any(call.phase == "optimizer" for call in own):
-            end_ns = max(call.end_ns for call in own) if following is None else following.start_ns
+        if any(call.phase == "optimizer" for call in step_passes):
+            end_ns = max(call.end_ns for call in step_passes) if following is None else following.start_ns
             yield Step(next(numbers), begin_ns, end_ns, thread_id)
             begin_ns = None
 
 
 def _outermost(calls: Sequence[_Call]) -> list[_Call]:
     """Return the calls of one thread, in order, without those within another."""
-    found: list[_Call] = []
+    outermost: list[_Call] = []
     for call in calls:
-        if not found or call.start_ns >= found[-1].end_ns:
-            found.append(call)
-    return found
+        if not outermost or call.start_ns >= outermost[-1].end_ns:
+            outermost.append(call)
+    return outermost
 
 
 def _phase(site: Site) -> object:
@@ -110,9 +110,9 @@ def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
     for step in steps:
         by_thread.setdefault(step.thread_id, []).append(step)
     among = _Among(trace.columns)
-    for thread_id, own in by_thread.items():
-        among.put(thread_id, own)
-    return trace.with_columns(among.trace([step for own in by_thread.values() for step in own]))
+    for thread_id, thread_steps in by_thread.items():
+        among.put(thread_id, thread_steps)
+    return trace.with_columns(among.trace([step for thread_steps in by_thread.values() for step in thread_steps]))
 
 
 class _Among:
@@ -121,7 +121,7 @@ class _Among:
     def __init__(self, trace: Columns) -> None:
         self._trace = trace
         self._parent_id, self._self_ns = trace.parent_id.copy(), trace.self_ns.copy()
-        self._root_of = np.zeros(len(trace), dtype=np.int64)  # the step that each former root lies in, 0 for none
+        self._root_of = np.zeros(len(trace), dtype=np.int64)  # the step around each former root, 0 for none
         self._made: list[tuple[Int64s, Int64s, Int64s, Int64s]] = []
         self._is_request = trace.of_kind("request")
 
@@ -144,8 +144,8 @@ class _Among:
         counts = last[may] - first[may]
         span = np.repeat(may, counts)
         step = np.arange(len(span)) - np.repeat(np.cumsum(counts) - counts - first[may], counts)
-        beside = self._parent_id[rows[span]] == parent_id[step]
-        span, step = span[beside], step[beside]
+        are_siblings = self._parent_id[rows[span]] == parent_id[step]
+        span, step = span[are_siblings], step[are_siblings]
         lies_in = (begins_ns[step] <= starts[span]) & (ends[span] <= finishes_ns[step])
         inner = rows[span[lies_in]]
         self._parent_id[inner] = step_id[step[lies_in]]
@@ -161,20 +161,20 @@ class _Among:
         """Return the innermost span around each step, else `NONE`. A row is around the steps `first` to before
         `last`."""
         trace = self._trace
-        found = np.full(count, NONE, dtype=np.int64)
+        innermost = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)
-        its = rows[around]
-        order = np.lexsort((trace.span_id[its], -trace.end_ns[its], trace.start_ns[its]))
+        candidates = rows[around]
+        order = np.lexsort((trace.span_id[candidates], -trace.end_ns[candidates], trace.start_ns[candidates]))
         for at in around[order].tolist():
-            found[first[at] : last[at]] = rows[at]
-        return found
+            innermost[first[at] : last[at]] = rows[at]
+        return innermost
 
     def trace(self, steps: Sequence[Step]) -> Columns:
         """Return the spans, and the steps behind them in the order in which they were put there."""
         trace, count = self._trace, len(self._trace)
-        step_id, parent_id, root_id, self_ns = (np.concatenate(each) for each in zip(*self._made, strict=True))
-        its_root = rows_of(trace.span_id, trace.root_id)
-        moved = np.where(its_root != NONE, self._root_of[its_root], 0) if count else self._root_of
+        step_id, parent_id, root_id, self_ns = (np.concatenate(parts) for parts in zip(*self._made, strict=True))
+        root_row = rows_of(trace.span_id, trace.root_id)
+        moved = np.where(root_row != NONE, self._root_of[root_row], 0) if count else self._root_of
         starts, ends = (np.array([getattr(step, name) for step in steps], np.int64) for name in ("start_ns", "end_ns"))
         attributes: list[Mapping[str, AttributeValue]] = [{"step": step.number, **_samples(step)} for step in steps]
         return Columns(

@@ -40,23 +40,23 @@ class Loop:
         self._orders: dict[object, int] = {}
         self._steps: deque[tuple[int, Step]] = deque(maxlen=STEPS_KEPT)
 
-    def join(self, whose: object) -> None:
+    def join(self, loop: object) -> None:
         """Register a loop that begins."""
-        self._orders.setdefault(whose, next(self._joined))
+        self._orders.setdefault(loop, next(self._joined))
 
-    def add(self, step: Step, whose: object) -> None:
+    def add(self, step: Step, loop: object) -> None:
         """Add a step that has ended."""
-        if whose not in self._orders:
-            self.join(whose)
-        order, steps = self._orders[whose], self._steps
+        if loop not in self._orders:
+            self.join(loop)
+        order, steps = self._orders[loop], self._steps
         with self._lock:
             if not steps or steps[-1][1].end_ns <= step.start_ns or self._gives_way(order, step.start_ns):
                 steps.append((order, step))
 
     def _gives_way(self, order: int, start_ns: int) -> bool:
         """Return True where all steps that reach over a time are of loops that joined later; these are dropped then."""
-        over = list(itertools.takewhile(lambda one: one[1].end_ns > start_ns, reversed(self._steps)))
-        if any(other <= order for other, _ in over):
+        over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
+        if any(step_order <= order for step_order, _ in over):
             return False
         for _ in over:
             self._steps.pop()
@@ -67,13 +67,13 @@ class Loop:
         """True where no loop has reported steps."""
         return not self._orders and not self._steps
 
-    def leave(self, whose: object) -> None:
+    def leave(self, loop: object) -> None:
         """Remove a loop, from which no more steps come."""
-        self._orders.pop(whose, None)
+        self._orders.pop(loop, None)
 
     def within(self, start_ns: int, end_ns: int) -> list[Step]:
         """Return the steps that reach into an interval; those that reach over its edges are clipped, and marked."""
-        found: list[Step] = []
+        steps: list[Step] = []
         for _, step in reversed(self._steps.copy()):
             if step.end_ns <= start_ns:
                 break
@@ -81,8 +81,8 @@ class Loop:
                 if step.start_ns >= end_ns:
                     continue
                 start, end = max(step.start_ns, start_ns), min(step.end_ns, end_ns)
-                found.append(step._replace(start_ns=start, end_ns=end, clipped=True))
+                steps.append(step._replace(start_ns=start, end_ns=end, clipped=True))
             else:
-                found.append(step)
-        found.reverse()
-        return found
+                steps.append(step)
+        steps.reverse()
+        return steps

@@ -58,50 +58,50 @@ _operator_ns: dict[tuple[bool, bool], float] = {}
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """The options of torch.profiler. `wanted` None means True where this loop began the session without a profile.
+    """The options of torch.profiler. `is_wanted` None means True where this loop began the session without a profile.
 
     `record_shapes` adds floating-point operations. `profile_memory` adds allocations, and then only the thread that
     begins and ends the windows is recorded; without it every thread is. After `limit_s` torch.profiler ends before the
     window does. The default is `OPEN_LIMIT_S` without a schedule and `LIMIT_S` with one.
     """
 
-    wanted: bool | None = None
+    is_wanted: bool | None = None
     record_shapes: bool = True
     profile_memory: bool = True
     limit_s: float | None = None
 
     @classmethod
-    def of(cls, asked: bool | Mapping[str, Any] | None) -> TorchOptions:
+    def of(cls, options: bool | Mapping[str, Any] | None) -> TorchOptions:
         """Return the options of `Profiler(torch=...)`. Raises `ProfileError`."""
-        if asked is None or isinstance(asked, bool):
-            return cls(asked)
-        if not isinstance(asked, Mapping):
+        if options is None or isinstance(options, bool):
+            return cls(options)
+        if not isinstance(options, Mapping):
             raise ProfileError(
-                [f"Profiler: torch: found {asked!r}; allowed: True, False, or options: {', '.join(OPTIONS)}"]
+                [f"Profiler: torch: found {options!r}; allowed: True, False, or options: {', '.join(OPTIONS)}"]
             )
         problems = [
             f"Profiler: torch: found the option {name!r}; allowed: {', '.join(OPTIONS)}"
-            for name in asked
+            for name in options
             if name not in OPTIONS
         ]
         problems += [
-            f"Profiler: torch: {name}: found {asked[name]!r}; allowed: True or False"
+            f"Profiler: torch: {name}: found {options[name]!r}; allowed: True or False"
             for name in OPTIONS[:-1]
-            if not isinstance(asked.get(name, False), bool)
+            if not isinstance(options.get(name, False), bool)
         ]
-        if asked.get("with_stack") is True:
+        if options.get("with_stack") is True:
             problems.append(
                 "Profiler: torch: with_stack: found True; allowed: False, for calls of Python are not joined; use a "
                 "torch.profiler of your own and torch=False"
             )
-        limit_s = asked.get("limit_s")
+        limit_s = options.get("limit_s")
         is_number = isinstance(limit_s, (int, float)) and not isinstance(limit_s, bool)
         if limit_s is not None and not (is_number and limit_s > 0):
             problems.append(f"Profiler: torch: limit_s: found {limit_s!r}; allowed: seconds above 0")
         if problems:
             raise ProfileError(problems)
-        shapes = asked.get("record_shapes", True) or asked.get("with_flops", False)
-        return cls(True, shapes, asked.get("profile_memory", True), limit_s)
+        shapes = options.get("record_shapes", True) or options.get("with_flops", False)
+        return cls(True, shapes, options.get("profile_memory", True), limit_s)
 
 
 OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_s=LIMIT_S)
@@ -124,7 +124,7 @@ class TorchProfiler:
         self._said: set[str] = set()
         self._prepared: Any = None
         self._running: Any = None
-        self._seen: Seen | None = None
+        self._record: TorchRecord | None = None
         self._thread_id = self._prepared_ns = 0
         self._is_bound = True
         self._timer: threading.Timer | None = None
@@ -143,7 +143,7 @@ class TorchProfiler:
                 return
             began_ns = time.monotonic_ns()
             if not _holding.acquire(blocking=False):
-                if self._options.wanted:
+                if self._options.is_wanted:
                     self._say(BUSY)
                 return
             if _is_in_use():
@@ -168,15 +168,15 @@ class TorchProfiler:
             began_ns = time.monotonic_ns()
             try:
                 prepared.start_trace()
-                seen = Seen()
-                seen.mark()
+                record = TorchRecord()
+                record.mark()
                 self._undo = self._watch(prepared)
             except Exception as error:
                 self._give_up("start", error)
                 return
-            self._running, self._seen, self._thread_id = prepared, seen, threading.get_ident()
-            seen.begin_ns = time.monotonic_ns()
-            seen.starting_ns = seen.begin_ns - began_ns + self._prepared_ns
+            self._running, self._record, self._thread_id = prepared, record, threading.get_ident()
+            record.begin_ns = time.monotonic_ns()
+            record.starting_ns = record.begin_ns - began_ns + self._prepared_ns
             if not self._is_bound:
                 self._timer = threading.Timer(self._limit_s, self.look)
                 self._timer.daemon = True
@@ -185,13 +185,13 @@ class TorchProfiler:
     def look(self) -> None:
         """End torch.profiler before the window ends, if it has run for as long as it may."""
         with self._lock:
-            seen = self._seen
-            if self._running is not None and seen is not None:
-                lasted_ns = time.monotonic_ns() - seen.begin_ns
+            record = self._record
+            if self._running is not None and record is not None:
+                lasted_ns = time.monotonic_ns() - record.begin_ns
                 if lasted_ns >= self._limit_s * 1e9 and self._is_here():
                     self._stop(f"it ran for {self._limit_s:g} s and was ended before the window was")
 
-    def end(self) -> Seen | None:
+    def end(self) -> TorchRecord | None:
         """End torch.profiler after its window. Return its record, None where there is none."""
         with self._lock:
             if self._running is not None and not self._is_here():
@@ -201,8 +201,8 @@ class TorchProfiler:
                 )
                 return None
             self._stop("")
-            seen, self._seen = self._seen, None
-            return seen
+            record, self._record = self._record, None
+            return record
 
     def cancel(self) -> None:
         """Cancel what was prepared: no window came, or no more will."""
@@ -242,15 +242,15 @@ class TorchProfiler:
         """Return True where torch.profiler can be ended on this thread."""
         return not self._is_bound or threading.get_ident() == self._thread_id
 
-    def _watch(self, own: Any) -> Callable[[], None]:
+    def _watch(self, ours: Any) -> Callable[[], None]:
         """Make way for a torch.profiler that the host begins meanwhile: two at a time lose what the first has seen."""
-        kind = type(own.profiler)
+        kind = type(ours.profiler)
         original = kind._prepare_trace
 
         def prepare(profiler: Any) -> Any:
-            if self._running is own and profiler is not own.profiler:
+            if self._running is ours and profiler is not ours.profiler:
                 with self._lock:
-                    if self._running is own and self._is_here():
+                    if self._running is ours and self._is_here():
                         self._stop("the program began a torch.profiler of its own")
             return original(profiler)
 
@@ -258,28 +258,28 @@ class TorchProfiler:
 
     def _stop(self, why: str) -> None:
         running, self._running = self._running, None
-        seen = self._seen
-        if running is None or seen is None:
+        record = self._record
+        if running is None or record is None:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._undo()
-        seen.end_ns, seen.cut = time.monotonic_ns(), why
+        record.end_ns, record.cut = time.monotonic_ns(), why
         key = self._options.record_shapes, self._options.profile_memory
         try:
-            seen.mark()
+            record.mark()
             with_ns = 0 if key in _operator_ns else _trials_ns()
             running.stop_trace()
             if with_ns:
                 _operator_ns[key] = max(with_ns - _trials_ns(), 0) / TRIALS
-            seen.save(running)
+            record.save(running)
         except Exception as error:
-            self._seen = None
+            self._record = None
             self._give_up("stop", error)
             return
         _holding.release()
-        seen.operator_ns = _operator_ns.get(key, 0.0)
-        seen.ending_ns = time.monotonic_ns() - seen.end_ns
+        record.operator_ns = _operator_ns.get(key, 0.0)
+        record.ending_ns = time.monotonic_ns() - record.end_ns
 
     def _give_up(self, verb: str, error: Exception) -> None:
         """Give up torch.profiler for good after an error. The caller has its lock, which is released."""
@@ -288,13 +288,13 @@ class TorchProfiler:
         _holding.release()
         self._say(f"torch.profiler did not {verb} ({type(error).__name__}: {error}); its operators are not joined")
 
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self._complain(what)
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._complain(message)
 
 
-class Seen:
+class TorchRecord:
     """The trace that torch.profiler saved of one window, and the time that it took.
 
     `cut` is the reason why it ended before the window did, "" for none. `lock` guards the join, which is done once.
@@ -352,21 +352,21 @@ class Seen:
         return replace(joined, notes=[*joined.notes, *notes])
 
     def _joined(self, trace: Trace) -> Trace:
-        beside = chrome.read(Path(self._folder, "window.json")).trace
-        moved_ns = self._moved_ns(trace, beside)
+        torch_trace = chrome.read(Path(self._folder, "window.json")).trace
+        moved_ns = self._moved_ns(trace, torch_trace)
         watched = self.begin_ns - moved_ns, self.end_ns - moved_ns
         # On our clock by the marks: the wall clock may have been set since the session began.
-        origin = replace(beside.origin, monotonic_ns=0, realtime_ns=trace.origin.realtime_of(0) + moved_ns)
-        joined = chrome.join(trace, replace(beside, origin=origin, watched=watched))
-        return with_operators(joined, beside, moved_ns)
+        origin = replace(torch_trace.origin, monotonic_ns=0, realtime_ns=trace.origin.realtime_of(0) + moved_ns)
+        joined = chrome.join(trace, replace(torch_trace, origin=origin, watched=watched))
+        return with_operators(joined, torch_trace, moved_ns)
 
-    def _moved_ns(self, trace: Trace, beside: Trace) -> int:
+    def _moved_ns(self, trace: Trace, torch_trace: Trace) -> int:
         """Return the nanoseconds from its clock to ours: each mark is between two readings of ours."""
-        found = sorted(span.start_ns for span in beside.spans if span.site.name == MARK)
-        if len(found) != len(self._marks):
-            return beside.origin.realtime_of(0) - trace.origin.realtime_of(0)
-        least = max(before_ns - at_ns for (before_ns, _), at_ns in zip(self._marks, found, strict=True))
-        most = min(after_ns - at_ns for (_, after_ns), at_ns in zip(self._marks, found, strict=True))
+        mark_times = sorted(span.start_ns for span in torch_trace.spans if span.site.name == MARK)
+        if len(mark_times) != len(self._marks):
+            return torch_trace.origin.realtime_of(0) - trace.origin.realtime_of(0)
+        least = max(before_ns - at_ns for (before_ns, _), at_ns in zip(self._marks, mark_times, strict=True))
+        most = min(after_ns - at_ns for (_, after_ns), at_ns in zip(self._marks, mark_times, strict=True))
         return (least + most) // 2
 
 

@@ -39,14 +39,14 @@ States = Callable[[int], "State | str"]
 def state_at(schedule: Schedule, step: int) -> State:
     """Return the state of a step by a schedule."""
     cycle = schedule.closed + schedule.ready + schedule.record
-    count, within = divmod(step - schedule.skip_first, cycle)
+    count, position = divmod(step - schedule.skip_first, cycle)
     if step < schedule.skip_first or (schedule.repeat and count >= schedule.repeat):
         return State.CLOSED
-    if within < schedule.closed:
+    if position < schedule.closed:
         return State.CLOSED
-    if within < schedule.closed + schedule.ready:
+    if position < schedule.closed + schedule.ready:
         return State.READY
-    return State.RECORD_AND_RETURN if within == cycle - 1 else State.RECORD
+    return State.RECORD_AND_RETURN if position == cycle - 1 else State.RECORD
 
 
 def schedule(
@@ -58,16 +58,16 @@ def schedule(
     A state is CLOSED, READY, RECORD, or RECORD_AND_RETURN for the last step of a window. Raises `ProfileError` for a
     number out of range.
     """
-    asked = {"closed": closed, "ready": ready, "record": record, "repeat": repeat, "skip_first": skip_first}
+    numbers = {"closed": closed, "ready": ready, "record": record, "repeat": repeat, "skip_first": skip_first}
     problems = []
-    for name, count in asked.items():
+    for name, count in numbers.items():
         least = 1 if name == "record" else 0
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             problems.append(f"schedule: {name}: found {count!r}; allowed: a whole number from {least}")
     if problems:
         raise ProfileError(problems)
-    wanted = Schedule(record=record, closed=closed, ready=ready, repeat=repeat, skip_first=skip_first)
-    return partial(state_at, wanted)
+    settings = Schedule(record=record, closed=closed, ready=ready, repeat=repeat, skip_first=skip_first)
+    return partial(state_at, settings)
 
 
 def _always(step: int) -> State:
