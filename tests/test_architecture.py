@@ -339,7 +339,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (289, 4),
-    "agent": (4_614, 19),
+    "agent": (4_626, 19),
     "chrome": (3_067, 9),
     "cli": (2_729, 15),
     "compat": (1_368, 6),
@@ -347,7 +347,7 @@ LINES_AND_FILES = {
     "docs": (0, 0),
     "instrumentors": (11_190, 43),
     "native": (9_128, 28),
-    "otlp": (4_999, 20),
+    "otlp": (5_003, 20),
     "profile": (2_494, 8),
     "proposal": (1_400, 5),
     "recorder": (2_579, 10),
@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "report": (12_800, 45),
     "runtime": (2_617, 18),
     "sessions": (7_226, 30),
-    "trace": (8_588, 30),
+    "trace": (8_594, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

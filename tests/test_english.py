@@ -25,7 +25,7 @@ MOST_WORDS = 30
 COUNTS = ("clauses", "private words", "vague names", "long sentences")
 MOST = {
     "": (0, 0, 1, 0),
-    "agent": (0, 63, 182, 0),
+    "agent": (0, 38, 25, 0),
     "chrome": (0, 1, 0, 0),
     "cli": (0, 23, 46, 0),
     "compat": (0, 2, 0, 0),
@@ -33,7 +33,7 @@ MOST = {
     "docs": (0, 0, 0, 0),
     "instrumentors": (0, 6, 1, 0),
     "native": (0, 45, 0, 0),
-    "otlp": (0, 62, 166, 0),
+    "otlp": (0, 44, 40, 0),
     "profile": (0, 3, 4, 0),
     "proposal": (0, 1, 0, 0),
     "recorder": (0, 7, 43, 0),
@@ -41,7 +41,7 @@ MOST = {
     "report": (0, 67, 10, 0),
     "runtime": (0, 3, 20, 0),
     "sessions": (1, 31, 10, 0),
-    "trace": (0, 17, 72, 0),
+    "trace": (0, 17, 29, 0),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

@@ -61,11 +61,11 @@ class Asked:
     @property
     def described(self) -> str:
         """The name of the run, with its services, its count of living processes, and its age in seconds."""
-        its = self.living or self.members
-        if not its:
+        members = self.living or self.members
+        if not members:
             return f"{self.name} ({self.problem or 'no process has joined'})"
-        services = ", ".join(dict.fromkeys(str(member.facts["service"]) for member in its))
-        begun_ns = min(int(member.facts["joined_ns"]) for member in its)
+        services = ", ".join(dict.fromkeys(str(member.facts["service"]) for member in members))
+        begun_ns = min(int(member.facts["joined_ns"]) for member in members)
         count = f"{len(self.living)} process{'es' * (len(self.living) != 1)}"
         return f"{self.name} ({services}: {count}, for {(time.monotonic_ns() - begun_ns) / 1e9:.3g} s)"
 
@@ -86,23 +86,23 @@ def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Ask
     `name` is that of a run or how it begins, of a service, the number of a process, or the path of an agent's socket.
     Where it is left out, `INSTRUMENT_AGENT` may name the only one. Raises `InstrumentError` where there is none.
     """
-    own = os.environ.get(run_folder.VARIABLE, "")
-    named = name or own
-    is_socket = "/" in named
+    own_agent = os.environ.get(run_folder.VARIABLE, "")
+    asked_name = name or own_agent
+    is_socket = "/" in asked_name
     sockets = [(folder / run_folder.SOCKET).resolve() for folder in run_folder.found()]  # some agents lie elsewhere
     if is_socket:
-        sockets = [Path(named)]
-    elif "/" in own:
-        sockets.append(Path(own).resolve())
+        sockets = [Path(asked_name)]
+    elif "/" in own_agent:
+        sockets.append(Path(own_agent).resolve())
     runs = [run for socket in dict.fromkeys(sockets) for run in _runs_at(socket, memory=memory)]
     try:
-        found = runs if is_socket or not named else [one for run in runs for one in _meant(run, named)]
-        if not found:
-            known = "; ".join(run.described for run in runs) or "none"
-            what = f"a run, a service or a process that is called {named}" if named else "a run"
+        matches = runs if is_socket or not asked_name else [match for run in runs for match in _meant(run, asked_name)]
+        if not matches:
+            known_runs = "; ".join(run.described for run in runs) or "none"
+            wish = f"a run, a service or a process that is called {asked_name}" if asked_name else "a run"
             advice = "`instrument ps` lists their processes" if runs else "`instrument run` begins one"
-            raise InstrumentError(f"asked for {what}, found {known}; {advice}")
-        yield found
+            raise InstrumentError(f"asked for {wish}, found {known_runs}; {advice}")
+        yield matches
     finally:
         for member in (member for run in runs for member in run.members):
             if member.memory >= 0:
@@ -128,8 +128,8 @@ def only(verb: str, runs: Sequence[Asked]) -> Asked:
 def _meant(run: Asked, name: str) -> list[Asked]:
     if run.name.startswith(name) and not name.isdecimal():
         return [run]
-    its = [member for member in run.members if name in (str(member.pid), member.facts["service"])]
-    return [replace(run, members=its, folded=0)] if its else []
+    members = [member for member in run.members if name in (str(member.pid), member.facts["service"])]
+    return [replace(run, members=members, folded=0)] if members else []
 
 
 def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
@@ -156,7 +156,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
         return [Asked(socket, str(socket), agent=end["agent"], faults=end["faults"])]
     return [
         Asked(
-            socket, name, [one for one in members if one.facts["run"] == name], end["agent"], end["faults"],
+            socket, name, [process for process in members if process.facts["run"] == name], end["agent"], end["faults"],
             folded=folded[name], unseen=str(end.get("unseen", "")),
         )
         for name in folded
@@ -177,10 +177,10 @@ def _why_silent(socket: Path, error: Exception) -> str:
     if living or Path(f"/proc/{run_folder.first_process(folder.name) or '-'}").exists():
         return f"no agent listens; `instrument agent --run {folder.name}` takes over"
     saved = f"; `instrument recover {shlex.join(folders)}` saves what it recorded" if folders else ""
-    gone = f"; {ended} ended without a goodbye{saved or ', and what they recorded is lost'}" if ended else ""
+    losses = f"; {ended} ended without a goodbye{saved or ', and what they recorded is lost'}" if ended else ""
     if unsent := run_folder.unsent(folder):
-        gone += f"; up to {unsent} spans of others are perhaps not exported"
-    return f"its agent and its processes have gone{gone}; the next `instrument run` removes its folder"
+        losses += f"; up to {unsent} spans of others are perhaps not exported"
+    return f"its agent and its processes have gone{losses}; the next `instrument run` removes its folder"
 
 
 def tell(
@@ -193,13 +193,13 @@ def tell(
     end = time.monotonic() + wait_s
     with run_folder.connected(run.socket, min(SLOW_S, wait_s)) as caller:
         packets.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
-        told = False
+        is_slow = False
         while time.monotonic() < end:
             try:
                 message, _ = packets.receive(caller)
             except TimeoutError:
-                if not told:
-                    told = True
+                if not is_slow:
+                    is_slow = True
                     slow()
                 continue
             if message is None or "end" in message:

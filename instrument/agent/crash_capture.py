@@ -120,25 +120,25 @@ def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
     columns, failed = trace.columns, (trace.columns.error >= 0).nonzero()[0]
     failed = failed[columns.end_ns[failed].argsort(kind="stable")]
     roots, errors, sites = (column[failed].tolist() for column in (columns.root_id, columns.error, columns.site))
-    found = zip(roots, errors, sites, strict=True)
-    return {root: (columns.errors[error], columns.sites[site].name) for root, error, site in found}
+    failures = zip(roots, errors, sites, strict=True)
+    return {root: (columns.errors[error], columns.sites[site].name) for root, error, site in failures}
 
 
 def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
     """A sentence of the newest readings of memory and load, "" where there are none."""
     newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
-    told: dict[int, list[str]] = {}
+    texts: dict[int, list[str]] = {}
     for (device, name), sample in newest.items():
         if name in GAUGES_TOLD and sample.value is not None:
             unit = GAUGES[name].unit
             value = f"{sample.value / 1e9:.3g} GB" if unit == "bytes" else f"{sample.value:.3g} {unit}"
-            told.setdefault(device, []).append(f"{name} {value}")
-    if not told:
+            texts.setdefault(device, []).append(f"{name} {value}")
+    if not texts:
         return ""
     age_ns = end_ns - max(sample.at_ns for sample in newest.values())
-    whose = {device: "" if device == HOST else f"device {device}: " for device in told}
-    each = "; ".join(f"{whose[device]}{', '.join(sorted(told[device]))}" for device in sorted(told))
-    return f"{LAST_GAUGES}{_length(age_ns)} before: {each}."
+    names = {device: "" if device == HOST else f"device {device}: " for device in texts}
+    text = "; ".join(f"{names[device]}{', '.join(sorted(texts[device]))}" for device in sorted(texts))
+    return f"{LAST_GAUGES}{_length(age_ns)} before: {text}."
 
 
 def death_of(
@@ -158,13 +158,13 @@ def death_of(
         by_root.setdefault(span.root_id, []).append(span)
     if not by_root:
         return f"{how}; no span was open"
-    first, *others = sorted(by_root.values(), key=lambda its: -its[-1].start_ns)
-    told = [_in_short(its, end_ns, least) for its in others[:REQUESTS_TOLD]]
-    more = len(others) - REQUESTS_TOLD
-    told += [f"{more} more"] if more > 0 else []
-    also = f"; {len(others)} more {'was' if len(others) == 1 else 'were'} open: {', '.join(told)}" if told else ""
-    error, where = (errors or {}).get(first[0].root_id, ("", ""))
-    failed = f"; `{where}` in it had failed with `{error}`" if error else ""
+    first, *requests = sorted(by_root.values(), key=lambda spans: -spans[-1].start_ns)
+    names = [_in_short(spans, end_ns, least) for spans in requests[:REQUESTS_TOLD]]
+    more = len(requests) - REQUESTS_TOLD
+    names += [f"{more} more"] if more > 0 else []
+    also = f"; {len(requests)} more {'was' if len(requests) == 1 else 'were'} open: {', '.join(names)}" if names else ""
+    error, site = (errors or {}).get(first[0].root_id, ("", ""))
+    failed = f"; `{site}` in it had failed with `{error}`" if error else ""
     return f"{how}: it died in {_within(first, end_ns, least)}{failed}{also}"
 
 
@@ -184,9 +184,9 @@ def _within(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
 def bearing(span: OpenSpan) -> str:
     """Return the first attributes of a span in brackets, without those of its transport, which are part of its name."""
     names = [name for name in span.attributes if name != REMOTE and not name.startswith(OF_TRANSPORT)]
-    told = [f"{name}={span.attributes[name]!s:.{VALUE_TOLD}}" for name in names]
-    more = [f"{len(told) - ATTRIBUTES_TOLD} more"] if len(told) > ATTRIBUTES_TOLD else []
-    return f" ({', '.join([*told[:ATTRIBUTES_TOLD], *more])})" if told else ""
+    texts = [f"{name}={span.attributes[name]!s:.{VALUE_TOLD}}" for name in names]
+    more = [f"{len(texts) - ATTRIBUTES_TOLD} more"] if len(texts) > ATTRIBUTES_TOLD else []
+    return f" ({', '.join([*texts[:ATTRIBUTES_TOLD], *more])})" if texts else ""
 
 
 def _in_short(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:

@@ -36,9 +36,9 @@ _RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
 def facts_of(process: Process) -> dict[str, Any]:
     """Return the facts of a process for a command that asks."""
-    told = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
+    names = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
     return {
-        **{name: process.facts.get(name) for name in told},
+        **{name: process.facts.get(name) for name in names},
         "pid": process.pid,
         "started": process.started,
         "is_first": process.pid == process.run.first,
@@ -54,18 +54,18 @@ def facts_of(process: Process) -> dict[str, Any]:
 
 def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
     """Return a job that makes the report of a run, from files of its processes and of those under an agent before."""
-    of = next((one.facts["report"] for one in reversed(run.recorded()) if one.facts.get("report")), None)
-    asked = of or {"views": ["brief"], "options": {}}
+    of = next((process.facts["report"] for process in reversed(run.recorded()) if process.facts.get("report")), None)
+    settings = of or {"views": ["brief"], "options": {}}
     parts = [
-        ReportedProcess(_line_in_report(one), one.saved, _is_notable(one), has_told=one.told_of_itself)
-        for one in run.recorded()
+        ReportedProcess(_line_in_report(process), process.saved, _is_notable(process), has_told=process.told_of_itself)
+        for process in run.recorded()
     ]
     if run.folded_ends:
         ends = ", ".join(f"{count} {end}" for end, count in run.folded_ends.most_common())
         unread = f"; of {run.unfolded} the recording could not be read" if run.unfolded else ""
         name = f"that ended before the others: {ends}{unread}"
         parts.insert(0, ReportedProcess(name, run.folded, True, run.folded_ends.total()))
-    return lambda: combined_report([*left_before, *parts], asked["views"], asked["options"])
+    return lambda: combined_report([*left_before, *parts], settings["views"], settings["options"])
 
 
 def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
@@ -73,18 +73,18 @@ def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
 
     Their ways to end are unknown, except of those with a capture.
     """
-    known, found = {run.folded, *(one.saved for one in run.processes)}, []
+    known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _left_in(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
-        if of["run"] != _part_of_name(run) or saved in known:
+        if of["run"] != _part_of_name(run) or saved in known_paths:
             continue
         if path.is_symlink():
             name = f"{of['pid']} (without a goodbye; {ENDED_BEFORE}), {saved:.200}"
         else:
             name = f"that {ENDED_BEFORE}" if of["count"] else f"{of['pid']} ({ENDED_BEFORE})"
         is_notable = bool(of["count"]) or path.is_symlink()
-        found.append(ReportedProcess(name, str(path), is_notable, int(of["count"] or 1)))
-    return found
+        parts.append(ReportedProcess(name, str(path), is_notable, int(of["count"] or 1)))
+    return parts
 
 
 def _left_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -135,10 +135,10 @@ def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer
 
     def job() -> Answer:
         with journal.held(folder, process):
-            found = crash_capture.found(path, str(process.facts.get("run"))) if process.is_missed else None
-            if found is None and process.memory < 0:
+            earlier = crash_capture.found(path, str(process.facts.get("run"))) if process.is_missed else None
+            if earlier is None and process.memory < 0:
                 return {"error": why_unread(process)}
-            return found or crash_capture.capture(
+            return earlier or crash_capture.capture(
                 process.memory, path, how=how, end_ns=end_ns, said=said, copies=copies
             )
 
@@ -186,9 +186,9 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
 def remove_abandoned(folder: Path, runs: Iterable[Run]) -> list[str]:
     """Remove the files that an agent before this one had saved for reports of runs that never came back. Return a
     message on each such run."""
-    known, counts = {_part_of_name(run) for run in runs}, Counter[str]()
+    living_runs, counts = {_part_of_name(run) for run in runs}, Counter[str]()
     for path, of in _left_in(folder):
-        if of["run"] not in known:
+        if of["run"] not in living_runs:
             counts[of["run"]] += int(of["count"] or 1)
             remove_saved(folder, [str(path)])
     return [
@@ -218,15 +218,15 @@ def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int)
 
     The file `saved` remains, and so do those in `kept`, which a report of a run still needs.
     """
-    own, found = _less_numbers(saved.name, service), []
+    service_part, files = _less_numbers(saved.name, service), []
     for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
-        if _less_numbers(path.name, service) != own:
+        if _less_numbers(path.name, service) != service_part:
             continue
         with suppress(OSError):  # another agent has just removed it
             facts = path.stat()
-            found.append((path == saved or str(path) in kept, facts.st_mtime_ns, facts.st_size, path))
-    over_bytes = sum(size for _, _, size, _ in found) - disk_bytes
-    removed = atomic.remove_first(((path, size) for stays, _, size, path in sorted(found) if not stays), over_bytes)
+            files.append((path == saved or str(path) in kept, facts.st_mtime_ns, facts.st_size, path))
+    over_bytes = sum(size for _, _, size, _ in files) - disk_bytes
+    removed = atomic.remove_first(((path, size) for stays, _, size, path in sorted(files) if not stays), over_bytes)
     for path in removed:
         with suppress(OSError):
             path.with_suffix(telling.BESIDE).unlink(missing_ok=True)
@@ -272,8 +272,8 @@ def _how(status: int | None) -> str:
 
 def line_of_export(lost: Mapping[str, int]) -> str:
     """Return the line on spans of a run that did not reach the collector."""
-    told = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-    return f"instrument: not all that this run was to export has reached the collector: {told}"
+    counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
+    return f"instrument: not all that this run was to export has reached the collector: {counts}"
 
 
 def seen_of_unmet(process: Process) -> str:
@@ -302,16 +302,16 @@ def nobody_joined(pid: int, after_s: float) -> str:
 def _obstacle(pid: int) -> str:
     """Return the reason for which our autostart is not loaded by the program that a process runs."""
     try:
-        found = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
+        environ = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
     except OSError:
         return ""
-    own = Path(__file__).parents[1] / "sessions/autostart"
-    for folder in os.fsdecode(found.get(b"PYTHONPATH", b"")).split(os.pathsep):
-        if folder and Path(folder) == own:
+    autostart = Path(__file__).parents[1] / "sessions/autostart"
+    for folder in os.fsdecode(environ.get(b"PYTHONPATH", b"")).split(os.pathsep):
+        if folder and Path(folder) == autostart:
             return ": something on the way keeps our sitecustomize from being loaded"
-        other = Path(folder, "sitecustomize.py")
-        if folder and other.exists():
-            return f": {other} runs in place of ours"
+        customization = Path(folder, "sitecustomize.py")
+        if folder and customization.exists():
+            return f": {customization} runs in place of ours"
     return ": something on the way has taken our folder off PYTHONPATH"
 
 
@@ -348,24 +348,24 @@ def combined_report(
 
     read, lines = [], []
     for part in parts:
-        what = part.name if part.processes == 1 else f"{part.processes} {part.name}"
+        line = part.name if part.processes == 1 else f"{part.processes} {part.name}"
         try:
             if part.path:
                 read.append(file.load(part.path))
             else:
-                what += ", which printed a report of its own" if part.has_told else ", which left no recording"
+                line += ", which printed a report of its own" if part.has_told else ", which left no recording"
         except TraceError as problem:
-            what += f", whose recording cannot be read: {problem!s:.200}"
-        lines.append(what)
+            line += f", whose recording cannot be read: {problem!s:.200}"
+        lines.append(line)
     if not read:
         raise TraceError("no process of the run has left a recording")
     text = summary(views, Recording.of_saved(merge(read).saved), Options.of(options))
     if len(text.encode()) > LONGEST_BYTES:
         text = text.encode()[:LONGEST_BYTES].decode(errors="ignore").rpartition("\n")[0] + CUT
-    told = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:PROCESSES_TOLD])
-    more = len(parts) - len(told)
+    places = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:PROCESSES_TOLD])
+    more = len(parts) - len(places)
     text += f"\nProcesses: {sum(part.processes for part in parts)}\n"
-    text += "".join(f"  {lines[place]}\n" for place in told)
+    text += "".join(f"  {lines[place]}\n" for place in places)
     return {"report": text + (f"  and {more} more\n" if more else "")}
 
 

@@ -128,10 +128,10 @@ class ExportLoop:
             listens = settings.get("prometheus")
             self._scopes[number] = [("run", str(message["run"])), *([("listen", str(listens))] if listens else [])]
             self._attempt(number, partial(self._begin, number, settings.get("otlp"), descriptors, generation))
-            if (begun := self._recordings.get(number)) is not None:
-                begun.is_scraped = bool(listens or message["is_scraped"])
+            if (export := self._recordings.get(number)) is not None:
+                export.is_scraped = bool(listens or message["is_scraped"])
                 if folder := settings.get("captures"):
-                    begun.files = kept_files.KeptFiles(
+                    export.files = kept_files.KeptFiles(
                         Path(folder), str(message["run"]), int(message.get("disk_bytes") or 0)
                     )
         elif "folder" in message:
@@ -142,12 +142,12 @@ class ExportLoop:
             self._ends_at = time.monotonic() + float(message["end"])
         window = partial(self._send_window, message)
         for name, action in (("ended", self._note_ended), ("flush", self._send_now), ("window", window)):
-            found = self._recordings.get(int(message.get(name, 0)))
-            if found is not None:
-                self._attempt(int(message[name]), partial(action, int(message[name]), found))
+            export = self._recordings.get(int(message.get(name, 0)))
+            if export is not None:
+                self._attempt(int(message[name]), partial(action, int(message[name]), export))
 
-    def _note_ended(self, _: int, found: exported.RecordingExport) -> None:
-        found.has_ended = True
+    def _note_ended(self, _: int, export: exported.RecordingExport) -> None:
+        export.has_ended = True
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
         """Answer a scrape on a connection, or those at an address."""
@@ -165,23 +165,25 @@ class ExportLoop:
     def _scraped(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
         """Return the metrics of the recordings of a scope as they are now, and the totals of those that have ended."""
         numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
-        for found in [self._recordings[number] for number in numbers if number in self._recordings]:
-            found.is_scraped = True
-            found.before_scrape()
+        for export in [self._recordings[number] for number in numbers if number in self._recordings]:
+            export.is_scraped = True
+            export.before_scrape()
         looks = 0
         while self._look() and looks < SCRAPE_LOOKS:
             looks += 1
-        living = {one.key: one.metered() for number in numbers if (one := self._recordings.get(number)) is not None}
-        known = {key: metered for key, metered in living.items() if metered is not None}
-        return list(known.values()), self._ended.of(scope, known)
+        living = {
+            member.key: member.metered() for number in numbers if (member := self._recordings.get(number)) is not None
+        }
+        metered_of = {key: metered for key, metered in living.items() if metered is not None}
+        return list(metered_of.values()), self._ended.of(scope, metered_of)
 
     def _begin(self, number: int, settings: Mapping[str, Any] | None, descriptors: list[int], generation: int) -> None:
         (fd,) = descriptors
         try:
-            wanted = None if settings is None else export_facts.settings_from(settings)
-            sends = wanted is not None
-            self._recordings[number] = exported.RecordingExport(fd, self._exporter(wanted), generation, sends=sends)
-            self._settings[number] = wanted
+            otlp = None if settings is None else export_facts.settings_from(settings)
+            sends = otlp is not None
+            self._recordings[number] = exported.RecordingExport(fd, self._exporter(otlp), generation, sends=sends)
+            self._settings[number] = otlp
         finally:
             os.close(fd)
 
@@ -189,9 +191,9 @@ class ExportLoop:
         """Return the exporter for a collector. None asks for one that has nowhere to send and is never started."""
         if settings not in self._exporters:
             self._stop_unused()
-            own = Origin(os.getpid(), "", 0, 0)
+            origin = Origin(os.getpid(), "", 0, 0)
             sends = settings is not None
-            sender = exporter.Exporter(settings or Otlp(), own, dict, self._note_settled, detects=False, sends=sends)
+            sender = exporter.Exporter(settings or Otlp(), origin, dict, self._note_settled, detects=False, sends=sends)
             if sends:
                 sender.start()
             self._exporters[settings] = sender
@@ -200,15 +202,17 @@ class ExportLoop:
     def _stop_unused(self) -> None:
         """Stop exporters that no recording has any more, the oldest ones beyond a few."""
         used = set(self._settings.values())
-        unused = [one for one, sender in self._exporters.items() if one not in used and not sender.counts()["pending"]]
+        unused = [
+            otlp for otlp, sender in self._exporters.items() if otlp not in used and not sender.counts()["pending"]
+        ]
         for settings in unused[: max(len(self._exporters) - EXPORTERS + 1, 0)]:
             self._exporters.pop(settings).stop(0)
 
     def _note_settled(self, source: Source) -> None:
         """Called by the thread that sends."""
-        for found in list(self._recordings.values()):
-            if found.is_of(source):
-                found.note_sent()
+        for export in list(self._recordings.values()):
+            if export.is_of(source):
+                export.note_sent()
         if self._is_behind:
             self._agent.wake()
 
@@ -230,26 +234,26 @@ class ExportLoop:
             self._attempt, is_last=is_last, at_once=at_once, metered=metered
         )
         self._is_behind = False
-        for number, found in list(self._recordings.items()):
-            self._attempt(number, partial(self._look_after, number, found))
+        for number, export in list(self._recordings.items()):
+            self._attempt(number, partial(self._look_after, number, export))
         for sender in self._exporters.values():
             sender.note_silence()
         return has_more
 
-    def _look_after(self, number: int, found: exported.RecordingExport) -> None:
-        found.write_kept(at_once=False)
-        if not found.is_behind:  # those come first the next time that there was no room for
+    def _look_after(self, number: int, export: exported.RecordingExport) -> None:
+        export.write_kept(at_once=False)
+        if not export.is_behind:  # those come first the next time that there was no room for
             self._recordings[number] = self._recordings.pop(number)
-        self._is_behind = self._is_behind or found.is_behind
-        if found.is_over and found.is_settled():
+        self._is_behind = self._is_behind or export.is_behind
+        if export.is_over and export.is_settled():
             self._let_go(number)
 
-    def _send_window(self, message: Mapping[str, Any], _: int, found: exported.RecordingExport) -> None:
+    def _send_window(self, message: Mapping[str, Any], _: int, export: exported.RecordingExport) -> None:
         """Send all that was recorded in a time; requests that are open are kept until they end."""
-        spans = found.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
-        found.keep_open(spans)
+        spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
+        export.keep_open(spans)
         self._settle_now()
-        found.send(found.unsent(spans))
+        export.send(export.unsent(spans))
 
     def _settle_now(self) -> None:
         """Settle what has ended by now, in as many rounds as that takes."""
@@ -257,28 +261,28 @@ class ExportLoop:
             if not self._look(at_once=True):
                 return
 
-    def _send_now(self, _: int, found: exported.RecordingExport) -> None:
+    def _send_now(self, _: int, export: exported.RecordingExport) -> None:
         """Send what a process has recorded until now."""
         self._settle_now()
-        self._look(at_once=True, metered=found)
-        found.is_settled()
+        self._look(at_once=True, metered=export)
+        export.is_settled()
 
     def _let_go(self, number: int, problem: str = "") -> None:
         """Finish a recording, report the outcome of its spans to the agent, and close it."""
-        found, fates = self._recordings.pop(number, None), {}
+        export, fates = self._recordings.pop(number, None), {}
         is_sent, scopes = self._settings.pop(number, None) is not None, self._scopes.pop(number, [])
         try:
-            if found is not None:
-                if found.is_scraped and (metered := found.metered()) is not None:
-                    self._ended.add(found.key, scopes, metered)
-                found.write_kept(at_once=True)
-                ended = found.finish() if found.has_ended else {}
-                fates = dict(ended) if is_sent or found.files is not None else {}  # nothing was to go anywhere
+            if export is not None:
+                if export.is_scraped and (metered := export.metered()) is not None:
+                    self._ended.add(export.key, scopes, metered)
+                export.write_kept(at_once=True)
+                ended = export.finish() if export.has_ended else {}
+                fates = dict(ended) if is_sent or export.files is not None else {}  # nothing was to go anywhere
         except Exception as fault:
             problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
         try:
-            if found is not None:
-                found.close()
+            if export is not None:
+                export.close()
         except Exception as fault:
             problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
         self._agent.tell({"done": number, "fates": fates, "problem": problem})

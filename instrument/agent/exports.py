@@ -111,10 +111,10 @@ class Exports:
             )
 
     def _add(self, process: Process) -> None:
-        wanted = process.facts.get("export") or {}
-        if address := str(wanted.get("prometheus") or ""):
+        settings = process.facts.get("export") or {}
+        if address := str(settings.get("prometheus") or ""):
             self._listen(address)
-        is_read = wanted.get("otlp") or wanted.get("captures") or address or (wanted and process.run.is_scraped)
+        is_read = settings.get("otlp") or settings.get("captures") or address or (settings and process.run.is_scraped)
         if not is_read or process.memory < 0:
             return
         if self.is_ending or not self._is_begun():
@@ -128,10 +128,10 @@ class Exports:
             self._refuse(process)
             return
         self._begin_with(process, memory)
-        for one, kept in [found for found in self._missed if _is_alike(found[0], process)]:
-            self._missed.remove((one, kept))
-            one.facts["export"] = process.facts["export"]
-            self._begin_with(one, kept)
+        for ended, descriptor in [pair for pair in self._missed if _is_alike(pair[0], process)]:
+            self._missed.remove((ended, descriptor))
+            ended.facts["export"] = process.facts["export"]
+            self._begin_with(ended, descriptor)
 
     def add_missed(self, process: Process) -> None:
         """Export a recording that was left without an agent, once a process of the same service and profile brings the
@@ -174,12 +174,12 @@ class Exports:
             self._tell("flush", process)
 
     def _numbers_of(self, process: Process) -> set[int]:
-        return {number for number, (one, *_) in self._recordings.items() if one is process}
+        return {number for number, (member, *_) in self._recordings.items() if member is process}
 
-    def _tell(self, what: str, process: Process) -> set[int]:
+    def _tell(self, name: str, process: Process) -> set[int]:
         numbers = self._numbers_of(process)
         for number in numbers:
-            self._child.send({what: number})
+            self._child.send({name: number})
         return numbers
 
     def end(self, within_s: float) -> None:
@@ -227,7 +227,7 @@ class Exports:
             self._send(process, {"gauges": {"ended": True}})
 
     def _gauged_number(self, process: Process) -> int | None:
-        return next((number for number, other in self._gauged.items() if other is process), None)
+        return next((number for number, member in self._gauged.items() if member is process), None)
 
     def _hand_over_gauges(self, number: int) -> None:
         process = self._gauged[number]
@@ -384,9 +384,9 @@ def _listener_at(address: str) -> socket.socket:
     return socket.create_server((host.strip("[]"), int(port)), family=family)
 
 
-def _is_alike(one: Process, other: Process) -> bool:
+def _is_alike(left: Process, right: Process) -> bool:
     """Return True if two processes have the same profile and service, and so the same collector."""
-    return all(one.facts.get(name) == other.facts.get(name) for name in ("service", "profile", "digest"))
+    return all(left.facts.get(name) == right.facts.get(name) for name in ("service", "profile", "digest"))
 
 
 def _serve(connection: socket.socket) -> None:

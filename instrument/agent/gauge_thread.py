@@ -104,7 +104,9 @@ class _Watched:
         self._sources = sources
 
     def _keep(self, samples: Sequence[Sample]) -> None:
-        if not self._place.add(one for one in samples if one.name in GAUGES and -1 <= one.device < MOST_DEVICES):
+        if not self._place.add(
+            sample for sample in samples if sample.name in GAUGES and -1 <= sample.device < MOST_DEVICES
+        ):
             raise Gone  # another session records there
 
 
@@ -160,11 +162,11 @@ class GaugeThread:
             self._busy_at = math.inf
             wait_s = min((process.wait_s() for process in self._watched.values()), default=math.inf)
             with suppress(Empty):
-                asked = self._asked.get(timeout=min(wait_s, TIMEOUT_MAX))
+                request = self._asked.get(timeout=min(wait_s, TIMEOUT_MAX))
                 self._busy_at = time.monotonic()
-                while asked is not None:
-                    self._attempt(int(asked[0]["process"]), *asked)
-                    asked = self._asked.get_nowait()
+                while request is not None:
+                    self._attempt(int(request[0]["process"]), *request)
+                    request = self._asked.get_nowait()
             self._busy_at = time.monotonic()
             for number in list(self._watched):
                 self._look(number)
@@ -245,19 +247,19 @@ def why_not_here(pid: int) -> str:
     Devices, groups and files are those of a container, and containers may share their processes.
     """
     try:
-        own, other = (os.readlink(f"{PROC}/{one}/ns/mnt") for one in ("self", pid))  # noqa: PTH115 - no file to find
+        own_namespace, namespace = (os.readlink(f"{PROC}/{name}/ns/mnt") for name in ("self", pid))  # noqa: PTH115 - no file to find
     except OSError as problem:
         return f"it may not look at the process ({problem.strerror})"
-    return "" if own == other else "it is in another container"
+    return "" if own_namespace == namespace else "it is in another container"
 
 
-def _interval(found: Any) -> int | None:
-    interval_ns = None if found is None else int(found)
+def _interval(stored: Any) -> int | None:
+    interval_ns = None if stored is None else int(stored)
     return interval_ns and max(interval_ns, SHORTEST_NS)
 
 
-def _number(found: Any) -> float | None:
-    value = None if found is None else float(found)
+def _number(reading: Any) -> float | None:
+    value = None if reading is None else float(reading)
     if value is not None and not math.isfinite(value):
         raise ValueError("a reading without an end")
     return value

@@ -59,11 +59,11 @@ class Jobs:
 
     def _go_on(self) -> None:
         while self._waiting and len(self._running) < AT_ONCE:
-            job, then = self._waiting.popleft()
+            job, done_callback = self._waiting.popleft()
             try:
-                child = self._begun(job, then)
+                child = self._begun(job, done_callback)
             except OSError as error:
-                then({"error": f"no process could be made: {error.strerror}"})
+                done_callback({"error": f"no process could be made: {error.strerror}"})
                 continue
             self._running[child.read_fd] = child
             self._selector.register(child.read_fd, selectors.EVENT_READ, self._read)
@@ -174,7 +174,7 @@ class Saves:
             for process in batch:
                 self._start([process])
             return
-        for process, one in zip(batch, answer.get("each", [answer]), strict=True):
-            process.saved, process.files = str(one.get("path", "")), tuple(map(str, one.get("copies", ())))
+        for process, result in zip(batch, answer.get("each", [answer]), strict=True):
+            process.saved, process.files = str(result.get("path", "")), tuple(map(str, result.get("copies", ())))
             self._then(process)
         self._go_on()

@@ -61,31 +61,31 @@ def missed(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
 
     `run_of` returns the run of a name. Processes that have joined since are left out: the agent sees their ends.
     """
-    found = []
+    processes = []
     for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())
             run, now_ns = run_of(str(facts.get("run", ""))[:64]), time.monotonic_ns()
             pid, started = int(facts["pid"]), int(facts["started"])
             process = Process(run=run, pid=pid, started=started, facts=facts, joined_ns=now_ns, is_missed=True)
-            is_known = any((one.pid, one.started) == (pid, started) for one in run.processes)
+            is_known = any((member.pid, member.started) == (pid, started) for member in run.processes)
             if not is_known and process.has_exited():
                 process.has_recorded = True
                 process.memory = _file_of(facts.get("memory"))
                 run.processes.append(process)
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def awaits_others(folder: Path, run: Run) -> bool:
     """Return True where processes of a run live that an agent before this one knew, and that have not joined yet."""
-    known = {(one.pid, one.started) for one in run.processes}
+    joined = {(process.pid, process.started) for process in run.processes}
     for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())
             pid, started = int(facts["pid"]), int(facts["started"])
             is_alive = clock.start_ticks(PROC / str(pid) / "stat") == started
-            if is_alive and (pid, started) not in known and facts.get("run") == run.name:
+            if is_alive and (pid, started) not in joined and facts.get("run") == run.name:
                 return True
     return False
 

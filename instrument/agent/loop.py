@@ -156,16 +156,16 @@ class EventLoop:
     def turn(self) -> None:
         """Do what is due, wait until there is anything else to do, and do that."""
         now = time.monotonic()
-        due = [one for one in self._timers if one[0] <= now]
-        self._timers = [one for one in self._timers if one[0] > now]
+        due = [timer for timer in self._timers if timer[0] <= now]
+        self._timers = [timer for timer in self._timers if timer[0] > now]
         for _, action in due:
             self.attempt(action)
         left_s = min((at for at, _ in self._timers), default=now + 3600.0) - now
-        found = self.selector.select(0.0 if due else max(left_s, 0.0))
+        ready = self.selector.select(0.0 if due else max(left_s, 0.0))
         if self._is_replaced():
             self.is_replaced = True
             return
-        for key, events in found:
+        for key, events in ready:
             if isinstance(key.fileobj, Connection):
                 self.attempt(partial(self._served, key.fileobj, events))
             elif key.fd in self.selector.get_map():
@@ -265,13 +265,13 @@ class EventLoop:
         if "join" not in message:
             self._hear_who_joins()
         try:
-            kept = self._heard(connection, message, descriptors)
+            kept_descriptors = self._heard(connection, message, descriptors)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as problem:
-            kept = []
+            kept_descriptors = []
             connection.is_broken = True  # it is JSON, and says nothing that we know, or the fault is ours
             self._note_refused(problem)
         for descriptor in descriptors:
-            if descriptor not in kept:
+            if descriptor not in kept_descriptors:
                 os.close(descriptor)
         if connection.is_broken:
             self.drop(connection)
@@ -290,9 +290,9 @@ class EventLoop:
         if connection.is_broken:
             self.drop(connection)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_waiting else 0)
-        if self.selector.get_key(connection).events != wanted:
-            self.selector.modify(connection, wanted)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_waiting else 0)
+        if self.selector.get_key(connection).events != events:
+            self.selector.modify(connection, events)
 
     def send(self, connection: Connection, message: packets.Message, descriptors: list[int] | None = None) -> None:
         """Send a packet, now or when there is room for it; nothing on a connection that has ended."""

@@ -32,9 +32,9 @@ _EXIT_CODE_FIELD = 49
 def status_of(exit_fd: int, pid: int) -> int | None:
     """Return the exit status of a process that its parent gets, None if it is unknown."""
     with suppress(OSError):
-        found = _INFO.unpack(fcntl.ioctl(exit_fd, _GET_INFO, _INFO.pack(_EXIT, *[0] * 13)))
-        if found[0] & _EXIT:
-            return int(found[-1])
+        info = _INFO.unpack(fcntl.ioctl(exit_fd, _GET_INFO, _INFO.pack(_EXIT, *[0] * 13)))
+        if info[0] & _EXIT:
+            return int(info[-1])
     with suppress(OSError, ValueError, IndexError):  # it waits for its parent
         words = (PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         if words[0] in "ZX":
@@ -47,8 +47,8 @@ def memory_events(pid: int) -> Path | None:
     with suppress(OSError, ValueError, StopIteration):
         lines = (PROC / str(pid) / "cgroup").read_text().splitlines()
         group = next(line[3:] for line in lines if line.startswith("0::"))
-        found = CONTROL_GROUPS / os.path.relpath(group, "/") / "memory.events"
-        return found if found.is_file() else None
+        path = CONTROL_GROUPS / os.path.relpath(group, "/") / "memory.events"
+        return path if path.is_file() else None
     return None
 
 
@@ -100,13 +100,13 @@ def _rings_of_now(fd: int, head: bytes, inner: int) -> Iterator[tuple[int, bytes
 
 
 def _has_open_frame(fd: int, head: bytes, inner: int) -> bool:
-    own = dict(_rings_of_now(fd, head, inner))
+    rings = dict(_rings_of_now(fd, head, inner))
     open_ids = {
         _number(frame, layout.FRAME, "span_id")
         for frame in _slots(fd, head, "frames")[1]
-        if _number(frame, layout.FRAME, "state") and _number(frame, layout.FRAME, "ring") in own
+        if _number(frame, layout.FRAME, "state") and _number(frame, layout.FRAME, "ring") in rings
     }
-    ended_ids = {_newest_id(fd, head, ring, inner) for ring in own.values()}  # it may not have forgotten its frame
+    ended_ids = {_newest_id(fd, head, ring, inner) for ring in rings.values()}  # it may not have forgotten its frame
     return any(0 < span_id < 1 << 63 for span_id in open_ids - ended_ids)
 
 
@@ -141,8 +141,8 @@ def _slots(fd: int, head: bytes, name: str) -> tuple[layout.Part, Iterator[bytes
 
 def _number(data: bytes, record: layout.Record, name: str, at: int = 0) -> int:
     offset, code = record.fields[name]
-    (found,) = struct.unpack_from(f"<{code}", data, at + offset)
-    return int(found)
+    (value,) = struct.unpack_from(f"<{code}", data, at + offset)
+    return int(value)
 
 
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
@@ -284,8 +284,8 @@ class Run:
         """
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False
-        others = [process for process in self.living() if process is not leaving]
-        for process in others:
+        other_processes = [process for process in self.living() if process is not leaving]
+        for process in other_processes:
             if (process.pid == self.first or process.look()) and not process.has_exited():
                 return False
         has_left = any(process.pid == self.first and process.goodbye is not None for process in self.processes)
@@ -315,13 +315,13 @@ def exit_fd_of_another(variable: str, value: str) -> int:
 
     Not this one, and no child of it. Of processes that have written over their environment nothing is known.
     """
-    wanted, own = os.fsencode(f"{variable}={value}"), os.getpid()
+    entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
     for path in run_folder.paths_in(PROC, "[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
             pid = int(path.name)
-            if pid == own or wanted not in (path / "environ").read_bytes().split(b"\0"):
+            if pid == own_pid or entry not in (path / "environ").read_bytes().split(b"\0"):
                 continue
-            if int((path / "stat").read_bytes().rpartition(b")")[2].split()[1]) != own:
+            if int((path / "stat").read_bytes().rpartition(b")")[2].split()[1]) != own_pid:
                 descriptor = exit_fd_of(pid, 0)
                 if descriptor >= 0:
                     return descriptor

@@ -157,21 +157,21 @@ class Runs:
         pid, started = connection.pid or int(facts["pid"]), int(facts["started"])
         image = bytes.fromhex(str(facts.pop("image", "")))  # by now it may run another program already
         memory = descriptors[0] if descriptors and stat.S_ISREG(os.fstat(descriptors[0]).st_mode) else -1
-        known = run.living_as(pid, started)
-        if known is not None and known.connection is not None:
-            self._loop.receive(known.connection, is_last=True)  # its goodbye, where this is its next session
-            known = run.living_as(pid, started)
-        is_back = memory < 0 or (known is not None and _is_same(memory, known.memory))
-        if known is not None and is_back and not known.has_become_another_program():
-            known.facts, known.connection, self._members[connection] = facts, connection, known
-            self._export(known)
-            if facts.get("records") and not known.has_recorded:
-                self.records(known)
+        living = run.living_as(pid, started)
+        if living is not None and living.connection is not None:
+            self._loop.receive(living.connection, is_last=True)  # its goodbye, where this is its next session
+            living = run.living_as(pid, started)
+        is_back = memory < 0 or (living is not None and _is_same(memory, living.memory))
+        if living is not None and is_back and not living.has_become_another_program():
+            living.facts, living.connection, self._members[connection] = facts, connection, living
+            self._export(living)
+            if facts.get("records") and not living.has_recorded:
+                self.records(living)
             else:
-                self._read_gauges(known)
+                self._read_gauges(living)
             return []  # it has lost its connection, and comes back with the same recording
-        if known is not None:
-            self._replaced(known)
+        if living is not None:
+            self._replaced(living)
         process = Process(
             run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
             exit_fd=exit_fd_of(connection.pid, started), connection=connection, image=image or image_of(connection.pid),
@@ -258,7 +258,7 @@ class Runs:
     def _report_if_due(self, run: Run) -> None:
         """Make the report for the process that waits for it, once the others have saved what they recorded."""
         connection = run.waiting
-        if connection is None or any(one.is_saving for one in run.processes) or not self._jobs.is_idle:
+        if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
         run.waiting = None
 
@@ -332,7 +332,7 @@ class Runs:
         if said and process.facts.get("report"):
             return
         is_asked = process.facts.get("asks_for_requests", True)
-        if not said and is_asked and not any(one.has_requests for one in (process, *process.run.processes)):
+        if not said and is_asked and not any(member.has_requests for member in (process, *process.run.processes)):
             self._loop.attempt(partial(self._connections.last_look, process))
             said = departure.seen_of_unmet(process)
         if said:
@@ -358,8 +358,10 @@ class Runs:
 
     def _make_room(self, process: Process, saved: Path) -> None:
         service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
-        kept = {one.saved for run in self for one in run.processes} | departure.captures_for_reports(self._folder)
-        departure.make_room(saved, service, kept, disk_bytes)
+        report_files = {member.saved for run in self for member in run.processes} | departure.captures_for_reports(
+            self._folder
+        )
+        departure.make_room(saved, service, report_files, disk_bytes)
 
     def _ended(self, process: Process, how: str) -> None:
         process.ended_ns, process.how = time.monotonic_ns(), how
@@ -437,16 +439,16 @@ class Runs:
         for process in [one for one in ended if not one.has_recorded]:
             run.processes.remove(process)
             process.release()
-        kept = [one for one in ended if one.has_recorded]
-        if len(kept) < ENDED or run.waiting is not None or not self._jobs.is_idle:
+        with_rows = [one for one in ended if one.has_recorded]
+        if len(with_rows) < ENDED or run.waiting is not None or not self._jobs.is_idle:
             return
-        first = kept[: ENDED // 2]
+        first = with_rows[: ENDED // 2]
         for process in first:
             run.processes.remove(process)
             process.release()
         run.folded_ends.update(map(departure.end_of, first))
-        own = [one.link or one.saved for one in first]
-        paths = [path for path in [run.folded, *own] if path]
+        first_files = [one.link or one.saved for one in first]
+        paths = [path for path in [run.folded, *first_files] if path]
         into = departure.place_for_folded(self._folder, run)
 
         def then(answer: Any) -> None:
@@ -454,7 +456,7 @@ class Runs:
             if answer.get("path"):
                 run.folded = str(answer["path"])
             else:  # what was folded before is still there
-                departure.remove_saved(self._folder, [into, *own])
+                departure.remove_saved(self._folder, [into, *first_files])
             self._trim(run)
             self._report_if_due(run)
             self._end_of(run)
@@ -465,13 +467,13 @@ class Runs:
     def _end_of(self, run: Run) -> None:
         """End a run once no process of it is left; report it first if no process could."""
         now_ns = time.monotonic_ns()
-        if not run.is_over() or any(now_ns - one.ended_ns < GRACE_S * 1e9 for one in run.processes):
+        if not run.is_over() or any(now_ns - process.ended_ns < GRACE_S * 1e9 for process in run.processes):
             if run.is_over():
                 self._loop.after(GRACE_S, lambda: self._end_of(run))
             return
-        if not self._jobs.is_idle or any(one.is_saving for one in run.processes):
+        if not self._jobs.is_idle or any(process.is_saving for process in run.processes):
             return  # what is being saved of it calls again
-        if not run.is_told and any(one.facts.get("report") for one in run.recorded()):
+        if not run.is_told and any(process.facts.get("report") for process in run.recorded()):
             run.is_told = True
             report = departure.report_of(run, departure.left_before(self._folder, run))
             self._jobs.start(report, lambda answer: self._told(run, answer))
@@ -602,7 +604,7 @@ class Runs:
             self.say_everywhere(departure.line_of_export(self.exports.lost))
 
 
-def _is_same(one: int, other: int) -> bool:
+def _is_same(left: int, right: int) -> bool:
     with suppress(OSError):
-        return other >= 0 and os.path.sameopenfile(one, other)
+        return right >= 0 and os.path.sameopenfile(left, right)
     return False

@@ -47,8 +47,8 @@ class EndedMetrics:
         self._together: dict[tuple[Scope, str], list[Metric]] = {}
         with suppress(OSError, TypeError, ValueError):
             if self._path is not None:
-                apart, together = json.loads(self._path.read_bytes())
-                self._apart = {str(key): _part_of(part) for key, part in apart}
+                by_key, together = json.loads(self._path.read_bytes())
+                self._apart = {str(key): _part_of(part) for key, part in by_key}
                 for (scope,), service, metrics in map(_part_of, together):
                     self._together[scope, service] = metrics
 
@@ -68,21 +68,21 @@ class EndedMetrics:
 
     def of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
         """Return the totals of a scope by service, without the processes whose keys are `living`."""
-        lives, found = set(living), dict[str, list[Metric]]()
-        apart = [part for key, part in self._apart.items() if key not in lives]
-        together = [([its], service, metrics) for (its, service), metrics in self._together.items()]
-        for scopes, service, metrics in (*together, *apart):
+        lives, metrics_by_service = set(living), dict[str, list[Metric]]()
+        parts = [part for key, part in self._apart.items() if key not in lives]
+        together = [([part_scope], service, metrics) for (part_scope, service), metrics in self._together.items()]
+        for scopes, service, metrics in (*together, *parts):
             if scope in scopes:
-                found.setdefault(service, []).extend(metrics)
-        return {service: summed(metrics) for service, metrics in found.items()}
+                metrics_by_service.setdefault(service, []).extend(metrics)
+        return {service: summed(metrics) for service, metrics in metrics_by_service.items()}
 
     def _write(self) -> None:
         if self._path is None:
             return
-        apart = [[key, _told(part)] for key, part in self._apart.items()]
+        parts = [[key, _told(part)] for key, part in self._apart.items()]
         together = [_told(([scope], service, metrics)) for (scope, service), metrics in self._together.items()]
         with suppress(OSError), atomic.replacing(self._path) as file:
-            file.write(json.dumps([apart, together]).encode())
+            file.write(json.dumps([parts, together]).encode())
 
 
 def _told(part: tuple[list[Scope], str, list[Metric]]) -> list[Any]:
@@ -92,8 +92,8 @@ def _told(part: tuple[list[Scope], str, list[Metric]]) -> list[Any]:
 
 def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
     scopes, service, metrics = stored
-    known: list[Scope] = [(str(kind), str(name)) for kind, name in scopes]
-    return known, str(service), [Metric.of(metric) for metric in metrics]
+    typed_scopes: list[Scope] = [(str(kind), str(name)) for kind, name in scopes]
+    return typed_scopes, str(service), [Metric.of(metric) for metric in metrics]
 
 
 class Scrapes:

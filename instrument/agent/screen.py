@@ -118,8 +118,8 @@ class Screen:
 
     def lines(self) -> list[str]:
         """Return it as text, each table bounded to `ROWS`."""
-        living = [one for one in self.processes if one.state in ("running", "off")]
-        off = sum(one.state == "off" for one in living)
+        living = [row for row in self.processes if row.state in ("running", "off")]
+        off = sum(row.state == "off" for row in living)
         lines = [
             f"Run {safe(self.run)}: {_count(len(living), 'process', 'es')}, {f'{off} switched off, ' if off else ''}"
             f"{_count(len(self.in_flight), 'request')} in flight; "
@@ -127,9 +127,9 @@ class Screen:
         ]
         if self.ended:
             lines.append(f"{_count(self.ended, 'process', 'es')} of it ended, whose numbers the report at its end has")
-        cancelled = "cancelled=Cancelled|" if any(one.cancelled for one in self.endpoints) else ""
-        device = "|device_ns=Device, ms" if any(one.device_ns for one in self.places) else ""
-        texts = {"name": lambda one, unit: f"{one.name}{one.bears}"[:60], "now": lambda one, unit: safe(one.now)[:30]}
+        cancelled = "cancelled=Cancelled|" if any(row.cancelled for row in self.endpoints) else ""
+        device = "|device_ns=Device, ms" if any(row.device_ns for row in self.places) else ""
+        texts = {"name": lambda row, unit: f"{row.name}{row.bears}"[:60], "now": lambda row, unit: safe(row.now)[:30]}
         columns = "name=Request in flight|age_ns=Age, s|now=Now in|now_ns=For, s|pid=Process"
         lines += ["", *_table("s", Section("", self.in_flight, columns, texts=texts))]
         columns = f"name=Endpoint|requests=Ended|errors=Errors|{cancelled}rate=A second|p50_ns=p50, ms|p99_ns=p99, ms"
@@ -146,9 +146,9 @@ class Screen:
             "lost=Lost"
         )
         texts: dict[str, Text] = {
-            "generation": lambda one, unit: f"{one.generation} ({one.digest})",
-            "state": lambda one, unit: "ended" if one.state == GOODBYE else one.state,
-            "cost_ratio": lambda one, unit: rough_percent(one.cost_ratio),
+            "generation": lambda row, unit: f"{row.generation} ({row.digest})",
+            "state": lambda row, unit: "ended" if row.state == GOODBYE else row.state,
+            "cost_ratio": lambda row, unit: rough_percent(row.cost_ratio),
         }
         return Section("", self.processes, columns, texts=texts).table("s") if self.processes else []
 
@@ -159,8 +159,8 @@ def _table(unit: str, section: Section) -> list[str]:
     return [*lines, *([f"({more} more)"] if more > 0 else []), ""] if section.rows else []
 
 
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{plural * (number != 1)}"
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"
 
 
 class LiveSampler:
@@ -181,29 +181,29 @@ class LiveSampler:
         losses: Counter[str] = Counter()
         for member in members:
             try:
-                seen = None if member.memory < 0 or not member.lives else _Seen(member.memory)
+                contents = None if member.memory < 0 or not member.lives else _Seen(member.memory)
             except TraceError as problem:
                 problems.append(f"process {member.pid}: {problem}")
                 processes.append(
                     replace(_process(member, None), state="unread", calls=None, cost_ratio=None, lost=None)
                 )
                 continue
-            processes.append(_process(member, seen))
-            if seen is None:
+            processes.append(_process(member, contents))
+            if contents is None:
                 continue
-            key = member.pid, seen.generation
-            since_ns, before = self._before.get(key, (seen.begun_ns, Tally()))
-            self._before[key] = seen.at_ns, seen.tally
-            windows_ns.append(seen.at_ns - since_ns)
-            grown.append(seen.tally.since(before))
-            losses.update(seen.losses)
-            in_flight += _in_flight(member.pid, seen.open_spans, seen.at_ns)
+            key = member.pid, contents.generation
+            since_ns, before = self._before.get(key, (contents.begun_ns, Tally()))
+            self._before[key] = contents.at_ns, contents.tally
+            windows_ns.append(contents.at_ns - since_ns)
+            grown.append(contents.tally.since(before))
+            losses.update(contents.losses)
+            in_flight += _in_flight(member.pid, contents.open_spans, contents.at_ns)
         window_ns, together = max(windows_ns, default=0), Tally.together(grown)
         return Screen(
             run=self._run,
             window_ns=window_ns,
             processes=tuple(processes),
-            in_flight=tuple(sorted(in_flight, key=lambda one: -one.age_ns)),
+            in_flight=tuple(sorted(in_flight, key=lambda request: -request.age_ns)),
             endpoints=_endpoints(together, grown, windows_ns),
             places=_places(together),
             losses=dict(losses),
@@ -232,19 +232,21 @@ class _Seen:
             mapped.close()
 
 
-def _process(member: Member, seen: _Seen | None) -> ProcessNow:
-    facts, now_ns = member.facts, time.monotonic_ns() if seen is None else seen.at_ns
-    origin = facts if seen is None else {**facts, **seen.origin}  # what it says now, and what it said as it joined
-    state = facts["how"] or ("idle" if seen is None else seen.state)
+def _process(member: Member, contents: _Seen | None) -> ProcessNow:
+    facts, now_ns = member.facts, time.monotonic_ns() if contents is None else contents.at_ns
+    origin = (
+        facts if contents is None else {**facts, **contents.origin}
+    )  # what it says now, and what it said as it joined
+    state = facts["how"] or ("idle" if contents is None else contents.state)
     up_ns = None
     if not facts.get("is_missed"):
-        up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if seen is None else seen.begun_ns)
+        up_ns = (facts["ended_ns"] or now_ns) - (facts["joined_ns"] if contents is None else contents.begun_ns)
     calls, lost, spent_ns = None, None, 0.0
     if not facts["how"]:
-        calls, lost = (0, 0) if seen is None else (seen.calls, sum(seen.losses.values()))
-    if seen is not None:
+        calls, lost = (0, 0) if contents is None else (contents.calls, sum(contents.losses.values()))
+    if contents is not None:
         call_ns, request_ns = (float(facts.get(name) or 0.0) for name in ("call_ns", "request_ns"))
-        spent_ns = (seen.calls - seen.requests) * call_ns + seen.requests * max(call_ns, request_ns)
+        spent_ns = (contents.calls - contents.requests) * call_ns + contents.requests * max(call_ns, request_ns)
     return ProcessNow(
         pid=member.pid,
         service=str(facts["service"]),
@@ -262,42 +264,42 @@ def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[In
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
         by_root.setdefault(span.root_id, []).append(span)
-    found = []
-    for its in by_root.values():
-        request = next((span for span in its if span.site.kind == "request"), None)
+    requests = []
+    for spans in by_root.values():
+        request = next((span for span in spans if span.site.kind == "request"), None)
         if request is not None:
-            last = max(its, key=lambda span: span.start_ns)
+            last = max(spans, key=lambda span: span.start_ns)
             ages = [max(now_ns - span.start_ns, 0) for span in (request, last)]
             now = "" if last is request else last.site.name
             name, bears = request.site.name, bearing(request)
-            found.append(InFlight(pid, name, bears, request.span_id, ages[0], now, ages[1]))
-    return found
+            requests.append(InFlight(pid, name, bears, request.span_id, ages[0], now, ages[1]))
+    return requests
 
 
 def _endpoints(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
     """Return the requests that ended, by name; rates are those of each process in its own time."""
     rates = defaultdict[str, float](float)
-    for one, window_ns in zip(grown, windows_ns, strict=True):
-        for name, totals in topmost_by_name(one, is_request).items():
+    for part, window_ns in zip(grown, windows_ns, strict=True):
+        for name, totals in topmost_by_name(part, is_request).items():
             rates[name] += share(totals.calls, window_ns / 1e9) or 0.0
     nodes, is_topmost = defaultdict[str, list[int]](list), topmost(tally, is_request)
     for node in np.flatnonzero(is_topmost).tolist():
         nodes[tally.paths[node][-1].name].append(node)
-    found = []
-    for name, its in topmost_by_name(tally, is_request).items():
-        p50_ns, p99_ns = percentiles(tally.histogram(nodes[name]), (0.5, 0.99), its.calls, its.min_ns, its.max_ns)
-        found.append(Endpoint(name, its.calls, its.errors, its.cancelled, rates[name], p50_ns, p99_ns))
-    return tuple(sorted(found, key=lambda one: (-one.requests, one.name)))
+    endpoints = []
+    for name, ended in topmost_by_name(tally, is_request).items():
+        p50_ns, p99_ns = percentiles(tally.histogram(nodes[name]), (0.5, 0.99), ended.calls, ended.min_ns, ended.max_ns)
+        endpoints.append(Endpoint(name, ended.calls, ended.errors, ended.cancelled, rates[name], p50_ns, p99_ns))
+    return tuple(sorted(endpoints, key=lambda part: (-part.requests, part.name)))
 
 
 def _places(tally: Tally) -> tuple[Place, ...]:
     """Return the sites that were called, heaviest first, without interruptions, which are parts of other calls."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
     sums = [(name, tally.total(places)) for (name, _), places in tally.lines_by(keys).items()]
-    whole_ns = sum(its.self_ns for _, its in sums)
-    found = [
-        Place(name, its.calls, its.self_ns, its.device_ns, share(its.self_ns, whole_ns))
-        for name, its in sums
-        if its.calls
+    whole_ns = sum(totals.self_ns for _, totals in sums)
+    sites_found = [
+        Place(name, totals.calls, totals.self_ns, totals.device_ns, share(totals.self_ns, whole_ns))
+        for name, totals in sums
+        if totals.calls
     ]
-    return tuple(sorted(found, key=lambda one: -one.self_ns))
+    return tuple(sorted(sites_found, key=lambda place: -place.self_ns))

@@ -42,8 +42,8 @@ class Questions:
 
     def ask(self, connection: Connection, message: packets.Message) -> None:
         """Answer a question, or pass it on to the processes."""
-        what = message["ask"]
-        if what == "processes":
+        subject = message["ask"]
+        if subject == "processes":
             for run in self._runs:
                 for process in run.processes:
                     process.look()
@@ -60,23 +60,23 @@ class Questions:
             ]
             facts = {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults, "unseen": self._runs.unseen()}
             self._loop.send(connection, {"end": facts})
-        elif what == "scrape":
+        elif subject == "scrape":
             self._scrape(connection, str(message.get("run")))
-        elif what == "do":
+        elif subject == "do":
             self._ask_processes(connection, dict(message["do"]), [int(pid) for pid in message.get("pids") or ()])
         else:
             connection.is_broken = True
 
     def _scrape(self, connection: Connection, run: str) -> None:
         """Hand a new connection to the exporter, which answers a scrape of the run on it."""
-        found = next((one for one in self._runs if one.name == run), None)
+        asked_run = next((member for member in self._runs if member.name == run), None)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            if found is not None:
-                self._runs.exports.scrape(found, theirs)
+            if asked_run is not None:
+                self._runs.exports.scrape(asked_run, theirs)
             self._loop.send(connection, {"end": {"agent": os.getpid()}}, [ours.fileno()])
 
-    def _ask_processes(self, connection: Connection, wanted: dict[str, Any], pids: list[int]) -> None:
+    def _ask_processes(self, connection: Connection, action: dict[str, Any], pids: list[int]) -> None:
         self._numbers += 1
         question = Question(self._numbers, connection)
         for run in self._runs:
@@ -87,7 +87,7 @@ class Questions:
                     answer = {"error": "it has closed its connection to the agent"}
                     self._loop.send(connection, {"pid": process.pid, "answer": answer})
                     continue
-                self._loop.send(process.connection, {"do": wanted, "number": question.number})
+                self._loop.send(process.connection, {"do": action, "number": question.number})
                 if process.hears:
                     question.waiting.add(process)
                 else:
@@ -107,7 +107,7 @@ class Questions:
         self._end_question(question)
 
     def _end_question(self, question: Question) -> None:
-        question.waiting = {one for one in question.waiting if one.lives}
+        question.waiting = {process for process in question.waiting if process.lives}
         if not question.waiting and self._questions.pop(question.number, None) is not None:
             self._loop.send(question.asker, {"end": {"agent": os.getpid()}})
 

@@ -33,9 +33,9 @@ def tell(run: Run, text: str, of: Process | None = None) -> bool:
     """Write a text to standard error of a process, else of the service, else to the log. Return True on success."""
     text = text if text.endswith("\n") else f"{text}\n"
     data = text.encode(errors="backslashreplace")
-    others = [run.stderr, *(str(one.facts.get("stderr", "")) for one in run.processes)]
-    wanted = dict.fromkeys(others if of is None else [str(of.facts.get("stderr", ""))])
-    for target in wanted or [""]:
+    targets = [run.stderr, *(str(process.facts.get("stderr", "")) for process in run.processes)]
+    ordered = dict.fromkeys(targets if of is None else [str(of.facts.get("stderr", ""))])
+    for target in ordered or [""]:
         for path in _paths_of(run, target):
             if _written(path, data):
                 return True
@@ -44,8 +44,8 @@ def tell(run: Run, text: str, of: Process | None = None) -> bool:
 
 def _paths_of(run: Run, target: str) -> Iterator[str]:
     """The names by which a standard error can be opened now."""
-    elsewhere = {one.pid for one in run.processes if one.is_elsewhere}
-    numbers = {one.pid for one in run.processes if not one.ended_ns} | {run.first}
+    elsewhere = {process.pid for process in run.processes if process.is_elsewhere}
+    numbers = {process.pid for process in run.processes if not process.ended_ns} | {run.first}
     for pid in numbers - elsewhere - {0}:
         path = PROC / str(pid) / "fd/2"
         with suppress(OSError):
@@ -66,10 +66,10 @@ def _written(path: str, data: bytes) -> bool:
             return False
         waiting = select.poll()
         waiting.register(descriptor, select.POLLOUT)
-        left = memoryview(data)
-        while left and waiting.poll(WAIT_MS):  # so much then fits without a wait
-            left = left[os.write(descriptor, left[: select.PIPE_BUF]) :]
-        return len(left) < len(data)
+        unwritten = memoryview(data)
+        while unwritten and waiting.poll(WAIT_MS):  # so much then fits without a wait
+            unwritten = unwritten[os.write(descriptor, unwritten[: select.PIPE_BUF]) :]
+        return len(unwritten) < len(data)
     except OSError:
         return False
     finally:
@@ -85,11 +85,11 @@ def _opened(path: str) -> int:
 
             of_process = os.pidfd_open(int(parts[2]))
             try:
-                found = int(CDLL(None).syscall(_PIDFD_GETFD, of_process, int(parts[4]), 0))
+                descriptor = int(CDLL(None).syscall(_PIDFD_GETFD, of_process, int(parts[4]), 0))
             finally:
                 os.close(of_process)
-            if found >= 0:
-                return found
+            if descriptor >= 0:
+                return descriptor
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

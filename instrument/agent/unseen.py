@@ -51,12 +51,12 @@ class Unseen:
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:
                 self._gone[self._family.pop(pid)[1]] += 1
-            begun = {pid: parent for pid in living - self._known if (parent := _parent_of(pid))}
+            parent_by_pid = {pid: parent for pid in living - self._known if (parent := _parent_of(pid))}
             self._known = living
-            while below := [pid for pid, parent in begun.items() if parent in self._family]:
+            while below := [pid for pid, parent in parent_by_pid.items() if parent in self._family]:
                 self._family.update(dict.fromkeys(below, (b"", "")))
                 for pid in below:
-                    del begun[pid]
+                    del parent_by_pid[pid]
         for pid, (command, _) in self._family.items():
             with suppress(OSError):
                 now = (PROC / str(pid) / "cmdline").read_bytes()
@@ -70,19 +70,19 @@ class Unseen:
             return ""
         options = iter(words[1:])
         for word in options:
-            found = _OPTIONS.fullmatch(word)
-            if found is None:
+            option = _OPTIONS.fullmatch(word)
+            if option is None:
                 break
-            letters, last, rest = found.groups()
+            letters, last, value = option.groups()
             if isolating := set(letters) & set(b"IES"):
                 return f"-{chr(min(isolating))}"
             if last in (b"m", b"c"):
                 break
-            if last and not rest:
+            if last and not value:
                 next(options, None)  # the value of -W or -X
-        given = dict(line.partition(b"=")[::2] for line in (process / "environ").read_bytes().split(b"\0"))
-        agent, paths = given.get(os.fsencode(run_folder.VARIABLE)), given.get(b"PYTHONPATH", b"").split(b":")
-        is_off = given.get(b"INSTRUMENT", b"").strip().lower() in _OFF
+        environ = dict(line.partition(b"=")[::2] for line in (process / "environ").read_bytes().split(b"\0"))
+        agent, paths = environ.get(os.fsencode(run_folder.VARIABLE)), environ.get(b"PYTHONPATH", b"").split(b":")
+        is_off = environ.get(b"INSTRUMENT", b"").strip().lower() in _OFF
         return "" if (agent and _AUTOSTART in paths) or is_off else "its own environment"
 
     def sentence(self) -> str:
@@ -94,9 +94,9 @@ class Unseen:
         del counts[""]
         if not counts:
             return ""
-        named = "; ".join(f"{why} ({count})" if count > 1 else why for why, count in sorted(counts.items()))
+        reasons = "; ".join(f"{why} ({count})" if count > 1 else why for why, count in sorted(counts.items()))
         many = f"{counts.total()} Python processes of this run were" if counts.total() > 1 else "1 Python process was"
-        return f"{many} not seen: {named}"
+        return f"{many} not seen: {reasons}"
 
 
 def _parent_of(pid: int) -> int:
@@ -161,15 +161,17 @@ class ConnectionWatch:
             self._table_users.clear()
         self._table_users.add(process.pid)
         table = self._table if process.shares_network else None
-        found = listening.connections_of(folder, process.listened, table, process.started)
-        process.listened |= found.listens
-        process.ports |= found.open
-        if not found.closed <= process.ports and self._has_alone(process, found):
-            process.ports |= found.closed
+        connections = listening.connections_of(folder, process.listened, table, process.started)
+        process.listened |= connections.listens
+        process.ports |= connections.open
+        if not connections.closed <= process.ports and self._has_alone(process, connections):
+            process.ports |= connections.closed
 
-    def _has_alone(self, process: Process, found: listening.Connections) -> bool:
+    def _has_alone(self, process: Process, connections: listening.Connections) -> bool:
         """Return True where no other process of the run has its listening sockets. Workers of a server share them."""
-        others = (one for one in self._living() if one.pid != process.pid)
+        other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(
-            found.sockets & listening.sockets_of(PROC / str(one.pid)) for one in others if one.run is process.run
+            connections.sockets & listening.sockets_of(PROC / str(other_process.pid))
+            for other_process in other_processes
+            if other_process.run is process.run
         )

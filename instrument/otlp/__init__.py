@@ -45,5 +45,5 @@ def __getattr__(name: str) -> Any:
     module = next((module for module, names in _NAMES_OF.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
-    return found
+    value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+    return value

@@ -206,10 +206,10 @@ def proxy_for(endpoint: str) -> Proxy | None:
         return None
     from urllib.request import getproxies, proxy_bypass  # 20 ms, for those that have a proxy
 
-    found = getproxies()
-    text = found.get(url.scheme) or found.get("all", "")
+    proxies = getproxies()
+    text = proxies.get(url.scheme) or proxies.get("all", "")
     host = url.hostname or ""
-    if not text or proxy_bypass(url.netloc.rpartition("@")[2]) or _is_in_network(host, found.get("no", "")):
+    if not text or proxy_bypass(url.netloc.rpartition("@")[2]) or _is_in_network(host, proxies.get("no", "")):
         return None
     proxy = urlsplit(text if "://" in text else f"http://{text}")
     try:

@@ -75,34 +75,34 @@ def told(
     }
 
 
-def facts_from(found: Any) -> ExportFacts | None:
+def facts_from(document: Any) -> ExportFacts | None:
     """Return the facts of a process, None if they are missing or malformed."""
     import msgspec  # which a service that an agent exports for has no use for
 
     try:
-        first, second, third = (int(seed) % (1 << 64) for seed in found["seeds"])
-        ids = Ids((first, second, third), str(found["instance"]), str(found.get("run", "")))
-        resource = {str(name): value for name, value in dict(found["resource"]).items()}
-        capture = msgspec.convert(found["capture"], Capture, strict=False)
-        metered = msgspec.convert(found["metered"], MeteredFacts, strict=False)
+        first, second, third = (int(seed) % (1 << 64) for seed in document["seeds"])
+        ids = Ids((first, second, third), str(document["instance"]), str(document.get("run", "")))
+        resource = {str(name): value for name, value in dict(document["resource"]).items()}
+        capture = msgspec.convert(document["capture"], Capture, strict=False)
+        metered = msgspec.convert(document["metered"], MeteredFacts, strict=False)
         if capture.limit is not None and capture.limit.per_ns < 1:
             return None
-        return ExportFacts(ids, resource, capture, int(found["spans_per_request"]), metered)
+        return ExportFacts(ids, resource, capture, int(document["spans_per_request"]), metered)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 
 def settings_told(settings: Otlp) -> dict[str, Any]:
     """Return the settings of a collector as JSON, with absolute paths for a process in another folder."""
-    found = asdict(settings)
+    document = asdict(settings)
     for name in ("certificate", "client_certificate", "client_key"):
-        if found[name] is not None:
-            found[name] = str(Path(found[name]).absolute())
-    return found
+        if document[name] is not None:
+            document[name] = str(Path(document[name]).absolute())
+    return document
 
 
-def settings_from(found: Mapping[str, Any]) -> Otlp:
+def settings_from(document: Mapping[str, Any]) -> Otlp:
     """Return the settings of a collector that a process sent. Raise `ValueError` for malformed ones."""
     import msgspec
 
-    return msgspec.convert(found, Otlp, strict=False)
+    return msgspec.convert(document, Otlp, strict=False)

@@ -246,18 +246,18 @@ class RecordingExport:
     def _begin(self, facts: ExportFacts) -> _Reading:
         """Go on where the one before has come to, or at the begin of a generation that nobody has looked at."""
         self._mapped.tree()
-        header, found = self._mapped.header, self._progress
-        if found.generation != self._generation:
-            found = Progress(self._generation, before=found.untold())
-        elif found.is_told:
-            self._told, found.is_told = Counter(found.fates), False
-        unsettled, unanswered = found.unsettled, found.unanswered
-        reading = _Reading(self._mapped, found, facts, _origin_now(header), self._exporter, self._place)
+        header, progress = self._mapped.header, self._progress
+        if progress.generation != self._generation:
+            progress = Progress(self._generation, before=progress.untold())
+        elif progress.is_told:
+            self._told, progress.is_told = Counter(progress.fates), False
+        unsettled, unanswered = progress.unsettled, progress.unanswered
+        reading = _Reading(self._mapped, progress, facts, _origin_now(header), self._exporter, self._place)
         with self._lock:
-            self._progress, self._reading = found, reading
+            self._progress, self._reading = progress, reading
         give_up(reading.base)
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
-            reading.base["kept"] = sum(found.fates[fate] for fate in SENT)
+            reading.base["kept"] = sum(progress.fates[fate] for fate in SENT)
             reading.base["unanswered"] += unanswered
             reading.left_over = unsettled - unanswered
         self.note_read()
@@ -281,8 +281,8 @@ class RecordingExport:
             fates.update(kept=base["kept"], intervals=base["intervals"], unanswered=base["unanswered"])
             fates["abandoned"] = base["abandoned"] + max(reading.left_over - reader.rows.adopted, 0)
             fates["untimed"] = base["untimed"] + reading.times.untimed
-            known = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
-            fates["passed"] = max(fates["seen"] + fates["intervals"] - known - reader.rows.waiting, 0)
+            counts = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
+            fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.waiting, 0)
             self.note_settled()
 
     def note_settled(self) -> None:
@@ -405,16 +405,16 @@ class RecordingExport:
                 progress.fates["abandoned"] += reading.reader.rows.waiting
                 self.note_settled()
                 give_up(progress.fates)
-            found = Counter(progress.untold())
-            found.subtract(self._told)
+            fates = Counter(progress.untold())
+            fates.subtract(self._told)
             if reading is not None:
-                found[METRICS_LOST] += reading.metering.lost_at_end()
+                fates[METRICS_LOST] += reading.metering.lost_at_end()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
-                found["unread"] += export_place.unread(self._place)  # nobody counts it once this is reported
+                fates["unread"] += export_place.unread(self._place)  # nobody counts it once this is reported
             progress.is_told, progress.before = True, Progress().before
             if self.is_ours:
                 self._place.write(progress)
-            return dict(found)
+            return dict(fates)
 
 
 def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:

@@ -145,7 +145,7 @@ class Exporter:
     def remove_metrics(self, source: Source, limit_s: float) -> None:
         """Send no more metrics of a source; what is just being sent is waited for, at most so long."""
         with self._queue.lock:
-            self._metered = tuple(one for one in self._metered if one is not source)
+            self._metered = tuple(metered for metered in self._metered if metered is not source)
         end = time.monotonic() + limit_s
         while self._telling is source and time.monotonic() < end:
             time.sleep(_LOOK_S)
@@ -311,7 +311,7 @@ class Exporter:
         return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
     def _metrics_wait(self) -> bool:
-        return any(one.waits() for one in self._of_metered())
+        return any(metered.waits() for metered in self._of_metered())
 
     def _is_held_beyond(self, time_ns: int) -> bool:
         """Return True where the collector has asked for more time than up to then."""
@@ -397,7 +397,7 @@ class Exporter:
             self._deliver(sender, request)
 
     def _of_metered(self) -> list[Metrics]:
-        return [one.metrics for one in self._metered if one.metrics is not None]
+        return [metered.metrics for metered in self._metered if metered.metrics is not None]
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
         """Send the snapshots and the samples that wait, when it is time.
@@ -434,7 +434,7 @@ class Exporter:
     def _put_last(self, source: Source) -> None:
         with self._queue.lock:
             if source in self._metered:  # it may have been removed meanwhile
-                self._metered = (*(one for one in self._metered if one is not source), source)
+                self._metered = (*(metered for metered in self._metered if metered is not source), source)
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
         """Send the snapshot and the samples of a process; whether the collector took them.

@@ -125,26 +125,26 @@ def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metr
 
     Gauges of a process bear its number, and where there are several services each series bears the name of its own.
     """
-    services = {*ended, *(one.origin.service for one in living)}
+    services = {*ended, *(process.origin.service for process in living)}
     labels: dict[str, Labels] = {name: ((SERVICE, name),) if len(services) > 1 else () for name in services}
     before = [
         (labels[name], Metered(Origin(0, name, 0, 0), Snapshot(0, 0, tuple(metrics))))
         for name, metrics in ended.items()
     ]
-    yield from _totals([*before, *((labels[one.origin.service], one) for one in living)])
-    pids = [((*labels[one.origin.service], (PROCESS_PID, str(one.origin.pid))), one) for one in living]
+    yield from _totals([*before, *((labels[process.origin.service], process) for process in living)])
+    pids = [((*labels[process.origin.service], (PROCESS_PID, str(process.origin.pid))), process) for process in living]
     yield from _gauges(pids, OF_PROCESSES)
     yield from _gauges([((), _joined(living))] if living else [], without=OF_PROCESSES)
     description = "Living processes that these metrics are of. Totals include the processes that have ended."
-    counts = Counter(one.origin.service for one in living)
-    series: dict[Labels, float] = {its: counts[name] for name, its in labels.items()}
+    counts = Counter(process.origin.service for process in living)
+    series: dict[Labels, float] = {key: counts[name] for name, key in labels.items()}
     yield _family(Metric(PROCESSES, "{process}", GAUGE, description, series or {(): 0}), Origin(0, "", 0, 0))
 
 
 def _joined(living: Sequence[Metered]) -> Metered:
     """The readings of all processes as those of one, in the order of time."""
-    samples = sorted((sample for one in living for sample in one.samples), key=lambda sample: sample.at_ns)
-    gpus = {gpu.device: gpu for one in living for gpu in one.gpus}
+    samples = sorted((sample for process in living for sample in process.samples), key=lambda sample: sample.at_ns)
+    gpus = {gpu.device: gpu for process in living for gpu in process.gpus}
     return replace(living[0], samples=samples, gpus=list(gpus.values()))
 
 
@@ -152,11 +152,11 @@ def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[Family]:
     metrics = [
         replace(
             metric,
-            series={(*labels, *its): value for its, value in metric.series.items()},
-            exemplars={(*labels, *its): found for its, found in metric.exemplars.items()},
+            series={(*labels, *key): value for key, value in metric.series.items()},
+            exemplars={(*labels, *key): items for key, items in metric.exemplars.items()},
         )
-        for labels, one in parts
-        for metric in (one.snapshot.metrics if one.snapshot is not None else ())
+        for labels, part in parts
+        for metric in (part.snapshot.metrics if part.snapshot is not None else ())
     ]
     for metric in summed(metrics):
         yield _family(metric, parts[-1][1].origin)
@@ -166,18 +166,18 @@ def _gauges(
     parts: Sequence[tuple[Labels, Metered]], named: tuple[str, ...] = ("",), without: tuple[str, ...] = ()
 ) -> Iterator[Family]:
     """The newest of the samples, of gauges whose names begin so."""
-    found: dict[str, Metric] = {}
-    for labels, one in parts:
-        newest = {(sample.name, sample.device): sample for sample in one.samples}
+    metrics: dict[str, Metric] = {}
+    for labels, part in parts:
+        newest = {(sample.name, sample.device): sample for sample in part.samples}
         # A share's base, such as `cores`, is read more seldom, and may come after what is divided by it.
-        known = {key: sample.value for key, sample in newest.items() if sample.value is not None}
-        for series in series_of(newest.values(), {gpu.device: gpu for gpu in one.gpus}, one.origin, known, {}):
+        values = {key: sample.value for key, sample in newest.items() if sample.value is not None}
+        for series in series_of(newest.values(), {gpu.device: gpu for gpu in part.gpus}, part.origin, values, {}):
             if not series.name.startswith(named) or series.name.startswith(without or ("\0",)):
                 continue
-            metric = found.setdefault(series.name, Metric(series.name, series.unit, series.kind, "", {}))
+            metric = metrics.setdefault(series.name, Metric(series.name, series.unit, series.kind, "", {}))
             points: dict[Labels, Any] = {(*labels, *point.attributes.items()): point.value for point in series.points}
-            found[series.name] = replace(metric, series={**metric.series, **points})
-    for metric in found.values():
+            metrics[series.name] = replace(metric, series={**metric.series, **points})
+    for metric in metrics.values():
         yield _family(metric, parts[0][1].origin)
 
 
@@ -191,9 +191,9 @@ def _label(name: str) -> str:
 
 def name_of(name: str, unit: str) -> str:
     """Return the name of a metric in Prometheus's format, without the suffix of a counter."""
-    known = UNITS.get(unit) or _UNITS_OF_RATES.get(unit, "")
+    unit_name = UNITS.get(unit) or _UNITS_OF_RATES.get(unit, "")
     plain = _label(name)
-    return plain if not known or plain.endswith(f"_{known}") else f"{plain}_{known}"
+    return plain if not unit_name or plain.endswith(f"_{unit_name}") else f"{plain}_{unit_name}"
 
 
 def _family(metric: Metric, origin: Origin) -> Family:
@@ -227,10 +227,10 @@ def _buckets(of: Distribution, bounds: Sequence[float], exemplars: Sequence[Exem
     from prometheus_client.samples import Exemplar as BucketExemplar
 
     longest = {}
-    for one in sorted(exemplars, key=lambda one: one.value_ns):
-        ids = {"trace_id": f"{one.trace_id:032x}", "span_id": f"{one.span_id:016x}"}
-        at = bisect_left(bounds, one.value_ns / 1e9)
-        longest[at] = BucketExemplar(ids, one.value_ns / 1e9, origin.realtime_of(one.at_ns) / 1e9)
+    for exemplar in sorted(exemplars, key=lambda exemplar: exemplar.value_ns):
+        ids = {"trace_id": f"{exemplar.trace_id:032x}", "span_id": f"{exemplar.span_id:016x}"}
+        at = bisect_left(bounds, exemplar.value_ns / 1e9)
+        longest[at] = BucketExemplar(ids, exemplar.value_ns / 1e9, origin.realtime_of(exemplar.at_ns) / 1e9)
     return [(*bucket, longest.get(at)) for at, bucket in enumerate(_cumulative(of, bounds))]
 
 

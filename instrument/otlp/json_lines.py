@@ -56,8 +56,8 @@ def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s,
             begin = until
 
 
-def _attributes(found: Mapping[str, object]) -> list[msgspec.Raw]:
-    return [_attribute(key, value) for key, value in found.items()]
+def _attributes(attributes: Mapping[str, object]) -> list[msgspec.Raw]:
+    return [_attribute(key, value) for key, value in attributes.items()]
 
 
 def _attribute(key: str, value: object) -> msgspec.Raw:
@@ -85,8 +85,8 @@ def _value(value: object) -> dict[str, Any]:
     if isinstance(value, int):
         return {"intValue": str(value)}
     if isinstance(value, float):
-        told = value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
-        return {"doubleValue": told}
+        text = value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+        return {"doubleValue": text}
     if isinstance(value, list):
         return {"arrayValue": {"values": list(map(_value, value))}}
     return {"stringValue": str(value)}
@@ -110,12 +110,12 @@ def decimal_widths(numbers: NDArray[Any]) -> Int64s:
 
 def decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
     """Numbers that take this many characters."""
-    left, parts = np.abs(numbers.astype(np.int64)), -(-width // 4)
-    found = np.empty((len(left), parts), dtype=np.uint32)
+    remainder, parts = np.abs(numbers.astype(np.int64)), -(-width // 4)
+    digits = np.empty((len(remainder), parts), dtype=np.uint32)
     for place in range(parts - 1, -1, -1):
-        left, part = np.divmod(left, 10_000)
-        found[:, place] = _DIGITS[part]
-    text = np.ascontiguousarray(found.view(np.uint8)[:, parts * 4 - width :])
+        remainder, part = np.divmod(remainder, 10_000)
+        digits[:, place] = _DIGITS[part]
+    text = np.ascontiguousarray(digits.view(np.uint8)[:, parts * 4 - width :])
     text[numbers < 0, 0] = ord("-")
     return text.view(f"V{width}").reshape(-1)
 

@@ -201,8 +201,8 @@ class Metrics:
             samples = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._request_samples))]
             self._oldest_ns = time.monotonic_ns()
             gpus = dict(self._gpus)
-        found = series_of(samples, gpus, origin, self._newest, self._begun_ns)
-        return found, len(samples)
+        series = series_of(samples, gpus, origin, self._newest, self._begun_ns)
+        return series, len(samples)
 
     def settle(self, samples: int, lost: int, verdict: Response) -> None:
         """Count the outcome of a request of samples. A collector that has no place for metrics gets no more."""
@@ -241,9 +241,9 @@ class Metrics:
 
     def losses(self) -> dict[str, int]:
         """Return the counts of samples and series that did not reach the collector, by reason."""
-        found = {f"samples of gauges {fate}": lost for fate, lost in self._lost.items()}
-        found |= {f"series of metrics {fate}": lost for fate, lost in self._lost_series.items()}
-        return {f"{what} by the OTLP export": lost for what, lost in found.items() if lost}
+        counts = {f"samples of gauges {fate}": lost for fate, lost in self._lost.items()}
+        counts |= {f"series of metrics {fate}": lost for fate, lost in self._lost_series.items()}
+        return {f"{reason} by the OTLP export": lost for reason, lost in counts.items() if lost}
 
     def notes(self) -> list[str]:
         """Return notes on metrics that are not sent although there are samples, and on losses."""
@@ -264,7 +264,7 @@ def series_of(
 
     `begun_ns` keeps when each device was first read, by the wall clock as it was then: what a sum counts from stays.
     """
-    found: dict[str, Series] = {}
+    series_by_name: dict[str, Series] = {}
     for sample in samples:
         if sample.value is None:
             continue
@@ -274,7 +274,7 @@ def series_of(
         for measure in _OF_GAUGE.get(sample.name, ()):
             base = newest.get((measure.per, sample.device)) if measure.per else 1.0
             if base:
-                series = found.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
+                series = series_by_name.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
                 series.points.append(
                     Point(
                         _attributes(measure, gpus.get(sample.device), sample.device),
@@ -283,18 +283,18 @@ def series_of(
                         sample.value * measure.scale / base,
                     )
                 )
-    return list(found.values())
+    return list(series_by_name.values())
 
 
 def _attributes(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str | int]:
     if device == HOST:
         return dict(measure.attributes)
-    named = gpu or Gpu(device)
+    known_gpu = gpu or Gpu(device)
     return {
-        "hw.id": named.uuid or f"GPU {device}",
+        "hw.id": known_gpu.uuid or f"GPU {device}",
         "hw.type": "gpu",
         "hw.name": f"GPU {device}",
-        **({"hw.model": named.model} if named.model else {}),
+        **({"hw.model": known_gpu.model} if known_gpu.model else {}),
         # Without NVML's word it may be a GPU of another maker, of which torch alone told.
         **({"hw.vendor": "NVIDIA"} if gpu is not None else {}),
         "cuda.device.index": device,

@@ -150,7 +150,7 @@ class SpanPacker:
     def _packed(self, rows: Int64s) -> PackedRows:
         trace, count = self._trace, len(rows)
         ids, (number, sets) = self._ids.of(rows), trace.attributes.distinct(rows)
-        pieces, rest = self._described(rows, ids, number, sets)
+        pieces, size = self._described(rows, ids, number, sets)
         starts, ends = trace.start_ns[rows], trace.end_ns[rows]
         task, active = trace.task_id[rows], trace.active_ns[rows]
         numbers = {
@@ -158,7 +158,7 @@ class SpanPacker:
             "instrument.active_ns": (active, active != ends - starts),
             "instrument.task_id": (task, task != 0),
         }
-        sizes = self._put_heads(pieces, rest, ids, starts, ends, numbers)
+        sizes = self._put_heads(pieces, size, ids, starts, ends, numbers)
         devices = self._devices(rows, ids, number, sets)
         if devices is None:
             return PackedRows(pieces, sizes, np.arange(1, count + 1))
@@ -182,49 +182,49 @@ class SpanPacker:
             more = np.where(self._with_more[place] == rows, place + 1, 0)
         pieces = np.empty((count, 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], rest = _each(self._facts_of, site, is_server, thread)
-        rest += len(form.end)
-        its = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
-        if len(its):
-            which, firsts = numbered(number[its] + 1, site[its], error[its] + 1, clipped[its], more[its])
-            found = [
+        pieces[:, 2], size = _each(self._facts_of, site, is_server, thread)
+        size += len(form.end)
+        rare = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
+        if len(rare):
+            group, firsts = numbered(number[rare] + 1, site[rare], error[rare] + 1, clipped[rare], more[rare])
+            parts = [
                 self._own_pieces(int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at]))
-                for at in its[firsts].tolist()
+                for at in rare[firsts].tolist()
             ]
-            for packed, column in (([one[0] for one in found], 1), ([one[1] for one in found], 3)):
+            for packed, column in (([part[0] for part in parts], 1), ([part[1] for part in parts], 3)):
                 values, lengths = _table(packed)
-                pieces[its, column] = values[which]
-                rest[its] += lengths[which]
-            rest[its] -= len(form.end)
-            hides = np.array([bool(one[2]) for one in found], dtype=np.bool_)
-            for at, hidden in zip(its[hides[which]].tolist(), which[hides[which]].tolist(), strict=True):
-                facts = self._facts_of(int(site[at]), int(is_server[at]), int(thread[at]), found[hidden][2])
-                rest[at] += len(facts) - len(pieces[at, 2])
+                pieces[rare, column] = values[group]
+                size[rare] += lengths[group]
+            size[rare] -= len(form.end)
+            hides = np.array([bool(part[2]) for part in parts], dtype=np.bool_)
+            for at, hidden in zip(rare[hides[group]].tolist(), group[hides[group]].tolist(), strict=True):
+                facts = self._facts_of(int(site[at]), int(is_server[at]), int(thread[at]), parts[hidden][2])
+                size[at] += len(facts) - len(pieces[at, 2])
                 pieces[at, 2] = facts
-        self._put_states(pieces, rest, ids.remote)
-        return pieces, rest
+        self._put_states(pieces, size, ids.remote)
+        return pieces, size
 
-    def _put_states(self, pieces: Objects, rest: Int64s, remote: Int64s) -> None:
+    def _put_states(self, pieces: Objects, size: Int64s, remote: Int64s) -> None:
         """Add the `tracestate` of each tree to the last pieces of its entries."""
         stated = np.flatnonzero(self._ids.have_states[remote])
         if len(stated):
             states, lengths = _each(lambda number: self._form.state(self._ids.state(number)), remote[stated])
             pieces[stated, 3] = states + pieces[stated, 3]
-            rest[stated] += lengths
+            size[stated] += lengths
 
     def _facts_of(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
         """The part that spans of a site and a thread share, without the names `hidden` by their own attributes."""
         key = (site, is_server, thread)
-        found = None if hidden else self._facts.get(key)
-        if found is None:
-            its = self._trace.sites[site]
-            own = thread if self._own is None else self._own.threads.get(thread, thread)
-            attributes = {name: one for name, one in site_attributes(its).items() if name not in hidden}
-            attributes |= thread_attributes(own, self._threads.get(own))
-            found = self._form.facts(its.name, bool(is_server), attributes)
+        packed = None if hidden else self._facts.get(key)
+        if packed is None:
+            place = self._trace.sites[site]
+            native_id = thread if self._own is None else self._own.threads.get(thread, thread)
+            attributes = {name: value for name, value in site_attributes(place).items() if name not in hidden}
+            attributes |= thread_attributes(native_id, self._threads.get(native_id))
+            packed = self._form.facts(place.name, bool(is_server), attributes)
             if not hidden:
-                self._facts[key] = found
-        return found
+                self._facts[key] = packed
+        return packed
 
     def _own_pieces(
         self, row: int, given: Mapping[str, AttributeValue], has_more: bool
@@ -233,17 +233,17 @@ class SpanPacker:
         trace = self._trace
         site, error = trace.sites[int(trace.site[row])], int(trace.error[row])
         failed = None if error == NONE else trace.errors[error]
-        found = own_attributes(site, given, failed, bool(trace.clipped[row]))
+        attributes = own_attributes(site, given, failed, bool(trace.clipped[row]))
         links = list(self._links.get(row, ())) if has_more else []
         cause = cause_of(given, lambda *ids: self._ids.links([ids], row)[0]) if LINK_NAMES & given.keys() else None
         if cause is not None:
             links.insert(0, cause)
         interruptions = self._interruptions.get(row, ()) if has_more else ()
         events, dropped = events_of(interruptions)
-        placed = [(at_ns + self._offset_ns, name, its) for at_ns, name, its in events]
+        placed = [(at_ns + self._offset_ns, name, facts) for at_ns, name, facts in events]
         members = RareMembers(status_of(failed, given), links, placed, dropped)
-        hidden = frozenset(found) & site_attributes(site).keys() if given else frozenset()
-        return self._form.attributes(found), self._form.members(members), frozenset(hidden)
+        hidden = frozenset(attributes) & site_attributes(site).keys() if given else frozenset()
+        return self._form.attributes(attributes), self._form.members(members), frozenset(hidden)
 
     def _devices(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
@@ -261,25 +261,25 @@ class SpanPacker:
             if self._own is not None:
                 device, stream = self._own.devices.get(device, device), self._own.streams.get(stream, stream)
             place = trace.sites[site]
-            found = device_attributes(place, sets[of_set - 1] if of_set else {}, device, stream, its.labels[label])
-            return form.facts(device_name(place), False, found)
+            facts = device_attributes(place, sets[of_set - 1] if of_set else {}, device, stream, its.labels[label])
+            return form.facts(device_name(place), False, facts)
 
         pieces = np.empty((len(of), 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], rest = _each(
+        pieces[:, 2], size = _each(
             facts_of, trace.site[rows][of], number[of] + 1, its.device[at], its.stream[at], its.label[at]
         )
-        own = self._ids.device_ids(len(of), int(rows[0]))
+        new_ids = self._ids.device_ids(len(of), int(rows[0]))
         flags = ids.flags[of] & ~np.uint32(IS_REMOTE)
-        of_devices = RowIds(ids.high[of], ids.low[of], own, ids.own[of], flags, ids.is_server[of], ids.remote[of])
+        of_devices = RowIds(ids.high[of], ids.low[of], new_ids, ids.own[of], flags, ids.is_server[of], ids.remote[of])
         numbers = {"instrument.device.uncertainty_ns": (its.uncertainty_ns[at], None)}
-        rest += len(form.end)
-        self._put_states(pieces, rest, of_devices.remote)
-        sizes = self._put_heads(pieces, rest, of_devices, its.start_ns[at], its.end_ns[at], numbers)
+        size += len(form.end)
+        self._put_states(pieces, size, of_devices.remote)
+        sizes = self._put_heads(pieces, size, of_devices, its.start_ns[at], its.end_ns[at], numbers)
         return of, pieces, sizes
 
     def _put_heads(
-        self, pieces: Objects, rest: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
+        self, pieces: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
     ) -> Int64s:
         """Put the heads before the other pieces, of `rest` bytes each. Returns the sizes of the entries."""
         form = self._form
@@ -297,21 +297,21 @@ class SpanPacker:
             **{name: form.widths(name, columns[name]) for name in ("flags", "start", "end")},
         }
         for name, (values, is_there) in numbers.items():
-            columns[name], its = values, form.widths(name, values)
-            widths[name] = its if is_there is None else its * is_there
-        which, firsts = numbered(*widths.values())
-        layouts = [{name: int(its[first]) for name, its in widths.items()} for first in firsts.tolist()]
+            columns[name], width = values, form.widths(name, values)
+            widths[name] = width if is_there is None else width * is_there
+        kind, firsts = numbered(*widths.values())
+        layouts = [{name: int(width[first]) for name, width in widths.items()} for first in firsts.tolist()]
         bare = np.array([_size(form.head({**layout, "length": 0})) for layout in layouts], dtype=np.int64)
-        columns["length"] = bare[which] + rest - form.around
+        columns["length"] = bare[kind] + size - form.around
         length_widths = form.length_widths(columns["length"])
-        groups, firsts = numbered(which, length_widths)
+        groups, firsts = numbered(kind, length_widths)
         order = stable_order(groups, len(firsts))
         bounds = np.searchsorted(groups[order], np.arange(len(firsts) + 1)).tolist()
         for group, first in enumerate(firsts.tolist()):
             some = order[bounds[group] : bounds[group + 1]]
-            layout = {**layouts[int(which[first])], "length": int(length_widths[first])}
+            layout = {**layouts[int(kind[first])], "length": int(length_widths[first])}
             pieces[some, 0] = _heads(form, layout, {name: column[some] for name, column in columns.items()})
-        return np.asarray(bare[which] + length_widths + rest)
+        return np.asarray(bare[kind] + length_widths + size)
 
 
 def _size(parts: Sequence[Part]) -> int:
@@ -335,27 +335,27 @@ def _heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[
             part = bytes(part)
         shared += part
         at += len(part)
-    found = np.empty(
+    table = np.empty(
         len(columns["own"]), np.dtype({"names": names, "offsets": places, "formats": types, "itemsize": size})
     )
-    found.view(np.uint8).reshape(-1, size)[:] = np.frombuffer(shared, dtype=np.uint8)
+    table.view(np.uint8).reshape(-1, size)[:] = np.frombuffer(shared, dtype=np.uint8)
     for name, width in zip(names, widths, strict=True):
-        found[name] = form.values(name, columns[name], width)
-    return found.view(f"V{size}").astype(object)
+        table[name] = form.values(name, columns[name], width)
+    return table.view(f"V{size}").astype(object)
 
 
 def _table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
     """Pieces as an array, and the bytes of each."""
-    found = np.empty(len(values), dtype=object)
-    found[:] = values
-    return found, np.array(list(map(len, values)), dtype=np.int64)
+    pieces = np.empty(len(values), dtype=object)
+    pieces[:] = values
+    return pieces, np.array(list(map(len, values)), dtype=np.int64)
 
 
 def _each(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
     """The piece of each row by the numbers in some columns, made once for equal ones, and the bytes of each."""
-    which, firsts = numbered(*columns)
-    found, lengths = _table(list(map(make, *(column[firsts].tolist() for column in columns))))
-    return found[which], lengths[which]
+    group, firsts = numbered(*columns)
+    pieces, lengths = _table(list(map(make, *(column[firsts].tolist() for column in columns))))
+    return pieces[group], lengths[group]
 
 
 Number = tuple[Int64s, Bools | None]
@@ -364,23 +364,23 @@ Number = tuple[Int64s, Bools | None]
 
 def varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
     """Numbers that take this many bytes as varints."""
-    left = numbers.astype(np.uint64)
-    found = np.empty((len(left), width), dtype=np.uint8)
+    number = numbers.astype(np.uint64)
+    digits = np.empty((len(number), width), dtype=np.uint8)
     for place in range(width):
-        found[:, place] = left & np.uint64(0x7F)
-        left = left >> np.uint64(7)
-    found[:, :-1] |= 0x80
-    return found.view(f"V{width}").reshape(-1)
+        digits[:, place] = number & np.uint64(0x7F)
+        number = number >> np.uint64(7)
+    digits[:, :-1] |= 0x80
+    return digits.view(f"V{width}").reshape(-1)
 
 
 def varint_widths(numbers: NDArray[Any]) -> Int64s:
     """The bytes that each number takes as a varint."""
-    found = np.ones(len(numbers), dtype=np.int64)
-    its = numbers.astype(np.uint64)
-    most = int(its.max(initial=0)).bit_length()
+    widths = np.ones(len(numbers), dtype=np.int64)
+    values = numbers.astype(np.uint64)
+    most = int(values.max(initial=0)).bit_length()
     for bits in range(7, most, 7):
-        found += its >= np.uint64(1 << bits)
-    return found
+        widths += values >= np.uint64(1 << bits)
+    return widths
 
 
 _TYPES = {"high": ">u8", "low": ">u8", "own": ">u8", "parent": ">u8", "flags": "<u4", "start": "<u8", "end": "<u8"}
@@ -406,7 +406,7 @@ class ProtobufForm:
         for name, width in widths.items():
             if width and name.startswith("instrument."):
                 parts += [("", int_head(b"\x4a", name, width)), (name, width)]
-        return [one for one in parts if one[1]]
+        return [part for part in parts if part[1]]
 
     def field(self, name: str, width: int) -> str:
         return _TYPES.get(name) or f"V{width}"

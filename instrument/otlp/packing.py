@@ -67,8 +67,8 @@ class Ids:
     __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")
 
     def __init__(self, seeds: Sequence[int] = (), instance: str = "", run: str = "") -> None:
-        found: Sequence[int] = seeds or struct.unpack("<3Q", os.urandom(24))
-        self._seed, self._trace_seeds = found[0], (found[1], found[2])
+        parts: Sequence[int] = seeds or struct.unpack("<3Q", os.urandom(24))
+        self._seed, self._trace_seeds = parts[0], (parts[1], parts[2])
         # Another process that sends with the same seeds has other numbers.
         self._device_number = (1 << 63) + (int.from_bytes(os.urandom(7), "big") if seeds else 0)
         self.instance = instance or _random_uuid()
@@ -127,37 +127,37 @@ def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], Link
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
     if isinstance(remote, str):
-        found = remote_of(f"00-{remote}-00".encode("ascii", "replace"))
-        return None if found is None else LinkedSpan(found.trace_id, found.span_id, state)
+        parent = remote_of(f"00-{remote}-00".encode("ascii", "replace"))
+        return None if parent is None else LinkedSpan(parent.trace_id, parent.span_id, state)
     link = attributes.get(LINK)
     if not isinstance(link, tuple | list) or len(link) != 2 or set(map(type, link)) != {int}:
         return None
     trace_id = attributes.get(LINK_TRACE_ID)
     try:
         cause = linked(*link)
-        given = cause.trace_id if trace_id is None else int(str(trace_id), 16)
+        number = cause.trace_id if trace_id is None else int(str(trace_id), 16)
     except (ValueError, OverflowError):
         return None  # no recorder wrote it
-    return LinkedSpan(given, cause.span_id, state) if 0 < given < 1 << 128 else None
+    return LinkedSpan(number, cause.span_id, state) if 0 < number < 1 << 128 else None
 
 
 def events_of(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
     """Return the longest interruptions of a span as events, by time, name and attributes, and the count of the rest."""
-    kept = sorted(interruptions, key=lambda one: -one.total_ns)[:EVENT_LIMIT]
-    kept.sort(key=attrgetter("start_ns"))
+    longest = sorted(interruptions, key=lambda span: -span.total_ns)[:EVENT_LIMIT]
+    longest.sort(key=attrgetter("start_ns"))
     events: list[tuple[int, str, Mapping[str, object]]] = [
-        (one.start_ns, one.site.name, {**one.attributes, DURATION: one.total_ns}) for one in kept
+        (span.start_ns, span.site.name, {**span.attributes, DURATION: span.total_ns}) for span in longest
     ]
-    return events, len(interruptions) - len(kept)
+    return events, len(interruptions) - len(longest)
 
 
 def device_attributes(
     site: Site, attributes: Mapping[str, object], device: int, stream: int, label: str
 ) -> dict[str, object]:
     """Return the attributes of a device interval of a span, but for its uncertainty."""
-    found = _given(site.kind, (*site.attributes, *attributes.items()))
-    found = {key: found[key] for key in ("cuda.memcpy.kind", "instrument.bytes") if key in found}
-    return found | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
+    facts = _given(site.kind, (*site.attributes, *attributes.items()))
+    facts = {key: facts[key] for key in ("cuda.memcpy.kind", "instrument.bytes") if key in facts}
+    return facts | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
 
 
 def device_name(site: Site) -> str:
@@ -167,17 +167,17 @@ def device_name(site: Site) -> str:
 
 def site_attributes(site: Site) -> dict[str, object]:
     """Return the attributes that all spans of a site share."""
-    found = _given(site.kind, site.attributes)
-    found["instrument.kind"] = site.kind
+    facts = _given(site.kind, site.attributes)
+    facts["instrument.kind"] = site.kind
     if site.instance:
-        found["instrument.instance"] = site.instance
+        facts["instrument.instance"] = site.instance
     if site.function:
-        found["code.function.name"] = site.function
+        facts["code.function.name"] = site.function
     if site.file:
-        found["code.file.path"] = site.file
+        facts["code.file.path"] = site.file
     if site.line:
-        found["code.line.number"] = site.line
-    return found
+        facts["code.line.number"] = site.line
+    return facts
 
 
 def thread_attributes(thread_id: int, name: str | None) -> dict[str, object]:
@@ -189,13 +189,13 @@ def own_attributes(
     site: Site, attributes: Mapping[str, object], error: str | None, is_clipped: bool
 ) -> dict[str, object]:
     """Return the attributes of one span, but for its measured numbers."""
-    found = _given(site.kind, attributes.items()) if attributes else {}
+    facts = _given(site.kind, attributes.items()) if attributes else {}
     if is_clipped:
-        found["instrument.clipped"] = True
+        facts["instrument.clipped"] = True
     error_type = error if error is not None else attributes.get(ERROR_TYPE)
     if error_type is not None:
-        found["error.type"] = error_type
-    return found
+        facts["error.type"] = error_type
+    return facts
 
 
 def status_of(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
@@ -206,17 +206,17 @@ def status_of(error: str | None, attributes: Mapping[str, object]) -> tuple[bool
 
 
 def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, object]:
-    found = {key: value for key, value in attributes if key not in _FILLED}
+    facts = {key: value for key, value in attributes if key not in _FILLED}
     if kind == "copy":
-        memcpy_kind = _MEMCPY_KINDS.get(str(found.get("direction")))
+        memcpy_kind = _MEMCPY_KINDS.get(str(facts.get("direction")))
         for key in ("direction", "bytes", "pinned", "sync"):
-            if key in found:
-                found[f"instrument.{key}"] = found.pop(key)
+            if key in facts:
+                facts[f"instrument.{key}"] = facts.pop(key)
         if memcpy_kind is not None:
-            found["cuda.memcpy.kind"] = memcpy_kind
-    elif kind == "layer" and "region" in found:
-        found["instrument.region"] = found.pop("region")
-    return found
+            facts["cuda.memcpy.kind"] = memcpy_kind
+    elif kind == "layer" and "region" in facts:
+        facts["instrument.region"] = facts.pop("region")
+    return facts
 
 
 def plain(value: object) -> object:

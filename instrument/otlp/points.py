@@ -40,21 +40,21 @@ class Exponential:
 
 def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
     """A distribution as such a histogram."""
-    found: dict[int, int] = {}
+    count_by_place: dict[int, int] = {}
     zero_count = 0
     for index, count in of.buckets.items():
         if index == 0:
             zero_count += count
         else:
             at = _finest_bucket(index)
-            found[at] = found.get(at, 0) + count
-    scale, first, last = FINEST_SCALE, min(found, default=0), max(found, default=-1)
+            count_by_place[at] = count_by_place.get(at, 0) + count
+    scale, first, last = FINEST_SCALE, min(count_by_place, default=0), max(count_by_place, default=-1)
     while last - first >= MOST_BUCKETS:
         scale, first, last = scale - 1, first >> 1, last >> 1
     counts = [0] * (last - first + 1)
-    for at, count in found.items():
+    for at, count in count_by_place.items():
         counts[(at >> FINEST_SCALE - scale) - first] += count
-    told = has_extremes and of.count > 0
+    has_range = has_extremes and of.count > 0
     return Exponential(
         of.count,
         of.sum_ns / 1e9,
@@ -62,8 +62,8 @@ def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
         zero_count,
         first,
         tuple(counts),
-        of.least_ns / 1e9 if told else None,
-        of.most_ns / 1e9 if told else None,
+        of.least_ns / 1e9 if has_range else None,
+        of.most_ns / 1e9 if has_range else None,
     )
 
 
@@ -130,7 +130,7 @@ def _pack_point(point: Point, whole: bool) -> bytes:
     times = (_pack_time(0x11, point.start_ns) if point.start_ns else b"") + _pack_time(0x19, point.at_ns)
     value = point.value
     if isinstance(value, Exponential):
-        exemplars = b"".join([pack_field(b"\x5a", _pack_exemplar(one)) for one in point.exemplars])
+        exemplars = b"".join([pack_field(b"\x5a", _pack_exemplar(exemplar)) for exemplar in point.exemplars])
         return times + pack_exponential(value) + exemplars + pack_attributes(point.attributes, b"\x0a")
     whole = whole or isinstance(value, int)
     packed = _pack_int(0x31, round(value)) if whole else _pack_double(0x21, value)

@@ -144,7 +144,7 @@ class RecordingReader:
         open, and of what may serve them."""
         self._mapped.tree()
         opened = {span.span_id: span for span in self._mapped.open_spans()}
-        roots = [np.array([one for one in opened if one & REQUEST_BIT], np.uint64)]
+        roots = [np.array([row for row in opened if row & REQUEST_BIT], np.uint64)]
         for rings in self._pieces({}):
             for ring in rings:
                 its = ring.rows[_are_request_roots(ring.rows) & (ring.rows["end_ns"] > settled_ns)]

@@ -36,22 +36,22 @@ def detected_attributes() -> dict[str, object]:
 def given_attributes() -> dict[str, object]:
     """Return the attributes of `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`, without the SDK."""
     pairs = (pair.partition("=") for pair in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","))
-    found: dict[str, object] = {
+    attributes: dict[str, object] = {
         unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()
     }
     name = os.environ.get("OTEL_SERVICE_NAME", "")
-    return {**found, "service.name": name} if name else found
+    return {**attributes, "service.name": name} if name else attributes
 
 
 def of_a_child(detected: Mapping[str, object]) -> dict[str, object]:
     """Return the attributes that a forked parent had detected, without the instance that the SDK made up for it."""
-    given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    return {key: value for key, value in detected.items() if key != "service.instance.id" or key in given}
+    variable = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    return {key: value for key, value in detected.items() if key != "service.instance.id" or key in variable}
 
 
 def resource_of(origin: Origin, instance: str) -> dict[str, object]:
     """Return the attributes from a process's origin; `instance` is its service.instance.id."""
-    found: dict[str, object] = {
+    attributes: dict[str, object] = {
         "service.name": origin.service or _UNNAMED,
         "service.instance.id": instance,
         "telemetry.distro.name": "instrument",
@@ -59,11 +59,11 @@ def resource_of(origin: Origin, instance: str) -> dict[str, object]:
         "process.pid": origin.pid,
     }
     if origin.host:
-        found["host.name"] = origin.host
+        attributes["host.name"] = origin.host
     if origin.generation:
-        found["instrument.profile.generation"] = origin.generation
-        found["instrument.profile.digest"] = origin.digest
-    return found
+        attributes["instrument.profile.generation"] = origin.generation
+        attributes["instrument.profile.digest"] = origin.digest
+    return attributes
 
 
 CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.digest")
@@ -77,12 +77,12 @@ def resource_attributes(
 
     `instance` is its service.instance.id where none of them has one.
     """
-    own = resource_of(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
-    found = {**own, **detected}
+    own_attributes = resource_of(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
+    merged = {**own_attributes, **detected}
     for attributes in ({"service.name": origin.service}, provider):
         unnamed = str(attributes.get("service.name") or _UNNAMED).startswith(_UNNAMED)
-        found.update({key: value for key, value in attributes.items() if not (unnamed and key == "service.name")})
-    return {**found, **{name: own[name] for name in CERTAIN if name in own}}
+        merged.update({key: value for key, value in attributes.items() if not (unnamed and key == "service.name")})
+    return {**merged, **{name: own_attributes[name] for name in CERTAIN if name in own_attributes}}
 
 
 def provider_attributes() -> dict[str, object]:

@@ -89,7 +89,7 @@ class Sender(ABC):
     ) -> Response:
         """Deliver one request of metrics, likewise; what is rejected counts points."""
         body = packing.request_of(packing.pack_resource(resource), map(pack_metric, series))
-        return self._send(self._places[1], body, sum(len(one.points) for one in series), left_s, pause)
+        return self._send(self._places[1], body, sum(len(metric.points) for metric in series), left_s, pause)
 
     def _send(
         self, place: Any, body: bytes, count: int, left_s: Callable[[], float], pause: Callable[[float], None]
@@ -264,10 +264,10 @@ def _judge(response: HTTPResponse, content: bytes, spans: int) -> Response:
 
 def partial_success(answer: bytes) -> tuple[int, str]:
     """Return the number of spans that the collector rejected in a successful answer, and why; 0 if malformed."""
-    found = _PARTIAL_SUCCESS.match(answer)
-    if found is None:
+    match = _PARTIAL_SUCCESS.match(answer)
+    if match is None:
         return 0, ""
-    rejected, message = _number(found.group(1) or b""), found.group(2) or b""
+    rejected, message = _number(match.group(1) or b""), match.group(2) or b""
     return rejected if rejected < 1 << 63 else 0, message.decode("utf-8", "replace")[:500]
 
 
@@ -390,11 +390,11 @@ class GrpcSender(Sender):
 
 def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float | None:
     """Return the seconds until a retry that a status asks for, None without them."""
-    for name, told in metadata or ():
-        if name in _RETRY_INFO and isinstance(told, bytes):
-            found = re.search(_RETRY_INFO[name] + _RETRY_DELAY, told, re.DOTALL)
-            if found is not None:
-                return _number(found[1] or b"") + _number(found[2] or b"") / 1e9
+    for name, value in metadata or ():
+        if name in _RETRY_INFO and isinstance(value, bytes):
+            match = re.search(_RETRY_INFO[name] + _RETRY_DELAY, value, re.DOTALL)
+            if match is not None:
+                return _number(match[1] or b"") + _number(match[2] or b"") / 1e9
     return None
 
 

@@ -50,9 +50,11 @@ class Snapshots:
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        asked = environ.get(TEMPORALITY, "").strip().lower() or "cumulative"
-        self._deltas = DELTAS.get(asked, ())
-        self.problem = "" if asked in DELTAS else f"{TEMPORALITY}: found {asked!r}; allowed: {', '.join(DELTAS)}"
+        temporality = environ.get(TEMPORALITY, "").strip().lower() or "cumulative"
+        self._deltas = DELTAS.get(temporality, ())
+        self.problem = (
+            "" if temporality in DELTAS else f"{TEMPORALITY}: found {temporality!r}; allowed: {', '.join(DELTAS)}"
+        )
         self.forget()
 
     def forget(self) -> None:
@@ -65,7 +67,7 @@ class Snapshots:
 
     def state(self) -> dict[str, Any]:
         """Return as JSON the state of the collector, for another process that goes on sending."""
-        told = [
+        sent = [
             [name, told_labels(labels), value.told() if isinstance(value, Distribution) else value, at_ns]
             for (name, labels), (value, at_ns) in self._told.items()
         ]
@@ -73,12 +75,12 @@ class Snapshots:
             "start_ns": self._start_ns,
             "start_realtime_ns": self._start_realtime_ns,
             "delivered_ns": self.delivered_ns,
-            "told": told,
+            "told": sent,
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of another exporter. Raise one of `meter_place.DAMAGED` if it is malformed."""
-        told = {
+        sent = {
             (str(name), labels_told(labels)): (
                 Distribution.of(value) if isinstance(value, list) else float(value),
                 int(at_ns),
@@ -87,7 +89,7 @@ class Snapshots:
         }
         start_ns, start_realtime_ns = int(state["start_ns"]), int(state["start_realtime_ns"])
         self.delivered_ns = int(state["delivered_ns"])
-        self._start_ns, self._start_realtime_ns, self._told = start_ns, start_realtime_ns, told
+        self._start_ns, self._start_realtime_ns, self._told = start_ns, start_realtime_ns, sent
 
     def put(self, snapshot: Snapshot) -> None:
         """Take one on, instead of any before."""
@@ -136,28 +138,28 @@ class Snapshots:
     ) -> Point | None:
         """Return a point, None for a delta without change since the last delivery."""
         start_ns = self._start_realtime_ns
-        told: float | Exponential
+        sent_value: float | Exponential
         if metric.kind in self._deltas:
             before, start_ns = self._told.get((metric.name, labels), (None, start_ns))
             if isinstance(value, Distribution):
                 since = value.since(before) if isinstance(before, Distribution) else value
                 if not since.count:
                     return None
-                told = exponential(since, has_extremes=before is None)
+                sent_value = exponential(since, has_extremes=before is None)
             else:
-                told = value - before if isinstance(before, int | float) else value
-                if not told:
+                sent_value = value - before if isinstance(before, int | float) else value
+                if not sent_value:
                     return None
         else:
-            told = exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
+            sent_value = exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
         since_ns = self.delivered_ns
         exemplars = tuple(
-            replace(one, at_ns=origin.realtime_of(one.at_ns))
-            for one in metric.exemplars.get(labels, ())
-            if one.kept_ns > since_ns
+            replace(exemplar, at_ns=origin.realtime_of(exemplar.at_ns))
+            for exemplar in metric.exemplars.get(labels, ())
+            if exemplar.kept_ns > since_ns
         )
         # Not before its start, where the wall clock was set back.
-        return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), told, exemplars)
+        return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
     def taken(self, piece: Piece) -> None:
         """The collector has a piece."""

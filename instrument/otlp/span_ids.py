@@ -37,20 +37,20 @@ class SpanIds:
         self._trace, self._process, self._absent = trace, process, absent or {}
         self._ids = [ids] if isinstance(ids, Ids) else list(ids)
         self._order = np.argsort(trace.span_id) if process is not None and len(trace) else None
-        self._seeds: UInt64s = np.array([one.seeds for one in self._ids], dtype=np.uint64)
-        remotes = {int(trace.root_id[row]): one for row, one in trace.remote.items()}
+        self._seeds: UInt64s = np.array([remote.seeds for remote in self._ids], dtype=np.uint64)
+        remotes = {int(trace.root_id[row]): remote for row, remote in trace.remote.items()}
         roots = sorted(remotes)
         self._remotes: list[RemoteParent] = list(map(remotes.__getitem__, roots))
         self._roots = np.array(roots, dtype=np.int64)
-        its = [
-            (one.trace_id >> 64, one.trace_id & _MASK, one.span_id, HAS_IS_REMOTE | one.flags & 0xFF)
-            for one in self._remotes
+        remote_ids = [
+            (remote.trace_id >> 64, remote.trace_id & _MASK, remote.span_id, HAS_IS_REMOTE | remote.flags & 0xFF)
+            for remote in self._remotes
         ]
-        self._of_remotes: UInt64s = np.array(its, dtype=np.uint64).reshape(-1, 4)
-        self.have_states = np.array([*(bool(one.state) for one in self._remotes), False], dtype=np.bool_)
+        self._of_remotes: UInt64s = np.array(remote_ids, dtype=np.uint64).reshape(-1, 4)
+        self.have_states = np.array([*(bool(remote.state) for remote in self._remotes), False], dtype=np.bool_)
         """By the number of a remote parent a mark where it has a `tracestate`; the last is for none."""
-        self._serving = np.array([one.in_server_span for one in self._remotes], dtype=np.bool_)
-        self._local = np.array([one.is_local for one in self._remotes], dtype=np.bool_)
+        self._serving = np.array([remote.in_server_span for remote in self._remotes], dtype=np.bool_)
+        self._local = np.array([remote.is_local for remote in self._remotes], dtype=np.bool_)
 
     def of(self, rows: Int64s) -> RowIds:
         """Return the ids of some rows."""
@@ -58,21 +58,21 @@ class SpanIds:
         span, parent, root = trace.span_id[rows], trace.parent_id[rows], trace.root_id[rows]
         is_root = span == root
         is_top = is_root | (parent == 0)
-        own, above = self._mixed(span, rows, 0), self._mixed(parent, rows, 0)
+        span_ids, above = self._mixed(span, rows, 0), self._mixed(parent, rows, 0)
         high, low = self._mixed(root, rows, 1), self._mixed(root, rows, 2)
         above[is_top] = 0
         flags = np.full(len(rows), HAS_IS_REMOTE | 1, dtype=np.uint32)
         remote = np.full(len(rows), NONE, dtype=np.int64)
         if len(self._roots):
             place = np.searchsorted(self._roots, root).clip(max=len(self._roots) - 1)
-            its = np.flatnonzero(self._roots[place] == root)
-            place = remote[its] = place[its]
-            high[its], low[its], parents, flags[its] = self._of_remotes[place].T
-            is_root[its] &= ~self._serving[place]
-            tops = is_top[its]
-            above[its[tops]] = parents[tops]
-            flags[its[tops & (parents != 0) & ~self._local[place]]] |= IS_REMOTE
-        return RowIds(high, low, own, above, flags, is_root, remote)
+            with_remote = np.flatnonzero(self._roots[place] == root)
+            place = remote[with_remote] = place[with_remote]
+            high[with_remote], low[with_remote], parents, flags[with_remote] = self._of_remotes[place].T
+            is_root[with_remote] &= ~self._serving[place]
+            tops = is_top[with_remote]
+            above[with_remote[tops]] = parents[tops]
+            flags[with_remote[tops & (parents != 0) & ~self._local[place]]] |= IS_REMOTE
+        return RowIds(high, low, span_ids, above, flags, is_root, remote)
 
     def state(self, remote: int) -> str:
         """Return the `tracestate` of a remote parent by its number, "" for none."""
@@ -82,27 +82,29 @@ class SpanIds:
         """Return spans as links by the numbers of each and of its root, which the trace or the row's process gave."""
         span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         rows = np.full(len(spans), row)
-        asked = ((span_ids, 0), (root_ids, 1), (root_ids, 2))
-        own, high, low = (self._mixed(numbers, rows, part).tolist() for numbers, part in asked)
-        found = [LinkedSpan(upper << 64 | lower, one) for one, upper, lower in zip(own, high, low, strict=True)]
+        requests = ((span_ids, 0), (root_ids, 1), (root_ids, 2))
+        own_ids, high, low = (self._mixed(numbers, rows, part).tolist() for numbers, part in requests)
+        linked = [
+            LinkedSpan(upper << 64 | lower, span_id) for span_id, upper, lower in zip(own_ids, high, low, strict=True)
+        ]
         if len(self._roots):
             place = np.searchsorted(self._roots, root_ids).clip(max=len(self._roots) - 1)
             for at in np.flatnonzero(self._roots[place] == root_ids).tolist():
                 remote = self._remotes[int(place[at])]
-                found[at] = LinkedSpan(remote.trace_id, own[at], remote.state)
-        return found
+                linked[at] = LinkedSpan(remote.trace_id, own_ids[at], remote.state)
+        return linked
 
     def links_of(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
         """Return links by row: of each batch the requests that it serves, of a request the span in which it began."""
         trace, served = self._trace, joined.served
         pairs = {row: [began] for row, began in outer_spans(trace, joined).items()}
-        known = np.flatnonzero(served.request != NONE)
-        rows = joined.rows[served.request[known]]
-        its = zip(trace.span_id[rows].tolist(), trace.root_id[rows].tolist(), strict=True)
-        for batch, pair in dict.fromkeys(zip(served.batch[known].tolist(), its, strict=True)):
+        known_requests = np.flatnonzero(served.request != NONE)
+        rows = joined.rows[served.request[known_requests]]
+        request_pairs = zip(trace.span_id[rows].tolist(), trace.root_id[rows].tolist(), strict=True)
+        for batch, pair in dict.fromkeys(zip(served.batch[known_requests].tolist(), request_pairs, strict=True)):
             pairs.setdefault(batch, []).append(pair)
         links = iter(self.links([*chain.from_iterable(pairs.values())], 0))
-        return {row: list(islice(links, len(its))) for row, its in pairs.items()}
+        return {row: list(islice(links, len(request_pairs))) for row, request_pairs in pairs.items()}
 
     def device_ids(self, count: int, row: int) -> UInt64s:
         """Return fresh ids for device intervals of a row's process."""
@@ -117,11 +119,11 @@ class SpanIds:
             return mixed(self._seeds[0, part], numbers.astype(np.uint64))
         at = self._order[np.searchsorted(trace.span_id, numbers, sorter=self._order).clip(max=len(trace) - 1)]
         is_known = trace.span_id[at] == numbers
-        own = np.where(is_known, trace.own_id[at], numbers)
+        own_numbers = np.where(is_known, trace.own_id[at], numbers)
         for place in np.flatnonzero(~is_known).tolist():
-            own[place] = self._absent.get(int(numbers[place]), int(numbers[place]))
+            own_numbers[place] = self._absent.get(int(numbers[place]), int(numbers[place]))
         of_process = np.where(is_known, process[at], process[rows])
-        return mixed(self._seeds[of_process, part], own.astype(np.uint64))
+        return mixed(self._seeds[of_process, part], own_numbers.astype(np.uint64))
 
 
 _MASK = (1 << 64) - 1
@@ -130,11 +132,11 @@ _MASK = (1 << 64) - 1
 def mixed(seed: Any, numbers: UInt64s) -> UInt64s:
     """Return the ids of numbers by a seed, as `Ids.span_id` makes them."""
     with np.errstate(over="ignore"):
-        found = _mix(numbers + seed)
-        is_none = found == 0
+        ids = _mix(numbers + seed)
+        is_none = ids == 0
         if is_none.any():
-            found[is_none] = np.broadcast_to(_mix(np.asarray(seed, dtype=np.uint64).reshape(-1)), found.shape)[is_none]
-    return found
+            ids[is_none] = np.broadcast_to(_mix(np.asarray(seed, dtype=np.uint64).reshape(-1)), ids.shape)[is_none]
+    return ids
 
 
 def _mix(values: UInt64s) -> UInt64s:

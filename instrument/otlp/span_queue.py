@@ -157,7 +157,7 @@ class RequestQueue:
     def is_pending(self, newest: int) -> bool:
         """True where the fate of any of the requests up to this number is unknown, as far as that is known."""
         with self._patiently() as has_lock:
-            return not has_lock or any(one.number <= newest for one in (*self._in_flight, *self._queue))
+            return not has_lock or any(request.number <= newest for request in (*self._in_flight, *self._queue))
 
     @contextmanager
     def _patiently(self) -> Iterator[bool]:

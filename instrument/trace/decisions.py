@@ -52,10 +52,10 @@ class RememberedTraces:
 
     def has_trace_of_key(self, key: str, request: tuple[int, int]) -> bool:
         """Return True for the first request, by its process and span, that asks for the trace of a key."""
-        found = self._first_of_key.setdefault(key, request)
+        first_request = self._first_of_key.setdefault(key, request)
         if len(self._first_of_key) > MOST_TRACES:
             self._first_of_key.popitem(last=False)
-        return found == request
+        return first_request == request
 
 
 class Decisions:
@@ -70,8 +70,8 @@ class Decisions:
         trace = gathered.trace
         self.joined = join(trace)
         self.run = self.members[0].ids.run if self.members else ""
-        found = grafted(trace, self.joined, self.run) if self.run else grafted(trace, self.joined)
-        self.found = self._with_traces(found) if self.run else found
+        grafted_trace = grafted(trace, self.joined, self.run) if self.run else grafted(trace, self.joined)
+        self.found = self._with_traces(grafted_trace) if self.run else grafted_trace
         count = len(trace)
         self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
         """The row of the root of each row's tree, `NONE` where it is not here."""
@@ -86,16 +86,16 @@ class Decisions:
         self._settle_batches(self.served)
         self._settle_others()
 
-    def _with_traces(self, found: Columns) -> Columns:
+    def _with_traces(self, trace: Columns) -> Columns:
         """Leave the trace of a key to the first request that had it, over all rounds."""
-        named = {int(self.joined.rows[place]): keys[0] for place, keys in self.joined.keys.items()}
-        remote = dict(found.remote)
-        for row, key in named.items():
-            own = (int(self.gathered.member[row]), int(self.gathered.own[row]))
+        key_by_row = {int(self.joined.rows[place]): keys[0] for place, keys in self.joined.keys.items()}
+        remote = dict(trace.remote)
+        for row, key in key_by_row.items():
+            request = (int(self.gathered.member[row]), int(self.gathered.own[row]))
             is_of_key = row in remote and row not in self.gathered.trace.remote
-            if is_of_key and not self._remembered.has_trace_of_key(key, own):
+            if is_of_key and not self._remembered.has_trace_of_key(key, request):
                 del remote[row]
-        return replace(found, remote=remote)
+        return replace(trace, remote=remote)
 
     # ---------------------------------------------------------------- requests
 
@@ -138,17 +138,17 @@ class Decisions:
             ended.setdefault(int(gathered.member[unit]), []).append(self._request(unit))
         for member, requests in ended.items():
             self.members[member].sampler.look(requests)
-        kept: set[int] = set()
+        kept_roots: set[int] = set()
         passed: set[int] = set()
         standing_out: list[tuple[int, int, int]] = []
         for unit in due:
-            self._judge(unit, parts[unit], kept, passed, undue_traces, standing_out)
+            self._judge(unit, parts[unit], kept_roots, passed, undue_traces, standing_out)
         for unit in list(passed):  # a part of its trace may have been kept after it was looked at
             if self._remembered.is_kept(self.trace_id(unit)):
                 passed.discard(unit)
-                self._keep(unit, kept)
-        self._keep_before(standing_out, kept, passed)
-        return kept, passed
+                self._keep(unit, kept_roots)
+        self._keep_before(standing_out, kept_roots, passed)
+        return kept_roots, passed
 
     def _place_adopted(self) -> None:
         """Find the rows of an earlier reader that it had settled, and have the others wait as any do."""
@@ -174,7 +174,7 @@ class Decisions:
         self,
         unit: int,
         parts: Sequence[int],
-        kept: set[int],
+        kept_roots: set[int],
         passed: set[int],
         undue_traces: set[int],
         standing_out: list[tuple[int, int, int]],
@@ -184,14 +184,14 @@ class Decisions:
         ]
         is_kept = self._remembered.is_kept(self.trace_id(unit))
         if is_kept or any(sampler.is_asked_for(request, is_part=row != unit) for sampler, request, row in ended):
-            self._keep(unit, kept)
+            self._keep(unit, kept_roots)
             return
         for sampler, request, row in ended:
             if sampler.stands_out(request):
                 if sampler.is_allowed(request.end_ns):
                     if request.root_id not in self.member(row).early:  # what came before those is long gone
                         standing_out.append((int(self.gathered.member[row]), request.start_ns, request.end_ns))
-                    self._keep(unit, kept)
+                    self._keep(unit, kept_roots)
                 else:
                     self.member(row).counts[BEYOND_LIMIT] += 1
                     passed.add(unit)
@@ -203,11 +203,13 @@ class Decisions:
         if self._is_last or self.trace_id(unit) not in undue_traces:
             passed.add(unit)
 
-    def _keep(self, unit: int, kept: set[int]) -> None:
-        kept.add(unit)
+    def _keep(self, unit: int, kept_roots: set[int]) -> None:
+        kept_roots.add(unit)
         self._remembered.keep_trace(self.trace_id(unit))
 
-    def _keep_before(self, standing_out: Iterable[tuple[int, int, int]], kept: set[int], passed: set[int]) -> None:
+    def _keep_before(
+        self, standing_out: Iterable[tuple[int, int, int]], kept_roots: set[int], passed: set[int]
+    ) -> None:
         """Keep what came before requests that stand out, as `capture.before` says."""
         gathered = self.gathered
         recent = np.flatnonzero(self.is_root & (gathered.state == PASSED)).tolist()
@@ -216,8 +218,8 @@ class Decisions:
             for unit in [*recent, *passed] if before_ns else ():
                 if gathered.member[unit] == member and start_ns - before_ns <= gathered.trace.end_ns[unit] <= end_ns:
                     passed.discard(unit)
-                    if unit not in kept:
-                        self._keep(unit, kept)
+                    if unit not in kept_roots:
+                        self._keep(unit, kept_roots)
 
     # ---------------------------------------------------------------- rows
 
@@ -228,12 +230,12 @@ class Decisions:
 
     def marked(self, units: set[int]) -> Bools:
         """Mark the rows of some trees."""
-        wanted = np.zeros(len(self.unit) + 1, np.bool_)
-        wanted[np.fromiter(units, np.int64, len(units))] = True
-        wanted[NONE] = False
-        return wanted[self.unit]
+        is_marked = np.zeros(len(self.unit) + 1, np.bool_)
+        is_marked[np.fromiter(units, np.int64, len(units))] = True
+        is_marked[NONE] = False
+        return is_marked[self.unit]
 
-    def _settle_trees(self, kept: set[int], passed: set[int]) -> None:
+    def _settle_trees(self, kept_roots: set[int], passed: set[int]) -> None:
         """Settle the rows of requests that were decided about, now or before."""
         gathered, undecided = self.gathered, self.is_undecided
         late: dict[bool, set[int]] = {True: set(), False: set()}
@@ -241,7 +243,7 @@ class Decisions:
         for unit in units[self.is_root[units] & (gathered.state[units] == SETTLED)].tolist():
             decided = self.member(unit).decided.get(int(gathered.own[unit]))
             late[decided is not None and decided.is_kept].add(unit)
-        self.out |= undecided & self.marked(kept | late[True])
+        self.out |= undecided & self.marked(kept_roots | late[True])
         self.gone |= undecided & self.marked(passed | late[False])
         # Late rows of requests that are not here any more.
         rootless = undecided & (self.unit == NONE) & (gathered.own_root & REQUEST_BIT != 0)
@@ -281,20 +283,20 @@ class Decisions:
         self.gone |= due & ~sampled
 
     def are_sampled(self) -> Bools:
-        found = np.zeros(len(self.unit), np.bool_)
+        is_sampled = np.zeros(len(self.unit), np.bool_)
         for number, member in enumerate(self.members):
             rows = self.gathered.member == number
-            found[rows] = are_sampled(self.gathered.own_root[rows], member.sampler.capture.sample)
-        return found
+            is_sampled[rows] = are_sampled(self.gathered.own_root[rows], member.sampler.capture.sample)
+        return is_sampled
 
     @cached_property
     def served(self) -> Mapping[int, list[int]]:
         """Return the roots of the requests that each batch serves, and `NONE` for those that nobody knows."""
-        served, found = self.joined.served, dict[int, list[int]]()
+        served, roots_by_batch = self.joined.served, dict[int, list[int]]()
         roots = np.append(self.unit[self.joined.rows], NONE)[served.request]
         for batch, root in zip(served.batch.tolist(), roots.tolist(), strict=True):
-            found.setdefault(batch, []).append(root)
-        return found
+            roots_by_batch.setdefault(batch, []).append(root)
+        return roots_by_batch
 
     def fate_of(self, root: int) -> bool | None:
         """Return True for a request that is kept, False for one that is dropped, None for one that is undecided."""

@@ -141,19 +141,19 @@ class Gathered:
     def _ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
         """Return the ids of parents and of roots; of those that are not here, ids that nothing here has."""
         above = int(starts[-1]) + 1
-        found: dict[str, list[Int64s]] = {"parent": [np.zeros(0, np.int64)], "root": [np.zeros(0, np.int64)]}
+        ids_by_name: dict[str, list[Int64s]] = {"parent": [np.zeros(0, np.int64)], "root": [np.zeros(0, np.int64)]}
         for part, first in zip(parts, starts.tolist(), strict=False):
-            asked = np.concatenate([part["parent"], part["root"]])
-            rows = rows_of(part["own"], asked).astype(np.int64)
+            above_ids = np.concatenate([part["parent"], part["root"]])
+            rows = rows_of(part["own"], above_ids).astype(np.int64)
             ids = np.where(rows == NONE, 0, rows + first + 1)
-            absent = np.flatnonzero((rows == NONE) & (asked != 0))
+            absent = np.flatnonzero((rows == NONE) & (above_ids != 0))
             if len(absent):
-                _, numbers = np.unique(asked[absent], return_inverse=True)
+                _, numbers = np.unique(above_ids[absent], return_inverse=True)
                 ids[absent] = above + numbers.reshape(-1)
                 above += int(numbers.max()) + 1
-            found["parent"].append(ids[: len(part["own"])])
-            found["root"].append(ids[len(part["own"]) :])
-        return np.concatenate(found["parent"]), np.concatenate(found["root"])
+            ids_by_name["parent"].append(ids[: len(part["own"])])
+            ids_by_name["root"].append(ids[len(part["own"]) :])
+        return np.concatenate(ids_by_name["parent"]), np.concatenate(ids_by_name["root"])
 
     @property
     def is_request_root(self) -> Bools:

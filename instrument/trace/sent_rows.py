@@ -67,36 +67,36 @@ class SentRows:
         self.callers: list[RemoteParent] = []
         self.caller_of: Int64s = np.full(len(self._unit), NONE)
         self.outcome: dict[int, Settled] = {}
-        kept, passed = decisions.kept, decisions.passed
-        decided = kept | passed if asks_queues else kept
+        roots, passed = decisions.kept, decisions.passed
+        decided = roots | passed if asks_queues else roots
         its_stages = self._stages(decided) if decided else []
         self._send()
         self._send_stages(its_stages)
         if asks_queues:
-            self._count_served(its_stages, kept)
+            self._count_served(its_stages, roots)
 
     def _of(self, member: int) -> Settled:
         return self.outcome.setdefault(member, Settled())
 
     def _send(self) -> None:
         """Find the ids with which the rows that are sent go, and put these rows into the outcome of their process."""
-        gathered, found = self._gathered, self._found
-        parent, count = found.parent, len(self._unit)
+        gathered, trace = self._gathered, self._found
+        parent, count = trace.parent, len(self._unit)
         crosses = parent != NONE
         crosses[crosses] = gathered.member[parent[crosses]] != gathered.member[crosses]
         crosses &= gathered.trace.parent != parent  # only what was moved
-        top = nearest(parent, crosses & (found.root_id != found.span_id))
-        apart = self._out & ~self._decisions.are_sampled() & (gathered.own_root & REQUEST_BIT == 0)
-        for number in np.unique(gathered.member[apart]).tolist():
-            self._members[number].note_sent_apart(gathered.own[apart & (gathered.member == number)].tolist())
+        top = nearest(parent, crosses & (trace.root_id != trace.span_id))
+        is_apart = self._out & ~self._decisions.are_sampled() & (gathered.own_root & REQUEST_BIT == 0)
+        for number in np.unique(gathered.member[is_apart]).tolist():
+            self._members[number].note_sent_apart(gathered.own[is_apart & (gathered.member == number)].tolist())
         rows = np.flatnonzero(self._out)
-        own, unit, piece, above = gathered.own[rows], self._unit[rows], top[rows], parent[rows]
+        own_ids, unit, piece, above = gathered.own[rows], self._unit[rows], top[rows], parent[rows]
         stays = (above != NONE) & ~crosses[rows]
         parent_id = np.where(stays, gathered.own[above], gathered.own_parent[rows])
         of_unit = np.where(unit != NONE, gathered.own[unit], gathered.own_root[rows])
         root_id = np.where(piece != NONE, gathered.own[piece], of_unit)
-        callers, number_of = list(found.remote.values()), np.full(count + 1, NONE)
-        number_of[np.fromiter(found.remote, np.int64, len(callers))] = np.arange(len(callers))
+        callers, number_of = list(trace.remote.values()), np.full(count + 1, NONE)
+        number_of[np.fromiter(trace.remote, np.int64, len(callers))] = np.arange(len(callers))
         caller = number_of[unit]
         pieces = np.unique(piece[piece != NONE])
         number_of[pieces] = len(callers) + np.arange(len(pieces))
@@ -108,37 +108,37 @@ class SentRows:
                 root_id[at], caller[at] = decided.root_id, NONE
                 if decided.remote is not None:
                     caller[at], callers = len(callers), [*callers, decided.remote]
-        alone = apart[rows] & (piece == NONE) & ~((above != NONE) & self._out[above])
+        alone = is_apart[rows] & (piece == NONE) & ~((above != NONE) & self._out[above])
         for row, (root, remote) in self._of_unknown().items():
             if piece[at := int(np.searchsorted(rows, row))] == NONE:
                 root_id[at], caller[at], alone[at] = root, len(callers), False
                 callers.append(remote)
-        parent_id[alone], root_id[alone] = 0, own[alone]  # what is above them stays where it is
+        parent_id[alone], root_id[alone] = 0, own_ids[alone]  # what is above them stays where it is
         self.root_id[rows], self.caller_of[rows] = root_id, caller
         self.callers = callers
         attributes, links = self._sent_attributes(rows), self._links()
-        order = np.lexsort((rows, found.end_ns[rows], own != root_id, root_id, gathered.member[rows]))
+        order = np.lexsort((rows, trace.end_ns[rows], own_ids != root_id, root_id, gathered.member[rows]))
         bounds = np.searchsorted(gathered.member[rows][order], np.arange(len(self._members) + 1)).tolist()
         for number, (begin, end) in enumerate(pairwise(bounds)):
-            its = order[begin:end]
-            if not len(its):
+            places = order[begin:end]
+            if not len(places):
                 continue
-            picked = rows[its]
-            first = np.flatnonzero(np.diff(root_id[its], prepend=NONE))
+            picked = rows[places]
+            first = np.flatnonzero(np.diff(root_id[places], prepend=NONE))
             remotes = {
                 at: callers[one]
-                for at, one in zip(first.tolist(), caller[its[first]].tolist(), strict=True)
+                for at, one in zip(first.tolist(), caller[places[first]].tolist(), strict=True)
                 if one != NONE
             }
             for at, remote in remotes.items():
-                self._members[number].note_trace(int(root_id[its[at]]), remote.trace_id)
+                self._members[number].note_trace(int(root_id[places[at]]), remote.trace_id)
             settled = self._of(number)
             settled.trace = Columns(
-                sites=found.sites, errors=found.errors, span_id=own[its], parent_id=parent_id[its],
-                root_id=root_id[its], thread_id=gathered.own_thread[picked], task_id=found.task_id[picked],
-                start_ns=found.start_ns[picked], end_ns=found.end_ns[picked], active_ns=found.active_ns[picked],
-                self_ns=found.self_ns[picked], site=found.site[picked], error=found.error[picked],
-                clipped=found.clipped[picked], device=DeviceIntervals.none(),
+                sites=trace.sites, errors=trace.errors, span_id=own_ids[places], parent_id=parent_id[places],
+                root_id=root_id[places], thread_id=gathered.own_thread[picked], task_id=trace.task_id[picked],
+                start_ns=trace.start_ns[picked], end_ns=trace.end_ns[picked], active_ns=trace.active_ns[picked],
+                self_ns=trace.self_ns[picked], site=trace.site[picked], error=trace.error[picked],
+                clipped=trace.clipped[picked], device=DeviceIntervals.none(),
                 attributes=AttributesOfRows({
                     at: attributes[row] for at, row in enumerate(picked.tolist()) if row in attributes
                 }),
@@ -148,13 +148,17 @@ class SentRows:
 
     def _sent_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
         """Return the attributes of the rows that are sent and have any, with links to what they came from."""
-        found = self._found
-        having = np.asarray(found.attributes.rows(), np.int64)
-        attributes = {row: found.attributes[row] for row in having[self._out[having]].tolist()}
+        trace = self._found
+        having = np.asarray(trace.attributes.rows(), np.int64)
+        attributes = {row: trace.attributes[row] for row in having[self._out[having]].tolist()}
         for row, link in self._where_began().items():
             if self._out[row] and LINK not in attributes.get(row, {}):
                 attributes[row] = {**attributes.get(row, {}), **link}
-        for row in [row for row, its in attributes.items() if LINK in its and LINK_TRACE_ID not in its]:
+        for row in [
+            row
+            for row, row_attributes in attributes.items()
+            if LINK in row_attributes and LINK_TRACE_ID not in row_attributes
+        ]:
             cause = attributes[row][LINK]
             if isinstance(cause, tuple | list) and len(cause) == 2:
                 trace_id = self._decisions.member(row).traces.get(int(cause[1]))
@@ -165,36 +169,36 @@ class SentRows:
     def _of_unknown(self) -> Mapping[int, tuple[int, RemoteParent]]:
         """Return the root and the trace of rows below a key that no request here is known by, where a run has such."""
         run = self._decisions.run
-        found = self._found
+        trace = self._found
         keyed = np.zeros(len(self._unit), np.bool_)
-        keyed[found.attributes.having(KEY)] = bool(run)
+        keyed[trace.attributes.having(KEY)] = bool(run)
         keyed &= (self._joined.of == NONE) & ~np.append(self._decisions.is_root, False)[self._unit]
         if not keyed.any():
             return {}
-        keyed &= nearest_above(found.parent, keyed) == NONE
+        keyed &= nearest_above(trace.parent, keyed) == NONE
         rows = np.flatnonzero(self._out)
-        tops = nearest(found.parent, keyed)[rows]
-        its: dict[int, tuple[int, RemoteParent]] = {}
+        tops = nearest(trace.parent, keyed)[rows]
+        parent_by_row: dict[int, tuple[int, RemoteParent]] = {}
         for row, top in zip(rows.tolist(), tops.tolist(), strict=True):
-            key = None if top == NONE or top in self._gathered.trace.remote else found.attributes[top].get(KEY)
+            key = None if top == NONE or top in self._gathered.trace.remote else trace.attributes[top].get(KEY)
             if isinstance(key, str) and key:
-                its[row] = int(self._gathered.own[top]), RemoteParent(trace_id_of(run, key), 0)
-        return its
+                parent_by_row[row] = int(self._gathered.own[top]), RemoteParent(trace_id_of(run, key), 0)
+        return parent_by_row
 
     def _caller(self, piece: int) -> RemoteParent:
         """Return what the topmost span of a piece of a request lies below, in another process."""
         unit = int(self._unit[piece])
-        given = self._found.remote.get(unit)
-        flags, state = (1, "") if given is None else (given.flags, given.state)
+        remote = self._found.remote.get(unit)
+        flags, state = (1, "") if remote is None else (remote.flags, remote.state)
         above = int(self._found.parent[piece])
         return RemoteParent(self._decisions.trace_id(unit), self._decisions.span_id(above), flags, state=state)
 
     def _links(self) -> Mapping[int, tuple[LinkedSpan, ...]]:
         """Return the requests that each batch serves and that are not dropped, as a collector knows them."""
-        served, found = self._joined.served, dict[int, dict[LinkedSpan, None]]()
-        known = np.flatnonzero((served.request != NONE) & self._out[served.batch])
+        served, links_by_batch = self._joined.served, dict[int, dict[LinkedSpan, None]]()
+        pairs = np.flatnonzero((served.request != NONE) & self._out[served.batch])
         linked: dict[int, LinkedSpan | None] = {}
-        for batch, place in zip(served.batch[known].tolist(), served.request[known].tolist(), strict=True):
+        for batch, place in zip(served.batch[pairs].tolist(), served.request[pairs].tolist(), strict=True):
             if place not in linked:
                 row = int(self._joined.rows[place])
                 root = int(self._unit[row])
@@ -202,14 +206,14 @@ class SentRows:
                 linked[place] = None if is_dropped else LinkedSpan(
                     self._decisions.trace_id(root), self._decisions.span_id(row)
                 )  # fmt: skip
-            one = linked[place]
-            if one is not None:
-                found.setdefault(batch, {})[one] = None
-        return {batch: tuple(its) for batch, its in found.items()}
+            link = linked[place]
+            if link is not None:
+                links_by_batch.setdefault(batch, {})[link] = None
+        return {batch: tuple(row_links) for batch, row_links in links_by_batch.items()}
 
     def _where_began(self) -> Mapping[int, Mapping[str, AttributeValue]]:
         """Return the links of requests with keys that began within others to the spans in which they did."""
-        found: dict[int, Mapping[str, AttributeValue]] = {}
+        link_by_row: dict[int, Mapping[str, AttributeValue]] = {}
         for place in self._joined.keys:
             row = int(self._joined.rows[place])
             above = int(self._found.parent[row])
@@ -218,8 +222,8 @@ class SentRows:
             around = int(self._unit[above])
             if around not in (NONE, row):
                 trace = RemoteParent(self._decisions.trace_id(around), 1)
-                found[row] = link_of(int(self._gathered.own[above]), int(self._gathered.own[around]), trace)
-        return found
+                link_by_row[row] = link_of(int(self._gathered.own[above]), int(self._gathered.own[around]), trace)
+        return link_by_row
 
     # ---------------------------------------------------------------- stages
 
@@ -230,41 +234,41 @@ class SentRows:
         request = np.where(theirs[served.request], served.request, NONE)
         joined = replace(self._joined, served=replace(served, request=request))
         self._stage_view = joined
-        found = stages(self._found, joined, self._kinds)
-        return [one for one in found if theirs[one.place]]
+        all_stages = stages(self._found, joined, self._kinds)
+        return [entry for entry in all_stages if theirs[entry.place]]
 
     def _send_stages(self, its_stages: Sequence[Stages]) -> None:
         """Make spans of the stages of requests that are sent."""
         gathered = self._gathered
-        wanted = [one for one in its_stages if self._out[self._joined.rows[one.place]]]
-        if not wanted:
+        sent_stages = [entry for entry in its_stages if self._out[self._joined.rows[entry.place]]]
+        if not sent_stages:
             return
-        for row, spans in sorted(spans_of_stages(self._found, self._stage_view, wanted).items()):
-            own, number = int(gathered.own[row]), self.caller_of[row]
+        for row, spans in sorted(spans_of_stages(self._found, self._stage_view, sent_stages).items()):
+            span_id, number = int(gathered.own[row]), self.caller_of[row]
             for place, span in enumerate(spans):
-                span.span_id = (DERIVED | (own << STAGES_BITS | place) & (1 << 62) - 1) - (1 << 64)
-                span.parent_id, span.root_id = own, int(self.root_id[row])
+                span.span_id = (DERIVED | (span_id << STAGES_BITS | place) & (1 << 62) - 1) - (1 << 64)
+                span.parent_id, span.root_id = span_id, int(self.root_id[row])
                 span.thread_id, span.task_id = int(gathered.own_thread[row]), int(self._found.task_id[row])
                 span.remote = None if number == NONE else self.callers[number]
             self._of(int(gathered.member[row])).derived += spans
 
-    def _count_served(self, its_stages: Sequence[Stages], kept: set[int]) -> None:
+    def _count_served(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
         """Note the time in the queue of each request that batches served, kept or not."""
         served = self._joined.served
         sizes = np.bincount(served.batch, minlength=len(self._unit)) if len(served.batch) else np.zeros(0, np.int64)
         starts, ends = self._found.start_ns, self._found.end_ns
-        for one in its_stages:
-            row = int(self._joined.rows[one.place])
+        for entry in its_stages:
+            row = int(self._joined.rows[entry.place])
             unit = int(self._unit[row])
-            if self._gathered.state[unit] == PASSED or one.place not in self._joined.keys:
+            if self._gathered.state[unit] == PASSED or entry.place not in self._joined.keys:
                 continue
-            batches = served.batch[served.request == one.place]
+            batches = served.batch[served.request == entry.place]
             batches = batches[starts[batches] < np.minimum(ends[batches], ends[row])]
-            queue_ns = 0 if one.queue is None else one.queue[1] - one.queue[0]
-            (own,) = spans_of(self._found, np.array([row]))
-            own.span_id, own.thread_id = int(self._gathered.own[row]), int(self._gathered.own_thread[row])
-            trace = (self._decisions.trace_id(unit), self._decisions.span_id(row)) if unit in kept else None
+            queue_ns = 0 if entry.queue is None else entry.queue[1] - entry.queue[0]
+            (span,) = spans_of(self._found, np.array([row]))
+            span.span_id, span.thread_id = int(self._gathered.own[row]), int(self._gathered.own_thread[row])
+            trace = (self._decisions.trace_id(unit), self._decisions.span_id(row)) if unit in roots else None
             size = float(sizes[batches].mean()) if len(batches) else 0.0
             self._of(int(self._gathered.member[row])).served.append(
-                ServedRequest(own, queue_ns, size, trace, one.is_generation)
+                ServedRequest(span, queue_ns, size, trace, entry.is_generation)
             )

@@ -79,48 +79,48 @@ def _has_due(member: UnsettledRows, horizon_ns: int) -> bool:
     return bool(((member.state != SETTLED) & (member.rows["end_ns"] <= horizon_ns)).any())
 
 
-def _release(decisions: Decisions, sent: SentRows, horizon_ns: int, *, is_last: bool) -> None:
+def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
     """Drop settled rows, but those that say whose other rows are."""
-    gathered, found, joined = decisions.gathered, decisions.found, decisions.joined
-    out, gone, is_root = decisions.out, decisions.gone, decisions.is_root
-    for row in np.flatnonzero(is_root & (out | gone)).tolist():
+    gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
+    out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root
+    for row in np.flatnonzero(is_root & (out | dropped)).tolist():
         member, root_id = decisions.member(row), int(gathered.own[row])
         decided = Decided(False, root_id, None)
         if out[row]:
-            number = sent.caller_of[row]
-            decided = Decided(True, int(sent.root_id[row]), None if number == NONE else sent.callers[number])
+            number = sent_rows.caller_of[row]
+            decided = Decided(True, int(sent_rows.root_id[row]), None if number == NONE else sent_rows.callers[number])
         member.decide(root_id, decided)
         member.early.discard(root_id)
-    says_keys = is_root | found.of_kind("request")
+    says_keys = is_root | trace.of_kind("request")
     for name in (KEY, BATCH_KEYS):
-        says_keys[found.attributes.having(name)] = True
+        says_keys[trace.attributes.having(name)] = True
     says_keys = and_above(gathered.trace.parent, np.flatnonzero(says_keys))  # a key counts for all below it
     needed = np.zeros(len(says_keys), np.bool_)
     waiting = [row for place in joined.keys if decisions.fate_of(row := int(joined.rows[place])) is None]
-    since_ns = int(found.start_ns[waiting].min()) if waiting else OPEN_NS
+    since_ns = int(trace.start_ns[waiting].min()) if waiting else OPEN_NS
     batches = np.fromiter(decisions.served, np.int64, len(decisions.served))
-    needed[batches[found.end_ns[batches] >= since_ns]] = True  # they serve such a request, or keep it waiting
-    settled = out | gone
-    recent = gone & _stay_recent(decisions, set() if is_last else decisions.passed)
+    needed[batches[trace.end_ns[batches] >= since_ns]] = True  # they serve such a request, or keep it waiting
+    settled = out | dropped
+    recent = dropped & _stay_recent(decisions, set() if is_last else decisions.passed)
     passed_before = (gathered.state == PASSED) & ~settled
     roots_before = set() if is_last else set(np.flatnonzero(is_root & passed_before).tolist())
     expired = passed_before & ~_stay_recent(decisions, roots_before)
     for number, member in enumerate(decisions.members):
         rows = np.flatnonzero((gathered.member == number) & (gathered.place != NONE))
-        member.passed += int(np.count_nonzero(gone[rows] & (gathered.state[rows] != PASSED)))
+        member.passed += int(np.count_nonzero(dropped[rows] & (gathered.state[rows] != PASSED)))
         member.lingers = member.packed > 0 or _lingers(decisions, number)
         is_context = (settled[rows] & ~recent[rows]) | (gathered.state[rows] == SETTLED)
         stays = is_context & says_keys[rows] & (not is_last)
-        old = np.flatnonzero(stays & ~needed[rows] & (found.end_ns[rows] <= horizon_ns - CONTEXT_NS))
+        old = np.flatnonzero(stays & ~needed[rows] & (trace.end_ns[rows] <= horizon_ns - CONTEXT_NS))
         excess = int(np.count_nonzero(stays)) - (MOST_CONTEXT if member.has_keys else 0)
         if excess > 0:
-            stays[old[np.argsort(found.end_ns[rows[old]], kind="stable")[:excess]]] = False
+            stays[old[np.argsort(trace.end_ns[rows[old]], kind="stable")[:excess]]] = False
         place = gathered.place[rows]
         member.state[place[is_context]] = SETTLED
         member.state[place[recent[rows]]] = PASSED
-        wanted = np.ones(len(member.rows), np.bool_)
-        wanted[place[(is_context & ~stays) | expired[rows]]] = False
-        member.keep(wanted)
+        is_kept = np.ones(len(member.rows), np.bool_)
+        is_kept[place[(is_context & ~stays) | expired[rows]]] = False
+        member.keep(is_kept)
 
 
 def _stay_recent(decisions: Decisions, units: set[int]) -> Bools:

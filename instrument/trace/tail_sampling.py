@@ -99,7 +99,7 @@ class TailSampler:
             (capture.errors and request.has_error)
             or (capture.slow_ns is not None and request.end_ns - request.start_ns >= capture.slow_ns)
             or self._usual.is_slow(request)
-            or (bool(capture.where) and all(_holds(one, request) for one in capture.where))
+            or (bool(capture.where) and all(_holds(condition, request) for condition in capture.where))
         )
 
     def is_allowed(self, end_ns: int) -> bool:
