@@ -108,8 +108,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     room = f"instrument.{_ROOM_OF[name]}"
     __import__(room)
-    found = globals()[name] = getattr(sys.modules[room], name)
-    return found
+    value = globals()[name] = getattr(sys.modules[room], name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -38,12 +38,12 @@ VERBS: Mapping[str, str] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "backslashreplace":
         sys.stdout.reconfigure(errors="backslashreplace")  # for names on an ASCII terminal
     try:
-        own, host = _split(given)
-        options = _read(own)
+        own_words, host = _split(words)
+        options = _read(own_words)
         code: int = options.verb(options, host)
         flush(sys.stdout)
     except ProfileError as error:
@@ -67,25 +67,25 @@ def flush(stream: TextIO | None) -> None:
         stream.flush()
 
 
-def _read(own: list[str]) -> argparse.Namespace:
+def _read(words: list[str]) -> argparse.Namespace:
     """Parse the words for the command itself. Raises `InstrumentError` for an unknown verb or option."""
-    word = own[0] if own else ""
+    word = words[0] if words else ""
     parser, verbs = _parsers(word)
     if word not in VERBS and word and not word.startswith("-"):
         raise InstrumentError(f"asked for the verb {word!r}; allowed: {', '.join(VERBS)}{_meant(word, VERBS)}")
-    options, unknown = parser.parse_known_args(own)
+    options, unknown = parser.parse_known_args(words)
     if unknown:
         used = verbs.get(word, parser)
-        meant = _meant(unknown[0], re.findall(r"--[a-z-]+", used.format_help()))
-        raise InstrumentError(f"found {unknown[0]!r}, which `{used.prog}` does not know{meant}; its --help lists all")
+        hint = _meant(unknown[0], re.findall(r"--[a-z-]+", used.format_help()))
+        raise InstrumentError(f"found {unknown[0]!r}, which `{used.prog}` does not know{hint}; its --help lists all")
     return options
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
+def _meant(word: str, names: Iterable[str]) -> str:
     from instrument.profile.document import nearest
 
-    meant = nearest(word, known)
-    return f"; did you mean {meant!r}?" if meant else ""
+    name = nearest(word, names)
+    return f"; did you mean {name!r}?" if name else ""
 
 
 def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -115,26 +115,26 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _split(given: list[str]) -> tuple[list[str], list[str]]:
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the words for the command itself, and the host's command line.
 
     The host's begins after `--`, at `-m` or `-c`, or at the first word that is no option.
     """
-    if given[:1] in (["check"], ["init"]) and "--" in given:
-        at = given.index("--")
-        if not given[at + 1 :]:
+    if words[:1] in (["check"], ["init"]) and "--" in words:
+        at = words.index("--")
+        if not words[at + 1 :]:
             raise InstrumentError(
-                f"{given[0]}: nothing to run after --; give script.py [argument ...] or -m module ..."
+                f"{words[0]}: nothing to run after --; give script.py [argument ...] or -m module ..."
             )
-        return given[:at], given[at + 1 :]
-    if given[:1] != ["run"]:
-        return given, []
-    own, host = given, []
+        return words[:at], words[at + 1 :]
+    if words[:1] != ["run"]:
+        return words, []
+    own_words, host = words, []
     i = 1
-    while i < len(given):
-        word = given[i]
+    while i < len(words):
+        word = words[i]
         if word == "--":
-            own, host = given[:i], given[i + 1 :]
+            own_words, host = words[:i], words[i + 1 :]
             break
         if word in ("--profile", "--preset"):
             i += 2
@@ -142,6 +142,6 @@ def _split(given: list[str]) -> tuple[list[str], list[str]]:
         if word == "-h" or word.startswith("--"):
             i += 1  # ours, or a mistake for the parser to name
             continue
-        own, host = given[:i], given[i:]
+        own_words, host = words[:i], words[i:]
         break
-    return own, host
+    return own_words, host

@@ -21,9 +21,9 @@ def add(verbs: Verbs) -> None:
         description="With --socket it serves processes that join, until SIGTERM: services that are started with "
         f"{run_folder.VARIABLE}=PATH in their environment. With --run it serves that run until the run is over.",
     )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--socket", metavar="PATH", help="where to listen, in a folder of this user's alone")
-    which.add_argument("--run", metavar="RUN", help="the run whose agent has gone")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--socket", metavar="PATH", help="where to listen, in a folder of this user's alone")
+    place.add_argument("--run", metavar="RUN", help="the run whose agent has gone")
     parser.add_argument("--captures", metavar="DIR", help="where captures go (default: beside each service's files)")
     parser.set_defaults(verb=agent)
 
@@ -36,13 +36,13 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
             path = Path(options.socket).absolute()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         else:
-            known = {folder.name: folder for folder in run_folder.found()}
-            if options.run not in known:
-                runs = ", ".join(known) or "none"
+            folder_by_run = {folder.name: folder for folder in run_folder.found()}
+            if options.run not in folder_by_run:
+                runs = ", ".join(folder_by_run) or "none"
                 raise InstrumentError(
                     f"agent: asked for the run {options.run}, found {runs}; `instrument ps` lists those that go on"
                 )
-            path = known[options.run] / run_folder.SOCKET
+            path = folder_by_run[options.run] / run_folder.SOCKET
             run = Run(options.run, run_folder.first_process(options.run))
         run_folder.refuse_shared(path.parent)
         listener = run_folder.listen(path)

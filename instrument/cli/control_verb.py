@@ -113,16 +113,16 @@ def _add_reload(verbs: Verbs) -> None:
 
 def reload(options: argparse.Namespace, host: list[str]) -> int:
     """Ask the processes, and print what each answers. Returns the exit code."""
-    known = options.profile or os.environ.get("INSTRUMENT_PROFILE")
-    profile = load(known) if known else Profile()  # a broken profile ends here, not in the service
-    where = Path(options.socket) if options.socket else folder_of(profile.control.socket or "auto", Path.cwd())
+    path_of_profile = options.profile or os.environ.get("INSTRUMENT_PROFILE")
+    profile = load(path_of_profile) if path_of_profile else Profile()  # a broken profile ends here, not in the service
+    folder = Path(options.socket) if options.socket else folder_of(profile.control.socket or "auto", Path.cwd())
     request = Request()
     if options.profile:
         # A process may have the service's name of a variable of its own; the variable here says which is meant.
         service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
         request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
     answers = {} if options.socket else _answers_of_runs(request, options)
-    paths = [where] if where.is_socket() else sockets(where)
+    paths = [folder] if folder.is_socket() else sockets(folder)
     if options.run is not None:
         paths = []
     elif options.pid is not None:
@@ -134,19 +134,19 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
         lambda slow: _say_who_is_slow(dict.fromkeys(path.stem for path in slow), options.wait),
     )
     answers.update((path.stem, answer) for path, answer in by_path.items())
-    others = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
-    for pid, other in others.items():
+    other_by_pid = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
+    for pid, profile_there in other_by_pid.items():
         hint = "" if request.switch else f"; --pid {pid} gives it another file of its service"
-        print(f"{pid}: left alone: {other}{hint}")
+        print(f"{pid}: left alone: {profile_there}{hint}")
         del answers[pid]
     if not answers:
-        asked = "a process" if options.pid is None else f"process {options.pid}"
-        if others:
+        target = "a process" if options.pid is None else f"process {options.pid}"
+        if other_by_pid:
             raise InstrumentError(
-                f"reload: asked for {asked} that runs {options.profile}, found only others in {where}, named above"
+                f"reload: asked for {target} that runs {options.profile}, found only others in {folder}, named above"
             )
         raise InstrumentError(
-            f"reload: asked for {asked} that listens in {where}, or of a run with an agent, found none; without an "
+            f"reload: asked for {target} that listens in {folder}, or of a run with an agent, found none; without an "
             "agent the running profile needs `control: {socket: ...}`, and --socket names its folder"
         )
     for pid, answer in answers.items():

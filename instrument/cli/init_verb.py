@@ -77,11 +77,11 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
         raise InstrumentError(
             "init: found no command to observe; give the service's after --, as in `instrument init -- server.py`"
         )
-    named = "profile.yaml" if prints else str(path)
+    profile_name = "profile.yaml" if prints else str(path)
     host_of("init", host)
     words = host[1:] if re.fullmatch(r"python[\d.]*", Path(host[0]).name) and not Path(host[0]).is_dir() else host
     observation, code = _observe(words, options.for_ns, to_stderr=prints)
-    first = first_profile_of(observation, words, service_of(words), named)
+    first = first_profile_of(observation, words, service_of(words), profile_name)
     text = text_of(first)
     loads(text)  # what we write must be a profile
     if prints:
@@ -115,9 +115,9 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
         profile = Path(folder, "observing.yaml")
         profile.write_text(OBSERVING.format(patterns=patterns), encoding="utf-8")
         environ = {INIT_FOLDER: folder, SALT_VARIABLE: secrets.token_hex(16)}
-        how = "ends" if for_ns is None else f"ends, or {for_ns / 1e9:g} s have passed"
+        end = "ends" if for_ns is None else f"ends, or {for_ns / 1e9:g} s have passed"
         print(
-            f"instrument: observing; send it requests. The profile is written when the command {how}", file=sys.stderr
+            f"instrument: observing; send it requests. The profile is written when the command {end}", file=sys.stderr
         )
         ended = list[int]()
         with running(str(profile), words, environ, ended, to_stderr=to_stderr) as child:

@@ -128,26 +128,26 @@ def runs_in(folder: str) -> list[list[str]]:
 
 
 def _files_in(folder: str) -> list[str]:
-    known: dict[str, str] = {}
+    path_by_stem: dict[str, str] = {}
     names = sorted(entry.name for entry in Path(folder).iterdir() if not entry.name.startswith("."))
     for suffix in SUFFIXES:
         for name in names:
             if name.endswith(suffix):
-                known.setdefault(name.removesuffix(suffix), str(Path(folder, name)))
-    if not known:
+                path_by_stem.setdefault(name.removesuffix(suffix), str(Path(folder, name)))
+    if not path_by_stem:
         raise TraceError(f"the folder {folder} has no recording and no trace ({', '.join(SUFFIXES)}) in it")
-    return [known[stem] for stem in sorted(known)]
+    return [path_by_stem[stem] for stem in sorted(path_by_stem)]
 
 
 def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
     """Return the files of the run that is asked for, else of the newest run. Files that are of no run stay."""
-    known = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
-    if not known and run is None:
+    facts_by_path = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
+    if not facts_by_path and run is None:
         return list(paths)
-    wanted, others = chosen(folder, runs_of(known), run)
-    if others:
-        say(others)
-    return [path for path in paths if path not in known or path in wanted.files]
+    newest, sentence = chosen(folder, runs_of(facts_by_path), run)
+    if sentence:
+        say(sentence)
+    return [path for path in paths if path not in facts_by_path or path in newest.files]
 
 
 def _facts_in(path: str) -> Trace | None:

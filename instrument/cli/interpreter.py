@@ -77,34 +77,34 @@ class Command(NamedTuple):
     note: str = ""
 
 
-def host_of(verb: str, given: list[str]) -> Command:
+def host_of(verb: str, words: list[str]) -> Command:
     """Return the command to run: by this interpreter for Python, else by itself in our environment.
 
     Takes what a shell takes, or what follows `python` there. Raises `InstrumentError` for a command that cannot be
     run, or in which no session would start.
     """
-    if not given:
+    if not words:
         raise InstrumentError(f"{verb}: {_NOTHING}")
-    if given[0].startswith("-"):
-        return _python_of(verb, given)
-    path = _path_of(verb, given[0])
+    if words[0].startswith("-"):
+        return _python_of(verb, words)
+    path = _path_of(verb, words[0])
     head = b"" if path.is_dir() else _head(path)
     if _INTERPRETER.fullmatch(path.name) and not path.is_dir():
-        _refuse_another(verb, given[0], path)
-        return _python_of(verb, given[1:])
+        _refuse_another(verb, words[0], path)
+        return _python_of(verb, words[1:])
     if head.startswith(b"\x7fELF"):
         is_shell = path.name in _SHELLS
         note = f"{path.name} is machine code: Python in it and below it is recorded, all else is not"
-        return Command([str(path), *given[1:]], "" if is_shell else note)
+        return Command([str(path), *words[1:]], "" if is_shell else note)
     if path.suffix in (".sh", ".bash") and not head.startswith(b"#!"):
-        return Command(["/bin/sh", str(path), *given[1:]])
+        return Command(["/bin/sh", str(path), *words[1:]])
     if not head.startswith(b"#!") or (of_python := _OF_PYTHON.match(head)):
-        if str(path) != given[0] and of_python and (interpreter := os.fsdecode(of_python[1])).startswith("/"):
-            _refuse_another(verb, given[0], Path(interpreter))
-        return _python_of(verb, [str(path), *given[1:]])
+        if str(path) != words[0] and of_python and (interpreter := os.fsdecode(of_python[1])).startswith("/"):
+            _refuse_another(verb, words[0], Path(interpreter))
+        return _python_of(verb, [str(path), *words[1:]])
     if not os.access(path, os.X_OK):
-        raise InstrumentError(f"{verb}: asked to run {given[0]!r}, found no right to run it; chmod +x {path} gives it")
-    return Command([str(path.absolute()), *given[1:]])
+        raise InstrumentError(f"{verb}: asked to run {words[0]!r}, found no right to run it; chmod +x {path} gives it")
+    return Command([str(path.absolute()), *words[1:]])
 
 
 _NOTHING = "nothing to run; give what you would give a shell: `-- python server.py`, `-- uvicorn app:app`"
@@ -123,7 +123,7 @@ def _python_of(verb: str, words: list[str]) -> Command:
         option = re.match(r"-(?=[A-Za-z])(\w*?)([WXmc]|$)(.*)", word)
         if option is None:
             break
-        letters, last, rest = option.groups()
+        letters, last, argument = option.groups()
         if set(letters) & set("IES"):
             raise InstrumentError(
                 f"{verb}: found {word} before the script; with -I, -E or -S Python does not load what starts the "
@@ -131,7 +131,7 @@ def _python_of(verb: str, words: list[str]) -> Command:
             )
         if last in ("m", "c"):
             break
-        if last and not rest:
+        if last and not argument:
             next(options, None)  # what -W or -X means
     return Command([sys.executable, *interpreter_flags(), *words])
 
@@ -153,14 +153,14 @@ def service_of(words: Sequence[str]) -> str:
         name = re.search(r'(?ms)^\[project\](?:(?!^\[).)*?^name\s*=\s*["\']([^"\']+)["\']', text)
         if name:
             return _as_name(name[1])
-    named = [
+    targets = [
         word
         for before, word in zip(("", *words), words, strict=False)
         if before == "-m" or re.match(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\.\w+)*(?:\(|$)", word)
     ]
-    modules = [re.split(r"[.:]", word)[0] for word in reversed(named)]
+    modules = [re.split(r"[.:]", word)[0] for word in reversed(targets)]
     programs = [Path(word).stem for word in words if not re.match(r"-|(.*/)?python[\d.]*$", word)]
-    is_script = not named and words[:1] != ["-c"]
+    is_script = not targets and words[:1] != ["-c"]
     names = [name for name in (*modules, *programs[:is_script], Path.cwd().name) if name and name not in _SERVERS]
     return _as_name(next((name for name in names if name not in _GENERIC), next(iter(names), "service")))
 

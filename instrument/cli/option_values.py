@@ -80,8 +80,8 @@ def one_of(names: Iterable[str]) -> dict[str, Any]:
 
 def _require(text: str, names: Collection[str]) -> None:
     if text not in names:
-        meant = nearest(text, names)
-        hint = f"; did you mean {meant!r}?" if meant else ""
+        name = nearest(text, names)
+        hint = f"; did you mean {name!r}?" if name else ""
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: {', '.join(names)}{hint}")
 
 
@@ -111,5 +111,5 @@ def profile_of(options: argparse.Namespace) -> tuple[str, bool]:
     if of_variable and not (options.preset or options.profile or os.access(of_variable, os.R_OK)):
         print(f"instrument: INSTRUMENT_PROFILE: found {of_variable!r}, which cannot be read", file=sys.stderr)
         of_variable = ""
-    named = path_of(options.preset) if options.preset else options.profile or of_variable
-    return named or path_of(PRESETS[0]), not named
+    path = path_of(options.preset) if options.preset else options.profile or of_variable
+    return path or path_of(PRESETS[0]), not path

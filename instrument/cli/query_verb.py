@@ -130,8 +130,8 @@ class LoadedTrace:
             return relation.pl()
         if kind == "pyarrow":
             return relation.to_arrow_table()
-        asked = "none of them is installed" if kind is None else f"asked for {kind}"
-        raise InstrumentError(f"load: data frames are of {', '.join(FRAMES)}; {asked}: pip install pandas")
+        state = "none of them is installed" if kind is None else f"asked for {kind}"
+        raise InstrumentError(f"load: data frames are of {', '.join(FRAMES)}; {state}: pip install pandas")
 
 
 def load(
@@ -150,5 +150,5 @@ def load(
     if not paths:
         raise InstrumentError("load: found no path; give a file or a folder")
     names = [os.fspath(path) for path in paths]
-    read = list(map(saved_in, files_in(names, run, all_runs, lambda others: warnings.warn(others, stacklevel=4))))
+    read = list(map(saved_in, files_in(names, run, all_runs, lambda sentence: warnings.warn(sentence, stacklevel=4))))
     return LoadedTrace(one_trace(read, clock), frames)

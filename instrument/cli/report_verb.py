@@ -39,7 +39,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--with",
-        dest="beside",
+        dest="torch_trace",
         metavar="FILE",
         help="a trace that torch.profiler saved of the same time: its kernels, allocations and FLOPs beside our spans",
     )
@@ -107,16 +107,16 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
         options.traces = files_of("report", options)
         if len(options.traces) > 1 or options.by:
             options.memory = options.memory or bound_bytes([*options.traces, *options.traces])  # apart, and as one
-    if options.beside and (run is not None or len(options.traces) > 1 or options.by):
-        found = "several" if run is None else "a run"
-        raise InstrumentError(f"report: --with is for one file, found {found}; give that of the same process")
+    if options.torch_trace and (run is not None or len(options.traces) > 1 or options.by):
+        problem = "several" if run is None else "a run"
+        raise InstrumentError(f"report: --with is for one file, found {problem}; give that of the same process")
     load_libraries()
     from instrument.report.summary import prepare
 
     prepare(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
     if run is not None:
         return _reported(options, run)
-    with within_memory("report", [options.traces[0], *filter(None, [options.beside])], options.memory):
+    with within_memory("report", [options.traces[0], *filter(None, [options.torch_trace])], options.memory):
         return _reported(options)
 
 
@@ -137,24 +137,24 @@ def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
     from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, document
 
-    given = {known.name: getattr(options, known.name, None) for known in fields(Options)}
-    given["most"] = None if options.json or options.html is not None or options.rows == ALL else MOST
-    given["rows"] = None if options.rows == ALL else options.rows
-    views, asked = options.view or views_for(given), Options.of(given)
+    values = {field.name: getattr(options, field.name, None) for field in fields(Options)}
+    values["most"] = None if options.json or options.html is not None or options.rows == ALL else MOST
+    values["rows"] = None if options.rows == ALL else options.rows
+    views, chosen = options.view or views_for(values), Options.of(values)
     if options.html is not None:
-        return _written(options, asked, run)
+        return _written(options, chosen, run)
     documents = []
     for place, (header, facts, recording) in enumerate(_recordings(options, run)):
         if options.request is not None:
             from instrument.report.request_life import request_life
 
-            life = request_life(recording, options.request, asked)
+            life = request_life(recording, options.request, chosen)
             documents.append({**facts, "request": document(life)})
             text = "\n".join(life.lines())
         elif options.json:
-            documents.append({**facts, **summary_document(views, recording, asked)})
+            documents.append({**facts, **summary_document(views, recording, chosen)})
         else:
-            text = summary(views, recording, asked)
+            text = summary(views, recording, chosen)
         if not options.json:
             if header:
                 sys.stdout.write("\n" * (place > 0) + f"{header}\n\n")
@@ -165,14 +165,14 @@ def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
     return 0
 
 
-def _written(options: argparse.Namespace, asked: Options, run: RunRead | None) -> int:
+def _written(options: argparse.Namespace, chosen: Options, run: RunRead | None) -> int:
     from instrument.report.page.html_page import write_page
 
     for name in ("json", "by", "view"):
         if getattr(options, name):
             raise InstrumentError(f"report: --html is one page of all views; found --{name} beside it; leave one out")
     for header, _, recording in _recordings(options, run):
-        page = write_page(options.html, recording, asked, request=options.request, header=header)
+        page = write_page(options.html, recording, chosen, request=options.request, header=header)
         sys.stdout.write(f"HTML page: {page}\n")
     return 0
 
@@ -180,7 +180,7 @@ def _written(options: argparse.Namespace, asked: Options, run: RunRead | None) -
 def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tuple[str, dict[str, Any], Recording]]:
     """Yield what is reported on, all files as one or those per process, with its heading in text and facts in JSON."""
     if run is None and len(options.traces) == 1 and not options.by:
-        yield "", {}, _recording(options.traces[0], options.beside)
+        yield "", {}, _recording(options.traces[0], options.torch_trace)
         return
     from instrument.report.view import Recording
     from instrument.trace.apart import processes_of
@@ -208,11 +208,11 @@ def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
     yield merged.header, {"merged": facts}, Recording.of_saved(merged.saved)
 
 
-def _recording(path: str, beside: str | None) -> Recording:
+def _recording(path: str, torch_trace: str | None) -> Recording:
     from instrument import chrome
     from instrument.report.view import Recording
 
     saved = saved_in(path)
-    if beside:
-        saved = replace(saved, trace=chrome.join(saved.trace, saved_in(beside).trace))
+    if torch_trace:
+        saved = replace(saved, trace=chrome.join(saved.trace, saved_in(torch_trace).trace))
     return Recording.of_saved(saved)

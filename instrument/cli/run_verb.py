@@ -224,14 +224,14 @@ def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
 
     Returns the service's status, and the pid of the last agent.
     """
-    begun = 1
+    starts = 1
     while True:
         number = signal.sigwaitinfo(signal.valid_signals()).si_signo
         if number == signal.SIGCHLD:
             reaped = _reaped()
             ended = [status for pid, status in reaped if pid == service]
             if agent in dict(reaped):
-                agent, begun = 0 if ended or begun == AGENTS else _restarted_agent(path, run, service), begun + 1
+                agent, starts = 0 if ended or starts == AGENTS else _restarted_agent(path, run, service), starts + 1
             for pid, status in reaped:
                 _report_end(path, pid, status)
             if ended:

@@ -48,17 +48,17 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.agent.screen import LiveSampler
 
     with client.asked(options.run, memory=True) as runs:
-        seen = [(run, LiveSampler(run.name).look(run.members, run.folded)) for run in runs]
+        screens = [(run, LiveSampler(run.name).look(run.members, run.folded)) for run in runs]
     if options.json:
         documents = [
             {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, "unseen": run.unseen,
              **screen.document()}
-            for run, screen in seen
+            for run, screen in screens
         ]  # fmt: skip
         json.dump({"runs": documents}, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return 0
-    for run, screen in seen:
+    for run, screen in screens:
         agent = f"agent {run.agent}" if run.agent else run.problem
         print(f"Run {safe(run.name)}, {safe(agent)}")
         for line in screen.process_lines():
@@ -153,7 +153,7 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
 
 
 class RunRead(NamedTuple):
-    """A run, what its processes have recorded up to now, and the number of those that ended before."""
+    """A run, the recordings of its processes up to now, and the number of processes that ended before."""
 
     name: str
     read: list[Saved]
@@ -162,13 +162,13 @@ class RunRead(NamedTuple):
 
     @property
     def processes(self) -> str:
-        """The number of processes, and of those without a recording."""
-        without = f", without {self.ended} that ended before" if self.ended else ""
-        return f"{len(self.read)} process{'es' * (len(self.read) != 1)}{without}"
+        """Return the number of processes, and the number of ended ones without a recording."""
+        ended = f", without {self.ended} that ended before" if self.ended else ""
+        return f"{len(self.read)} process{'es' * (len(self.read) != 1)}{ended}"
 
     @property
     def header(self) -> str:
-        """The line above a report."""
+        """Return the line above a report."""
         return f"Run {safe(self.name)} {'is still going' if self.is_going else 'has ended'}: {self.processes}"
 
 
@@ -230,8 +230,8 @@ def recover(options: argparse.Namespace, host: list[str]) -> int:
     failed = False
     for path in files:
         try:
-            said, is_gone = _recovered(path)
-            print(f"{path}: {said}")
+            outcome, is_gone = _recovered(path)
+            print(f"{path}: {outcome}")
             if is_gone and options.remove:
                 path.unlink()
         except (TraceError, OSError) as problem:

@@ -173,13 +173,13 @@ class SiteCore(Core):
         place = self._place_of.get(site, site)
         if name == place.name:
             return place
-        known = self._renamed.setdefault(place, {})
-        renamed = known.get(name)
+        site_by_name = self._renamed.setdefault(place, {})
+        renamed = site_by_name.get(name)
         if renamed is None:
-            if len(known) >= NAMES_OF_PLACE or len(self._place_of) >= self.scope_name_limit:
+            if len(site_by_name) >= NAMES_OF_PLACE or len(self._place_of) >= self.scope_name_limit:
                 self.count("span names beyond the limit of their place, counted under the name that it has")
                 return place
-            renamed = known.setdefault(name, replace(place, name=name))
+            renamed = site_by_name.setdefault(name, replace(place, name=name))
             self._place_of[renamed] = place
             self.note_shape(renamed, self.shapes.get(place, "scope"))
         return renamed
@@ -187,17 +187,17 @@ class SiteCore(Core):
     def rename_open(self, frame: Any, name: object) -> None:
         """Rename the span of a frame, or with None the innermost open one of this context. Never raises."""
         site = self.site_of_open(frame)
-        known = span_attributes.name_of(name)
+        text = span_attributes.name_of(name)
         if site is None:
             return
-        if known is None:
+        if text is None:
             self._complain("span names that are no text", f"asked for a span's name, found {name!r:.60}; allowed: text")
         elif site.kind == "step":
             self._complain("steps not renamed", f"asked to rename {site.name}, found a step, which is counted by name")
         elif frame is None:
-            self.rename_innermost(self.renamed_site(site, known))
+            self.rename_innermost(self.renamed_site(site, text))
         else:
-            self.rename(frame, self.renamed_site(site, known))
+            self.rename(frame, self.renamed_site(site, text))
 
     def set_status_open(self, frame: Any, code: object, description: object, error_type: object) -> None:
         """Set the status of a frame's span, or with None of the innermost open one of this context. Never raises."""
@@ -216,8 +216,8 @@ class SiteCore(Core):
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
         return span_attributes.checked(attributes, more, self._complain)
 
-    def _complain(self, what: str, words: str, kind: str = "") -> None:
-        self.count(what)
+    def _complain(self, event: str, words: str, kind: str = "") -> None:
+        self.count(event)
         FAULTS.note_of_rule("annotate", words, kind)
 
 
@@ -277,8 +277,8 @@ class Readback(SiteCore):
 
         It waits until they are an eighth more than the known ones, which are copied each time.
         """
-        _, asked, *_ = self._shapes_of_nodes
-        if self.node_count - asked > asked // 8:
+        _, old_count, *_ = self._shapes_of_nodes
+        if self.node_count - old_count > old_count // 8:
             tree = self.paths()
             tree.located()
             tree.facts()

@@ -183,9 +183,9 @@ class Governor:
                 continue
             self.muted[site] = self._muted(site, threads, now_ns)
             self.is_busy = True
-            for other, of_other in threads.items():
+            for other_thread, of_other in threads.items():
                 if site in of_other:
-                    spent_ns[other] -= self._cost_ns(site, of_other[site])
+                    spent_ns[other_thread] -= self._cost_ns(site, of_other[site])
 
     def _muted(self, site: Site, threads: Mapping[int, Mapping[Site, _Use]], now_ns: int) -> _Muted:
         used = {thread: uses[site] for thread, uses in threads.items() if site in uses}
@@ -308,20 +308,20 @@ class Governor:
     def _uses(self) -> dict[int, dict[Site, _Use]]:
         """Return the use by thread and site since the last time."""
         threads: dict[int, dict[Site, _Use]] = {}
-        seen: dict[tuple[int, Site], _Use] = {}
+        uses: dict[tuple[int, Site], _Use] = {}
         for thread_id, site, calls, total_ns, steps in self._recorder.usage():
-            use = seen.setdefault((thread_id, site), _Use())
+            use = uses.setdefault((thread_id, site), _Use())
             use.calls += calls
             use.total_ns += total_ns
             use.steps += steps
         nothing = _Use()
-        for (thread_id, site), use in seen.items():
+        for (thread_id, site), use in uses.items():
             before = self._before.get((thread_id, site), nothing)
             if use.calls > before.calls or use.steps > before.steps:
                 threads.setdefault(thread_id, {})[site] = _Use(
                     use.calls - before.calls, use.total_ns - before.total_ns, use.steps - before.steps
                 )
-        self._before = seen
+        self._before = uses
         return threads
 
     def _cost_ns(self, site: Site, use: _Use) -> float:

@@ -395,11 +395,11 @@ class Meter:
 
 def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
     """Return the distribution of calls of some lines of the tally."""
-    buckets, its = totals.histogram(totals.nodes(lines)), totals.total(lines)
+    buckets, total = totals.histogram(totals.nodes(lines)), totals.total(lines)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
     least_ns = sum(bucket_start(index) * count for index, count in buckets.items())
-    return Distribution(sum(buckets.values()), max(its.elapsed_ns, least_ns), its.min_ns, its.max_ns, buckets)
+    return Distribution(sum(buckets.values()), max(total.elapsed_ns, least_ns), total.min_ns, total.max_ns, buckets)
 
 
 def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
@@ -415,9 +415,9 @@ def queued_tasks() -> Mapping[str, int]:
     They are the pools of `concurrent.futures`, which knows every thread and its queue: asyncio's default executor, and
     those of servers of gRPC and of gunicorn's threads. Pools without a name of their own are one.
     """
-    known = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", None)
+    queues = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", None)
     try:
-        names = {id(queue): (thread.name, queue) for thread, queue in list((known or {}).items())}
+        names = {id(queue): (thread.name, queue) for thread, queue in list((queues or {}).items())}
     except RuntimeError:  # a thread has begun meanwhile
         return {}
     waiting: Counter[str] = Counter()
@@ -457,10 +457,10 @@ def _durations(
 
 
 def _generation(
-    known: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
+    call_labels: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
     """Yield the metrics of a generation that has ended; each item of its stream counts as a token."""
-    labels = generation_labels(known, attributes)
+    labels = generation_labels(call_labels, attributes)
     yield REQUEST_DURATION, (*labels, *_ending(attributes, error)), duration_ns
     if error is not None:
         return

@@ -43,15 +43,15 @@ class OwnRecording(Mapped):
 
     def open_spans(self) -> list[OpenSpan]:
         """Return the spans that have begun and not ended, with the time in which each ran."""
-        found = []
+        spans = []
         for thread_id, row in self._recorder.open_rows():
             node, span_id, parent_id, root_id, task, start_ns, _, children_ns, active_ns, _, attributes = row
             attributes = {name: value for name, value in (attributes or {}).items() if isinstance(name, str)}
-            found.append(OpenSpan(
+            spans.append(OpenSpan(
                 self.tree().site(node), node, span_id, parent_id, root_id, task << 4, thread_id, start_ns, children_ns,
                 attributes, active_ns,
             ))  # fmt: skip
-        return found
+        return spans
 
 
 class Cursor:

@@ -326,17 +326,17 @@ class Recorder(Readback):
         from instrument.recording import memory
 
         room_bytes = ring_bytes if directory else max(ring_bytes, LEAST_MEMORY_BYTES)
-        wanted = directory, os.getpid() if directory else 0
-        if self._memory_of != wanted or room_bytes > self._memory_bytes or self.memory is None:
+        owner = directory, os.getpid() if directory else 0
+        if self._memory_of != owner or room_bytes > self._memory_bytes or self.memory is None:
             try:
-                made = memory.make(room_bytes, directory, disk_bytes)
+                new_memory = memory.make(room_bytes, directory, disk_bytes)
                 try:
-                    self.attach(made.fd, bool(directory), None)
+                    self.attach(new_memory.fd, bool(directory), None)
                 except BaseException:
-                    os.close(made.fd)
+                    os.close(new_memory.fd)
                     raise
-                self.no_memory, self.memory_path = "", made.path
-                self._memory_of, self._memory_bytes, self._disk_bytes = wanted, room_bytes, disk_bytes
+                self.no_memory, self.memory_path = "", new_memory.path
+                self._memory_of, self._memory_bytes, self._disk_bytes = owner, room_bytes, disk_bytes
             except (OSError, ValueError) as problem:
                 self.no_memory = str(problem)
                 if self.memory is None or self.memory_fd >= 0 or room_bytes > self._memory_bytes:

@@ -44,32 +44,32 @@ KEY_PART = 4096
 class Complain(Protocol):
     """A call that counts a value left out under a text, with a sentence, and the kind of the value."""
 
-    def __call__(self, what: str, words: str, kind: str = ..., /) -> None: ...
+    def __call__(self, event: str, words: str, kind: str = ..., /) -> None: ...
 
 
 def checked(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
     """Return the attributes that a span keeps of a mapping and of names: long texts cut, numbers as Python's own."""
-    kept: dict[str, AttributeValue] = {}
+    result: dict[str, AttributeValue] = {}
     if attributes is not None and not issubclass(type(attributes), Mapping):
         complain(REFUSED, f"asked for attributes, found {_kind(attributes)}; give a mapping, or name=value")
         attributes = None
     try:
-        given = {**(attributes or {}), **more}  # type: ignore[dict-item]
+        values = {**(attributes or {}), **more}  # type: ignore[dict-item]
     except Exception as error:  # a mapping of the service's own
         complain(REFUSED, f"asked for attributes, found {_kind(error)} when reading them")
-        given = dict(more)
-    for name, value in given.items():
+        values = dict(more)
+    for name, value in values.items():
         if type(name) is not str or not name:
             complain(REFUSED, f"asked for an attribute, found {_kind(name)} for its name; allowed: text, not empty")
             continue
-        own = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
-        if own is None:
+        checked_value = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
+        if checked_value is None:
             allowed = "text, a bool, a number of 64 bits, or a list of one of these"
             kind = _kinds(value)
             complain(REFUSED, f"asked for attribute {name:.60}, found {kind}; allowed: {allowed}", kind)
         else:
-            kept[_cut(name)] = own
-    return kept
+            result[_cut(name)] = checked_value
+    return result
 
 
 def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
@@ -87,13 +87,13 @@ def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, 
                 break
         else:
             return cast("dict[str, AttributeValue]", dict(attributes))
-    kept = checked(attributes, {}, complain)
-    for name in list(kept)[ATTRIBUTE_LIMIT:]:
+    result = checked(attributes, {}, complain)
+    for name in list(result)[ATTRIBUTE_LIMIT:]:
         complain(
             "attributes beyond the limit of a span", f"asked for attribute {name:.60}; a span has {ATTRIBUTE_LIMIT}"
         )
-        del kept[name]
-    return kept
+        del result[name]
+    return result
 
 
 def key_text(value: object) -> str:
@@ -151,7 +151,7 @@ _OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "_
 
 @lru_cache(maxsize=256)
 def _is_array(kind: Any, *, on_device: bool = False) -> bool:
-    """Return True for a class of arrays or tensors of any library, or of those that may be on a device."""
+    """Return True for a class of arrays or tensors of any library, or of arrays that may be on a device."""
     return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2 * on_device :])
 
 
@@ -169,14 +169,14 @@ def _only_number(array: Any) -> object:
     return array.item() if _is_on_host(array) and array.ndim == 0 else None
 
 
-def items_of(given: Any, most: int) -> list[Any]:
+def items_of(values: Any, most: int) -> list[Any]:
     """Return the first items of an iterable. Raises `UnreadError` for tensors that cannot be read."""
-    kind: Any = type(given)
+    kind: Any = type(values)
     if not _is_array(kind, on_device=True):
-        return list(islice(given, most))
-    if not _is_on_host(given) or given.ndim != 1:
-        raise UnreadError(f"{_kind(given)} that is on a device or has not one dimension, and is not read")
-    items: list[Any] = given[:most].tolist()
+        return list(islice(values, most))
+    if not _is_on_host(values) or values.ndim != 1:
+        raise UnreadError(f"{_kind(values)} that is on a device or has not one dimension, and is not read")
+    items: list[Any] = values[:most].tolist()
     return items
 
 
@@ -193,11 +193,11 @@ def _is_value(kind: Any) -> bool:
     return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
 
 
-def refused_keys(given: Sequence[object], texts: Sequence[str]) -> str:
+def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
     """Return the class of the first key that was refused, "" without any. An empty place of a batch is none."""
     if "" not in texts:
         return ""
-    empty = (key for key, text in zip(given, texts, strict=False) if not text)
+    empty = (key for key, text in zip(keys, texts, strict=False) if not text)
     refused = (key for key in empty if key is not None and _text(key) != "" and not key_text(key))
     return next(map(_kind, refused), "")
 
@@ -222,7 +222,7 @@ def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
         )
     except Exception:  # of a number of the service's own
         return None
-    return weights if all(0 <= each < (math.inf if type(each) is float else 2**63) for each in weights) else None
+    return weights if all(0 <= weight < (math.inf if type(weight) is float else 2**63) for weight in weights) else None
 
 
 def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
@@ -236,23 +236,23 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
         return attributes
     try:
         is_one = issubclass(type(batch), (str, bytes))
-        given = [batch] if is_one else items_of(batch, BATCH_LIMIT + 1)
+        keys = [batch] if is_one else items_of(batch, BATCH_LIMIT + 1)
         is_mapping = issubclass(type(batch), Mapping)
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
         problem = error if type(error) is UnreadError else f"{_kind(batch)}, {_kind(error)} when reading it"
         complain(REFUSED, f"asked for a batch, found {problem}")
         return attributes
-    if len(given) > BATCH_LIMIT:
+    if len(keys) > BATCH_LIMIT:
         complain(REFUSED, f"asked for a batch, found more than {BATCH_LIMIT} keys; those beyond are left out")
-        del given[BATCH_LIMIT:]
-    attributes[BATCH_KEYS] = texts = tuple(map(key_text, given))
-    if refused := refused_keys(given, texts):
+        del keys[BATCH_LIMIT:]
+    attributes[BATCH_KEYS] = texts = tuple(map(key_text, keys))
+    if refused := refused_keys(keys, texts):
         complain(REFUSED, f"asked for the keys of a batch, found {refused} among them; {ALLOWED_KEYS}")
-    if weights is not None and len(weights) == len(given) and (amounts := weights_of(weights)) is not None:
+    if weights is not None and len(weights) == len(keys) and (amounts := weights_of(weights)) is not None:
         attributes[BATCH_WEIGHTS] = amounts
     elif weights is not None and are_amounts(weights):
-        complain(REFUSED, f"asked for {len(given)} weights, {NO_WEIGHTS}")
+        complain(REFUSED, f"asked for {len(keys)} weights, {NO_WEIGHTS}")
     return attributes
 
 
@@ -283,10 +283,10 @@ def status_attributes(code: object, description: object, error_type: object) -> 
 
 
 def _value(value: object, most: int) -> AttributeValue | None:
-    given = _items(value, most)
-    if given is None:
+    values_read = _items(value, most)
+    if values_read is None:
         return _scalar(value)
-    items = [_scalar(item) for item in given]
+    items = [_scalar(item) for item in values_read]
     kinds = {type(item) for item in items}
     if kinds == {int, float}:
         return tuple(float(item) for item in items if item is not None)

@@ -76,9 +76,9 @@ def wrap(
     return made  # type: ignore[no-any-return]
 
 
-def bare_of(made: Any) -> Any:
+def bare_of(wrapper: Any) -> Any:
     """Return the bare function of a wrapper."""
-    return made.__instrument_function__
+    return wrapper.__instrument_function__
 
 
 def _both(attributes: Attributes, works: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
@@ -106,18 +106,18 @@ def _is_awaitable(function: Any) -> bool:
     return isinstance(code, CodeType) and bool(code.co_flags & inspect.CO_ITERABLE_COROUTINE)
 
 
-def turn(made: Any, switch: Any) -> None:
+def turn(wrapper: Any, switch: Any) -> None:
     """Have a wrapper ask `switch` in place of its recorder, or the recorder again.
 
     A muted site's `Pass` lets each call pass and counts it, at the cost of one branch and the count. Calls under way
     end as they began.
     """
-    made.__instrument_pass__ = None if hasattr(switch, "passes") else switch
+    wrapper.__instrument_pass__ = None if hasattr(switch, "passes") else switch
 
 
-def retire(made: Any) -> None:
+def retire(wrapper: Any) -> None:
     """Have a wrapper pass every call to the bare function from now on, at the cost of one branch.
 
     It is for a wrapper that was detached and is still referred to. Calls under way end as they began.
     """
-    turn(made, False)
+    turn(wrapper, False)

@@ -138,9 +138,9 @@ class _LateFields:
 def _first_init(cls: Any, kw_only: bool) -> Any:
     """Return an `__init__` that compiles the one that replaces it."""
 
-    def compile_and_call(self: Any, *values: Any, **named: Any) -> None:
+    def compile_and_call(self: Any, *values: Any, **options: Any) -> None:
         cls.__init__ = compiled = _init_of(cls, kw_only)
-        compiled(self, *values, **named)
+        compiled(self, *values, **options)
 
     return compile_and_call
 

@@ -46,17 +46,17 @@ def connections_of(
     of its start, for one that has ended.
     """
     least_left = _least_ticks_left(start_ticks or clock.start_ticks(process / "stat"))
-    own = sockets_of(process)
+    inodes = sockets_of(process)
     rows = list(rows_of(process) if table is None else table)
-    listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in own}
-    known = listening.keys() | listened
-    others = [row for row in rows if row.state != LISTENS]
-    closed = [row for row in others if row.state == HAS_BEEN_CLOSED and row.ticks_left >= least_left]
+    listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in inodes}
+    ports = listening.keys() | listened
+    connected = [row for row in rows if row.state != LISTENS]
+    closed = [row for row in connected if row.state == HAS_BEEN_CLOSED and row.ticks_left >= least_left]
     return Connections(
-        frozenset(row.port for row in others if row.port in known and row.inode in own),
+        frozenset(row.port for row in connected if row.port in ports and row.inode in inodes),
         # The end that closes first waits; of a client on this machine that is the other one.
-        frozenset({row.port for row in closed} & known)
-        | frozenset({row.to_port for row in closed if row.is_local} & known),
+        frozenset({row.port for row in closed} & ports)
+        | frozenset({row.to_port for row in closed if row.is_local} & ports),
         frozenset(listening),
         frozenset(listening.values()),
     )
@@ -75,14 +75,14 @@ def listens() -> bool:
 def _listens(descriptor: int) -> bool:
     """Return True where a descriptor is of a socket that listens. Closes the descriptor."""
     try:
-        own = _socket.socket(fileno=descriptor)
+        opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file
         os.close(descriptor)
         return False
     try:
-        return own.family in _INTERNET and bool(own.getsockopt(_socket.SOL_SOCKET, _socket.SO_ACCEPTCONN))
+        return opened.family in _INTERNET and bool(opened.getsockopt(_socket.SOL_SOCKET, _socket.SO_ACCEPTCONN))
     finally:
-        own.close()
+        opened.close()
 
 
 def is_same_network(process: Path) -> bool:

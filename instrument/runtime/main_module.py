@@ -42,11 +42,11 @@ def names_of(module: ModuleType) -> tuple[str, ...]:
     A main module has the name `__main__`, in a spawned child too, and first its own name if `-m` gave it one.
     """
     names = object.__getattribute__(module, "__dict__")
-    own: str = names["__name__"]
-    if own not in MAINS:
-        return (own,)
-    given = getattr(names.get("__spec__"), "name", None)
-    return (given, MAINS[0]) if isinstance(given, str) and given not in MAINS else MAINS[:1]
+    name: str = names["__name__"]
+    if name not in MAINS:
+        return (name,)
+    spec_name = getattr(names.get("__spec__"), "name", None)
+    return (spec_name, MAINS[0]) if isinstance(spec_name, str) and spec_name not in MAINS else MAINS[:1]
 
 
 def is_main(module: ModuleType) -> bool:
@@ -65,8 +65,8 @@ def script_name() -> str:
 def _runner() -> str:
     """Return the module of `RUNNERS` that the interpreter was started with, "" for none."""
     words = sys.orig_argv
-    asked = words[words.index("-m") + 1 :] if "-m" in words else []
-    package = asked[0].partition(".")[0] if asked else ""
+    module_words = words[words.index("-m") + 1 :] if "-m" in words else []
+    package = module_words[0].partition(".")[0] if module_words else ""
     return package if package in RUNNERS else ""
 
 
@@ -127,22 +127,22 @@ class Plan(NamedTuple):
 def plan_of(body: ast.Module) -> Plan:
     """Plan the reports of new names while a module's body runs."""
     stops: set[int] = set()
-    known: set[str] = set()
+    names: set[str] = set()
     last = 0
     for statement, is_nested in _statements(body.body, nested=False):
         end = statement.end_lineno or statement.lineno
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             first = min([statement.lineno, *(decorator.lineno for decorator in statement.decorator_list)])
-            if known.intersection(_names_at_definition(statement)):
+            if names.intersection(_names_at_definition(statement)):
                 stops.update(range(first, statement.lineno + 1))
-            known.add(statement.name)
+            names.add(statement.name)
             last = max(last, end)
         elif blocks := _blocks(statement):
             stops.update(range(statement.lineno, max(blocks[0][0].lineno, statement.lineno + 1)))
         elif not _is_inert(statement):
             stops.update(range(statement.lineno, end + 1))
             value = getattr(statement, "value", None)
-            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and not is_nested and _defines(value, known):
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and not is_nested and _defines(value, names):
                 last = max(last, end)
     return Plan(frozenset(stops), last)
 
@@ -177,17 +177,17 @@ def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast
                 yield node.id
 
 
-def _defines(value: ast.expr | None, known: set[str]) -> bool:
+def _defines(value: ast.expr | None, names: set[str]) -> bool:
     """Return True for a function that is made of another: a lambda, or `decorate(function)`."""
     if isinstance(value, ast.Lambda):
         return True
     return isinstance(value, ast.Call) and any(
-        isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in known) for node in ast.walk(value)
+        isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in names) for node in ast.walk(value)
     )
 
 
 def _is_inert(statement: ast.stmt) -> bool:
-    """Return True for a statement that calls nothing, whatever its names are. An import has its own hook."""
+    """Return True for a statement that calls nothing, with any names. An import has its own hook."""
     inert = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global)
     return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
 
@@ -260,8 +260,8 @@ class Watch:
     def _is_main(self, code: CodeType, names: dict[str, Any]) -> bool:
         if code.co_name != "<module>" or names.get("__name__") not in self._mains:
             return False
-        given = getattr(names.get("__spec__"), "name", None)
-        if self._runner and isinstance(given, str) and given.partition(".")[0] == self._runner:
+        spec_name = getattr(names.get("__spec__"), "name", None)
+        if self._runner and isinstance(spec_name, str) and spec_name.partition(".")[0] == self._runner:
             return False  # whose script is still to come
         module = self._module_of(names)
         return module is not None and any(map(self._wants, names_of(module)))

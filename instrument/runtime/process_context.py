@@ -75,10 +75,10 @@ def withdraw() -> None:
     """Withdraw the context of this process, if there is one."""
     global _published
     with _lock:
-        known, _published = _published, None
-        if known is not None and known.pid == os.getpid():
+        context, _published = _published, None
+        if context is not None and context.pid == os.getpid():
             with suppress(OSError, AttributeError):
-                _libc().munmap(known.address, _PAGE_BYTES)
+                _libc().munmap(context.address, _PAGE_BYTES)
 
 
 def after_fork_in_child() -> None:
@@ -87,16 +87,16 @@ def after_fork_in_child() -> None:
     _lock, _published = Lock(), None
 
 
-def _put(known: _Published, payload: bytes) -> None:
+def _put(context: _Published, payload: bytes) -> None:
     """Write the context so that readers find it whole, or marked as changing."""
-    before, known.payload = known.payload, ctypes.create_string_buffer(payload, len(payload))
-    address, at = ctypes.addressof(known.payload), known.address
+    before, context.payload = context.payload, ctypes.create_string_buffer(payload, len(payload))
+    address, at = ctypes.addressof(context.payload), context.address
     # A lock that is taken and released is a barrier between the writes before and after it.
     _store(at + _PUBLISHED_AT, bytes(8))
     with Lock():
-        rest = HEADER.pack(NAME, VERSION, len(payload), 0, address)
-        _store(at + 8, rest[8:_PUBLISHED_AT])
-        _store(at + 24, rest[24:])
+        header = HEADER.pack(NAME, VERSION, len(payload), 0, address)
+        _store(at + 8, header[8:_PUBLISHED_AT])
+        _store(at + 24, header[24:])
     with Lock():
         _store(at + _PUBLISHED_AT, max(time.clock_gettime_ns(time.CLOCK_BOOTTIME), 1).to_bytes(8, "little"))
     if before is None:

@@ -49,8 +49,8 @@ def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
 
 def homes() -> list[Path]:
     """Return the folders that may have runs of this user, first the one for new runs."""
-    named = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
-    folders = [Path(name) for name in [*named, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
+    paths = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
+    folders = [Path(name) for name in [*paths, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
     return list(dict.fromkeys(folder / f"instrument-{os.geteuid()}" for folder in folders))
 
 
@@ -92,7 +92,7 @@ def listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     listener = socket.socket(packets.FAMILY, packets.KIND)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # before it has a name, and whatever the umask is
+        os.fchmod(listener.fileno(), 0o600)  # before it has a name, and for any umask
         listener.bind(os.fspath(path))
         listener.listen(WAITING)
         listener.setblocking(False)

@@ -1,4 +1,4 @@
-"""Our threads: of the operating system whatever the service has patched, named, and begun anew after they die."""
+"""Our threads: named, of the operating system even in a patched service, and begun anew after they die."""
 
 from __future__ import annotations
 
