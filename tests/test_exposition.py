@@ -226,7 +226,7 @@ def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypa
     start("requests: auto")
     serve("/items", 200, 2)
     assert sum(of(f"{REQUESTS}_count").values()) == 2
-    with instrument.session().exporting.lock.held(), ThreadPoolExecutor(1) as other:
+    with instrument.session().exporting.lock.acquired(), ThreadPoolExecutor(1) as other:
         serve("/items", 200, 2)
         assert sum(other.submit(of, f"{REQUESTS}_count").result(120).values()) == 2
     assert sum(of(f"{REQUESTS}_count").values()) == 4
