@@ -32,7 +32,7 @@ MOST = {
     "device": (0, 0, 0, 0),
     "docs": (0, 0, 0, 0),
     "instrumentors": (0, 6, 1, 0),
-    "native": (0, 45, 0, 0),
+    "native": (0, 11, 0, 0),
     "otlp": (0, 44, 40, 0),
     "profile": (0, 3, 4, 0),
     "proposal": (0, 1, 0, 0),

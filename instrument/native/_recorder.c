@@ -3,24 +3,24 @@
  * A call costs two clock reads, a few pointer moves and one fixed-size row. Nothing is allocated: the frame of a
  * function's span comes from a list of used ones; spans that may outlive a call (scopes, coroutines, generators) are
  * Frame objects. Both kinds are linked into one chain per context, whose innermost frame is `Current.top`. No frame
- * lies on the C stack, because a chain may be read when that stack is gone or elsewhere: greenlets move theirs to the
+ * is on the C stack, because a chain may be read when that stack is gone or elsewhere: greenlets move theirs to the
  * heap while another one of the same context runs, a fork leaves those of other threads behind, and so does the end
  * of the interpreter.
  *
- * Whatever allocates an object, or gives one up, may run code of the host's (the collector, finalisers), and that code
+ * Code that allocates an object, or gives one up, may run code of the host's (the collector, finalisers), and that code
  * may record, reset, end scopes and change context. So state is consistent before such a place and read anew after it.
  *
  * Which chain is current follows PyThreadState.context: every task, callback and copied context has a Context of its
  * own, and a Current object in one context variable. A new context finds there what its maker published: a Published
  * object, the identity of the span that was innermost when the context was copied, which says whether that is still
- * open, and if not, which of those above it was the nearest. Publishing costs a context variable write, which is more
+ * open, and if not, which span above it was the nearest. Publishing costs a context variable write, which is more
  * than the rest of a call, and sends the next span the long way to its chain: so `publish` is called by what copies a
  * context. Under an event loop contexts are also copied behind our back: there requests are published as they begin and
- * end, and each span is where the loop does not tell of the tasks that it makes.
+ * end, and each span is where the loop does not report the tasks that it makes.
  *
  * A service computes between two spans, and that leaves nothing of ours in the processor's caches: a span of 60 ns costs
  * 600 then, all of it waiting for memory. So what a span touches is counted in cache lines, and has few: what a call
- * changes lies at the begin of its object, what a lookup would walk to is remembered where the call comes by anyway. A
+ * changes is at the begin of its object, what a lookup would walk to is remembered where the call comes by anyway. A
  * clock that is read waits for what was asked of memory before it, so what only the end needs is fetched while the
  * host's own work runs, and nothing of it is looked at before.
  *

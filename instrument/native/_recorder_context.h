@@ -411,7 +411,7 @@ current_of(Core *core, Ring **found)
 
 static void publish_rest(Core *core, Current *current, uint64_t ended_id);
 
-/* Tell who the span of an open frame is, for contexts that a Current's is copied to. NULL without memory, and no
+/* Make the identity of an open frame's span, for contexts that a Current's is copied to. NULL without memory, and no
  * exception. Making it may run a finaliser of the host's that ends or begins scopes. */
 static PyObject *
 new_published(Current *current, frame_t *frame)

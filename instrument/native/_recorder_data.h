@@ -25,7 +25,7 @@
 #define BUCKETS_WAITING 7
 #define HAS_MORE 8 /* as in rows.py */
 
-/* What is counted beside the spans. In C, because what is lost for want of memory cannot wait for some. */
+/* Events that are counted in addition to spans. In C, because what is lost for want of memory cannot wait for some. */
 typedef enum {
     CROSSED,
     FOREIGN,
@@ -97,7 +97,7 @@ typedef struct {
 
 #define LOW_BITS 16
 
-/* What each call changes lies in the first cache line. In a service that computes between two spans, nearly every line
+/* The first cache line has what each call changes. In a service that computes between two spans, nearly every line
  * that a span touches comes from memory, at 100 ns, against 50 ns for all the rest: so the buckets of the last calls
  * wait there, too, until there are enough of them to fetch their counters at once. */
 typedef struct totals {
@@ -165,7 +165,7 @@ typedef struct {
     PyObject_HEAD
     frame_t *frame; /* its own, where others can read it */
     struct stretch *stretch; /* whose span it is, or NULL */
-    struct stepped *stepped; /* what is awaited around it, or NULL: tells how long it was suspended. Borrowed by its own */
+    struct stepped *stepped; /* what is awaited around it, or NULL: has the time suspended. Borrowed by its own */
     int64_t waited_before_ns;  /* how long that had been suspended when the span began */
     int64_t children_waited_ns; /* of `children_ns` */
 } Frame;
@@ -200,7 +200,7 @@ typedef struct current {
     uint64_t task;
     char is_shared; /* whether tasks run here by turns: which one does must be asked for anew */
     char eager;   /* whether contexts may be copied behind our back */
-    char is_told; /* whether the loop tells of its tasks, so that only requests are published all the same */
+    char is_told; /* whether the loop reports its tasks, so that only requests are published all the same */
     PyObject *context; /* weak reference to the context that this belongs to */
     struct core *core; /* NULL once the core is gone */
     struct current *previous, *next; /* all of a core's */
@@ -352,15 +352,15 @@ typedef struct {
     PyObject *sites;
     known_t *known; /* by the instance's address, or NULL */
     uint32_t known_slots; /* a power of two */
-    char is_followed; /* whether `sites` tells when it changes */
+    char is_followed; /* whether `sites` reports its changes */
     char muted; /* whether calls pass without a span */
     char form; /* what its calls are */
     path_t path; /* of its site */
     uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
     Pass *pass; /* what counts them, or NULL */
     PyObject *site, *decide, *evaluate;
-    PyObject *works; /* tells the device timer by a call's arguments what the call works on, or NULL */
-    PyObject *attributes, *results; /* tell by its arguments, and by what it gives, what its span bears; or NULL */
+    PyObject *works; /* returns for the device timer by a call's arguments what the call works on, or NULL */
+    PyObject *attributes, *results; /* return by its arguments and its result the attributes of its span; or NULL */
     PyObject *passes; /* says by its positional arguments whether a call passes without a span, or NULL */
     PyObject *weak_references;
 } Function;
@@ -384,7 +384,7 @@ typedef struct stretch {
     PyObject *site, *attributes;
     Frame *frame;
     frame_t *inner; /* innermost frame of the body while it is suspended; the chain from here to `frame` owns itself */
-    Published *parent; /* of the first step: whoever resumes it later may be another; NULL without one */
+    Published *parent; /* of the first step: its later steps may have another; NULL without one */
     char has_parent; /* whether that is known */
     char lost; /* its begin could not be recorded */
     int64_t active_ns, resumed_ns, suspended_ns;

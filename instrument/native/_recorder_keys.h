@@ -6,7 +6,7 @@
 
 #define KEY_LIMIT 128 /* characters: as in spans.py */
 
-/* Where keys are below a value: the names of the steps to them, NULL for none, and of those from each item, None without
+/* Where keys are below a value: the names of the steps to them, NULL for none, and of the steps from each item, None without
  * items. */
 typedef struct {
     PyObject *steps, *of_each;

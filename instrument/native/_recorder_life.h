@@ -91,7 +91,7 @@ give_up_nodes(Core *core)
     return sites;
 }
 
-/* Whatever is recorded from now on is the memory's next generation. Until the next mark nodes change hands. */
+/* All that is recorded from now on is the memory's next generation. Until the next mark nodes change hands. */
 static void
 begin_generation(Core *core)
 {
@@ -229,7 +229,7 @@ Core_memory(Core *self, void *Py_UNUSED(closure))
     return PyMemoryView_FromMemory((char *)self->memory->at, (Py_ssize_t)self->memory->size_bytes, PyBUF_WRITE);
 }
 
-/* Have the system find pages for the rows that threads write next, so many bytes for all threads on their first way round:
+/* Have the system find pages for the rows that threads write next, in all this number of bytes for the first way round:
  * who touches a page first waits for it. Not on a disk, whose pages would have to be written. Gives their bytes. */
 static PyObject *
 Core_touch_ahead(Core *self, PyObject *argument)

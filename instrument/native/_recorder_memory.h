@@ -1,6 +1,6 @@
 /* Cold: the memory in which others can read what is recorded, and its pieces. A part of `_recorder.c`.
  *
- * One mapping of fixed size, shared with whoever is given its descriptor, in parts of equal slots: the very structures
+ * One mapping of fixed size, shared with each process that gets its descriptor, in parts of equal slots: the very structures
  * that spans touch lie there, so that nothing is written twice. A part that is full counts what it turns away, which lies
  * in private memory then. The mapping stays as long as the process, for anything may point into it. A forked child has a
  * mapping of its own at the same addresses before any code of Python's runs in it. */
@@ -30,7 +30,7 @@ part_at(const memory_t *memory, int part)
     return (char *)memory->at + memory->at->parts[part].offset;
 }
 
-/* The memory that an address lies in, NULL for a private one. */
+/* The memory of an address, NULL for a private one. */
 static memory_t *
 memory_of(const void *address)
 {
@@ -60,7 +60,7 @@ take_slot(memory_t *memory, int number)
     return slot;
 }
 
-/* Give a slot back. False for what lies in private memory. */
+/* Give a slot back. False for a slot in private memory. */
 static int
 give_slot(void *slot, int number)
 {
@@ -73,7 +73,7 @@ give_slot(void *slot, int number)
     return 1;
 }
 
-/* Zeroed memory where the owner lies, or a private one; NULL without any. */
+/* Zeroed memory in the owner's mapping, or a private one; NULL without any. */
 static void *
 new_piece(const void *owner, int number, size_t size)
 {
@@ -150,7 +150,7 @@ map_rows(memory_t *memory, uint64_t *capacity)
     return rows == MAP_FAILED ? NULL : rows;
 }
 
-/* Give back the rows of whole pages, of which so many bytes have been written. They are zero when they are taken again. */
+/* Give back the rows of whole pages, of which this number of bytes was written. They are zero when they are taken again. */
 static int
 unmap_rows(void *rows, size_t bytes, size_t written)
 {
@@ -179,7 +179,7 @@ inherited_bytes(const part_t *part, int number)
     return (part->used < part->slots ? part->used : part->slots) * part->stride;
 }
 
-/* Copy what a child takes over, from or to where it lies. Gives its length. */
+/* Copy what a child takes over, from or to its place. Gives its length. */
 static size_t
 copy_inherited(memory_t *memory, char *copy, int back)
 {

@@ -90,7 +90,7 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
         row_t *row = &ring->rows[head & ring->mask];
         row->rare = rare;
         fill_row(row, frame, node, start_ns, end_ns, children_ns);
-        /* Whoever reads from outside finds a row whole as soon as it is counted. */
+        /* A reader in another process finds a row whole as soon as it is counted. */
         __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
         __builtin_prefetch(row + 1, 1);
     }

@@ -44,7 +44,7 @@ Frame_dealloc(Frame *self)
     self->children_waited_ns = 0;
     if (frame->published != NULL)
         Py_DECREF(take_published(frame));
-    frame->start_ns = 0; /* whoever looks for open spans passes it */
+    frame->start_ns = 0; /* a reader of open spans passes it */
     if (free_frame_object_count < frame_objects_kept)
         free_frame_objects[free_frame_object_count++] = self;
     else
@@ -91,7 +91,7 @@ Frame_clear(Frame *self)
     return 0;
 }
 
-/* A number of its frame, by where that stands. */
+/* A number of its frame, by its offset. */
 static PyObject *
 Frame_number(Frame *self, void *offset)
 {
@@ -221,7 +221,7 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         frame->is_inner = (char)is_open_around(current, current->top, ring, frame->node);
 }
 
-/* From now on the span is open, also to whoever reads from outside: all else that it has is written before. */
+/* From now on the span is open, also for readers in other processes: all else that it has is written before. */
 static inline void
 begin_frame(frame_t *frame, int64_t now_ns)
 {
@@ -478,7 +478,7 @@ told_outcome(PyObject *Py_UNUSED(module), PyObject *error)
     return Py_NewRef(outcome != NULL ? outcome : Py_None);
 }
 
-/* Note how a span has ended, beside its attributes, which may be another's too. */
+/* Note how a span has ended, besides its attributes, which may be another's too. */
 static void
 put_ending(Core *core, frame_t *ended, PyObject *name, PyObject *value)
 {

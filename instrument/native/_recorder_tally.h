@@ -128,7 +128,7 @@ count_all_waiting(Core *core, totals_t *totals)
     totals->waiting_count = 0;
 }
 
-/* Add to a sum of times, which stays at its largest value instead of turning negative. Without a core nobody is told. */
+/* Add to a sum of times, which stays at its largest value instead of turning negative. Without a core it is not reported. */
 static inline void
 add_time(Core *core, int64_t *sum, int64_t more)
 {

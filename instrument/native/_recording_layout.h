@@ -1,4 +1,4 @@
-/* What one process records, as it lies in memory that others can read. `recording/memory_layout.py` says the same to the
+/* What one process records, in memory that others can read. `recording/memory_layout.py` says the same to the
  * readers outside; a test compares both, field by field. What points somewhere holds addresses of the process: less the
  * `address` of the header they are offsets. One writer; a reader checks what it has copied. */
 
@@ -21,7 +21,7 @@ enum {
     PART_CHUNKS,  /* of histograms, by the pointers of totals */
     PART_HIGHS,   /* the upper parts of their counts, by the pointers of chunks */
     PART_FRAMES,
-    PART_ATTRIBUTES, /* of open spans: each frame's slot has one here, of which `used` tells nothing */
+    PART_ATTRIBUTES, /* of open spans: each frame's slot has one here, without a meaning of `used` */
     PART_FACTS,   /* of sites, one after another: what they are; a slot is a byte */
     PART_DETAILS, /* of rows, a ring of blocks: what few have; a slot is a byte, `used` counts those ever written */
     PART_INTERVALS, /* of devices, and */
@@ -33,12 +33,12 @@ enum {
 typedef struct {
     uint64_t offset, stride, slots;
     uint64_t used;   /* slots that were ever taken */
-    uint64_t unseen; /* what found no room here, and lies where nobody outside sees it */
+    uint64_t unseen; /* what found no room here, and is in private memory */
 } part_t;
 
 enum { STATE_NEW, STATE_RUNNING, STATE_GOODBYE, STATE_FORKED, STATE_OFF };
 
-/* What is counted beside the spans. */
+/* Events that are counted in addition to spans. */
 typedef struct {
     uint64_t ended_rows, ended_too_short; /* of rings that were given up */
     uint64_t reasons[REASONS_MOST];
@@ -57,7 +57,7 @@ typedef struct {
     uint64_t generation;               /* grows with each reset */
     uint64_t moving;                   /* odd while totals and nodes change hands */
     counted_t counted;
-    uint64_t interval_slots; /* so many of the part are the ring */
+    uint64_t interval_slots; /* the number of the part's slots in the ring */
     uint64_t settled_ns; /* what had ended by then has its intervals there; 0: no device has been timed */
     part_t parts[PART_COUNT];
 } recording_t;
