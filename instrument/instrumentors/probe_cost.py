@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
-from statistics import median_low
 from typing import Any, NamedTuple
 
 from instrument.profile.model import RequestsRule
@@ -196,7 +195,7 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
     for ring in recorder.rings():
         for row in unpacked_rows(ring.copied(0)):
             lengths.setdefault(recorder.site_of(row).name, []).append(row[END_NS] - row[START_NS])
-    inside_ns = {name: median_low(times_ns) for name, times_ns in lengths.items()}
+    inside_ns = {name: sorted(times_ns)[(len(times_ns) - 1) // 2] for name, times_ns in lengths.items()}
     costs = {}
     for shape, (recorded_ns, bare_ns, usual_ns) in timed.items():
         added_ns = max(recorded_ns - bare_ns, 0.0)

@@ -28,7 +28,7 @@ LAST_READ_S = 5.0
 
 UNREAD = "spans of the session before this one that its agent had not read"
 UNDELIVERED = "spans on their way by the agent of the run, which reports those that it loses"
-UNREPORTED = "spans on their way by the agent of the run, whose losses nobody can write to this pipe any more"
+UNREPORTED = "spans on their way by the agent of the run, whose losses are not printed"
 ABANDONED = "spans that no agent has exported: that of the run has gone, and no other one could begin"
 
 LOOK_S = 0.005
