@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.recording.mapped import Mapped
+from instrument.recording.mapped import READINGS, Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows
 from instrument.recording.memory import private_head
 from instrument.recording.paths import CallTree
@@ -40,6 +40,32 @@ class OwnRecording(Mapped):
         if memory is None or not part.used:
             return np.zeros(0, kind)
         return np.frombuffer(memory, kind, min(part.used, part.slots), part.offset)
+
+    def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
+        """Return the slots of several parts as they are at one moment: `join` holds the interpreter's lock."""
+        memory = memoryview(b"") if self._memory is None else self._memory
+
+        def slot_counts() -> list[int]:
+            self._read_head()
+            return [min(self._parts[name].used, self._parts[name].slots) for name, _ in parts]
+
+        counts = slot_counts()
+        for _ in range(READINGS):
+            pieces = [
+                memory[self._parts[name].offset :][: count * kind.itemsize]
+                for (name, kind), count in zip(parts, counts, strict=True)
+            ]
+            data, expected = b"".join(pieces), counts
+            counts = slot_counts()
+            if counts == expected:
+                break  # no slot was taken between the two
+        slots, begin = [], 0
+        for piece, (_, kind) in zip(pieces, parts, strict=True):
+            slots.append(
+                np.frombuffer(data, kind, piece.nbytes // kind.itemsize, begin) if piece.nbytes else np.zeros(0, kind)
+            )
+            begin += piece.nbytes
+        return slots
 
     def open_spans(self) -> list[OpenSpan]:
         """Return the spans that have begun and not ended, with the time in which each ran."""

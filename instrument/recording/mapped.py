@@ -565,9 +565,7 @@ class Mapped:
         for _ in range(READINGS):
             moving = int(self._read_head()["moving"])
             tree, rings = self.tree(), self._rings()
-            totals, chunks, highs = (
-                self._slots(*arguments) for arguments in (("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
-            )
+            totals, chunks, highs = self._slots_at_once(("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
             if moving % 2 == 0 and int(self._read_head()["moving"]) == moving:
                 break
         threads = {ring.number: ring for ring in sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))}
@@ -577,6 +575,10 @@ class Mapped:
             of_node = np.array(choose_sites(tree), np.bool_)[np.array(tree.site_of, np.int64)]
             is_counted[is_counted] = of_node[totals["node"][is_counted]]
         return tree, threads, totals[is_counted], chunks, highs
+
+    def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
+        """Return the slots of several parts, which a writer of another process may change in between."""
+        return [self._slots(name, kind) for name, kind in parts]
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
         """Return the histograms of totals as buckets; a bucket may occur more than once."""
