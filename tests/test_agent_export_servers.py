@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -211,8 +212,12 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def memories(agent: int) -> int:
     """The number of recordings that an agent keeps."""
-    paths = [path for path in Path(f"/proc/{agent}/fd").iterdir() if path.is_symlink()]
-    return len({path.stat().st_ino for path in paths if str(path.readlink()).startswith("/memfd:instrument")})
+    inodes = set()
+    for path in Path(f"/proc/{agent}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if str(path.readlink()).startswith("/memfd:instrument"):
+                inodes.add(path.stat().st_ino)
+    return len(inodes)
 
 
 def told() -> str:
