@@ -129,7 +129,7 @@ def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to
     line = agent.stderr.readline()
     assert f"process {service.pid} of shop ended without a goodbye" in line
     assert Path(line.rpartition("; saved as ")[2].strip()).parent == Path("captures").absolute()
-    second = begin(f"{ASK}\nimport engine; engine.step(1); print(ask()[-1][-1]['pid'])")
+    second = begin(f"{ASK}\nimport engine; engine.step(1); print(ask()[0][-1]['pid'])")
     out, errors = second.communicate(timeout=240)
     assert (out, errors.count("Summary of shop")) == (f"{second.pid}\n", 1)
     agent.terminate()
