@@ -183,12 +183,14 @@ def test_a_baseline_keeps_the_last_runs_that_passed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["compare", "--baseline", str(tmp_path / "good"), "--keep", "2", "--fail-over", "10%"]
+    (tmp_path / "good" / "archive").mkdir(parents=True)  # of somebody else
     assert main([*given, str(folder / "before.npz")]) == 0
     assert "first run" in capsys.readouterr().out
     assert main([*given, str(folder / "slower.npz")]) == 1
     assert main([*given, str(folder / "load.json.gz")]) == 0
     assert main([*given, str(folder / "load.json.gz")]) == 0
     kept = sorted(path.relative_to(tmp_path / "good").as_posix() for path in (tmp_path / "good").rglob("*.*"))
+    assert (tmp_path / "good" / "archive").is_dir()
     assert kept == ["run-000002/load.json.gz", "run-000003/load.json.gz"]
 
 

@@ -135,12 +135,13 @@ def _runs(side: str, options: argparse.Namespace) -> list[Recording]:
 def _verdict(comparison: Comparison, limit: float | None) -> int:
     if limit is None:
         return 0
-    return REGRESSION if comparison.over(limit) else INCONCLUSIVE if comparison.unsure(limit) else 0
+    is_assessed = any(change.ratio is not None for change in comparison.changes)
+    return REGRESSION if comparison.over(limit) else INCONCLUSIVE if comparison.unsure(limit) or not is_assessed else 0
 
 
 def _kept(baseline: Path) -> list[Path]:
-    """Return the runs of a baseline, the oldest first."""
-    return sorted(path for path in baseline.iterdir() if path.is_dir()) if baseline.is_dir() else []
+    """Return the runs of a baseline, the oldest first. Other folders in it are left alone."""
+    return sorted(path for path in baseline.glob("run-" + "[0-9]" * 6) if path.is_dir())
 
 
 def _keep(baseline: Path, side: str, most: int) -> None:

@@ -40,6 +40,9 @@ FAMILY = 0.01
 LEAST_SHARE = 0.005
 """The least share of one side's time for a call path in the comparison."""
 
+MAJOR_SHARE = 0.05
+"""The least share of the time after for a call path that makes a gate inconclusive: start-up runs once."""
+
 LEAST_CHANGE = 1e-4
 """The share below which a difference is no change: clocks and rounding cause it."""
 
@@ -128,7 +131,6 @@ class Comparison(View):
     members_before: float | None
     members_after: float | None
     has_requests: bool
-    unmatched: tuple[str, ...] = field(default=())
     _options: Options = field(default_factory=Options)
 
     TITLE = "Comparison"
@@ -150,11 +152,12 @@ class Comparison(View):
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def unsure(self, limit: float) -> list[Change]:
-        """Return the call paths whose change beyond a share can be neither detected nor excluded."""
+        """Return the major call paths whose change beyond a share can be neither detected nor excluded."""
         return [
             change
             for change in self.changes
-            if change.verdict == INCONCLUSIVE or (change.verdict == SAME and (change.high_ratio or 0) > limit)
+            if change.share_ratio >= MAJOR_SHARE
+            and (change.verdict == INCONCLUSIVE or (change.verdict == SAME and (change.high_ratio or 0) > limit))
         ]
 
     def sentences(self) -> list[str]:
@@ -296,7 +299,7 @@ def _change(path: tuple[str, ...], sides: tuple[_Side, _Side], level: float) -> 
     means = [None if sample is None else float(sample.values_ns.mean()) for sample in samples]
     change = Change(path, INCONCLUSIVE, calls[0], calls[1], means[0], means[1])
     if samples[1] is not None:
-        change = replace(change, share_ratio=float(samples[1].values_ns.sum()) / sides[1].summed_ns)
+        change = replace(change, share_ratio=float(samples[1].values_ns.sum()) / max(sides[1].summed_ns, 1.0))
     if samples[0] is None or samples[1] is None:
         return replace(change, verdict=NEW if samples[0] is None else GONE)
     work = effect(samples[0], samples[1])
