@@ -27,7 +27,7 @@ MOST = {
     "": (0, 0, 0, 0),
     "agent": (0, 38, 25, 0),
     "chrome": (0, 1, 0, 0),
-    "cli": (0, 14, 5, 0),
+    "cli": (0, 12, 5, 0),
     "compat": (0, 2, 0, 0),
     "device": (0, 0, 0, 0),
     "docs": (0, 0, 0, 0),
@@ -40,7 +40,7 @@ MOST = {
     "recording": (0, 20, 5, 0),
     "report": (0, 67, 10, 0),
     "runtime": (0, 0, 5, 0),
-    "sessions": (1, 31, 10, 0),
+    "sessions": (1, 30, 10, 0),
     "trace": (0, 17, 29, 0),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables

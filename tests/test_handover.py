@@ -27,7 +27,7 @@ from instrument.recording import export_place
 from instrument.recording.export_place import ExportCheckpoint, Progress
 from instrument.runtime import packets, run_folder
 from instrument.sessions import handover, leaving, session_threads
-from instrument.sessions.generation import Generations
+from instrument.sessions.profile_reload import Generations
 from instrument.sessions.session import Session
 from instrument.sessions.session_threads import SessionThreads
 

@@ -17,7 +17,10 @@ from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
 from instrument.report.table import safe
-from instrument.sessions.control_client import WAIT_S, Answer, Request, folder_of, sockets, tell
+from instrument.sessions.control import Answer, Request
+
+WAIT_S = 5.0
+"""Seconds that a verb waits for all answers."""
 
 
 def add(verbs: Verbs) -> None:
@@ -55,7 +58,7 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
                 print(f"instrument: {run.name}: {run.none_joined or 'none of its processes lives'}", file=sys.stderr)
                 missing = True
                 continue
-            answers = dict(client.tell(run, Request(records=on).asked(), pids, options.wait))
+            answers = dict(client.tell(run, Request(records=on)._asdict(), pids, options.wait))
             for pid in pids:
                 print(f"{pid}: {_word(answers.get(pid))}")
             missing = missing or any(pid not in answers for pid in pids)
@@ -87,9 +90,8 @@ def _add_reload(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "reload",
         help="have running processes go over to a changed profile",
-        description="Asks every process of a run that has an agent, and every other one that listens (the profile's "
-        "`control.socket`), and prints what each answers. "
-        "With P, only processes that run that very file follow; others that listen are named and left alone. "
+        description="Asks every process of a run that has an agent, and prints what each answers. "
+        "With P, only processes that run that very file follow. "
         "Exit code 0: all follow; 1: a process has not answered in time, or keeps a setting until it is restarted; "
         "2: the profile was refused, or there is no such process.",
     )
@@ -101,11 +103,6 @@ def _add_reload(verbs: Verbs) -> None:
     )
     parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"ask the processes of this run alone: {RUN}")
     parser.add_argument(
-        "--socket",
-        metavar="PATH",
-        help="the socket, or the folder of sockets (default: what P or INSTRUMENT_PROFILE says, else `auto`)",
-    )
-    parser.add_argument(
         "--wait", type=seconds, default=WAIT_S, metavar="S", help=f"the longest, for the answers (default: {WAIT_S:g})"
     )
     parser.set_defaults(verb=reload)
@@ -115,25 +112,12 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
     """Ask the processes, and print what each answers. Returns the exit code."""
     path_of_profile = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     profile = load(path_of_profile) if path_of_profile else Profile()  # a broken profile ends here, not in the service
-    folder = Path(options.socket) if options.socket else folder_of(profile.control.socket or "auto", Path.cwd())
     request = Request()
     if options.profile:
         # A process may have the service's name of a variable of its own; the variable here says which is meant.
         service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
         request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
-    answers = {} if options.socket else _answers_of_runs(request, options)
-    paths = [folder] if folder.is_socket() else sockets(folder)
-    if options.run is not None:
-        paths = []
-    elif options.pid is not None:
-        paths = [path for path in paths if path.stem == str(options.pid)]
-    by_path = tell(
-        [path for path in paths if path.stem not in answers],
-        request,
-        options.wait,
-        lambda slow: _say_who_is_slow(dict.fromkeys(path.stem for path in slow), options.wait),
-    )
-    answers.update((path.stem, answer) for path, answer in by_path.items())
+    answers = _answers_of_runs(request, options)
     other_by_pid = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
     for pid, profile_there in other_by_pid.items():
         hint = "" if request.switch else f"; --pid {pid} gives it another file of its service"
@@ -142,12 +126,10 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
     if not answers:
         target = "a process" if options.pid is None else f"process {options.pid}"
         if other_by_pid:
-            raise InstrumentError(
-                f"reload: asked for {target} that runs {options.profile}, found only others in {folder}, named above"
-            )
+            raise InstrumentError(f"reload: asked for {target} that runs {options.profile}, found only others")
         raise InstrumentError(
-            f"reload: asked for {target} that listens in {folder}, or of a run with an agent, found none; without an "
-            "agent the running profile needs `control: {socket: ...}`, and --socket names its folder"
+            f"reload: asked for {target} of a run with an agent, found none; a process without an agent follows its "
+            "file with `control: {watch: true}`, and instrument.reload() in its code"
         )
     for pid, answer in answers.items():
         print(f"{pid}: {_sentence(answer, options.wait)}")
@@ -174,7 +156,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
                 if run.problem or not pids:
                     continue
                 slow = functools.partial(_say_who_is_slow, of_run, options.wait)
-                for pid, answer in client.tell(run, request.asked(), pids, options.wait, slow):
+                for pid, answer in client.tell(run, request._asdict(), pids, options.wait, slow):
                     of_run[str(pid)] = answer
                 answers.update(of_run)
     except InstrumentError:

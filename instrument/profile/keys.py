@@ -95,6 +95,7 @@ REMOVED: Mapping[tuple[str, str], str] = {
         "frameworks",
         "nodes",
     ): "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file",
+    ("control", "socket"): "`instrument reload`, which asks the agent of a run; without an agent `watch: true`",
 }
 """The keys of earlier versions, by section and name, with their replacements."""
 
@@ -519,7 +520,6 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "control": {
         "watch": Key("watch", flag),
-        "socket": Key("socket", readers.folder_or_off),
     },
     "export": {
         "recording": _export_part("recording"),

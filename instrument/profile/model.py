@@ -313,14 +313,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The channels by which a running process gets a changed profile, off by default.
-
-    `watch` checks the file every 100 ms. `socket` is the folder in which each process listens on `<pid>.sock`, or
-    `auto` for the user's own.
-    """
+    """The channels by which a running process gets a changed profile: `watch` checks the file every 100 ms."""
 
     watch: bool = False
-    socket: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,6 @@ REQUEST_NAME_SYNTAX = r"(?=.*\{(?:method|route)\})(?:[^{}]|\{(?:method|route)\})
 REQUEST_ATTRIBUTE_SYNTAX = (
     r"http\.request\.header\.[a-z0-9-]+|url\.path|url\.query|client\.address|user_agent\.original"
 )
-SOCKET_SYNTAX = r"auto|off|(?=[^{}]*/)[^{}]{1,80}"
 FOLDER_SYNTAX = r"(?=[^{}]*/)[^{}]{1,1000}"
 URL_SYNTAX = r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][^\s#]*)?"
 ADDRESS_SYNTAX = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}"
@@ -193,13 +192,6 @@ request_attribute = spelled(
     lambda text: f"http.request.header.{text.lower()}",
 )
 attribute_name = spelled(ATTRIBUTE_SYNTAX, "the name of an attribute, of at most 256 characters")
-folder_or_off = or_off(
-    spelled(
-        SOCKET_SYNTAX,
-        "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",
-        lambda text: nearest(text, ("auto", "off")),
-    )
-)
 folder_path = spelled(
     FOLDER_SYNTAX,
     "a folder, with a '/' in it, at most 1000 characters and no braces",

@@ -33,8 +33,8 @@ from instrument.runtime.termination import Termination
 from instrument.runtime.threads import Thread, end_quiet_fork, hook_forks, quiet_fork
 from instrument.runtime.unpatched import RLock, local, sleep
 from instrument.sessions.files import RUN_VARIABLE, is_main, new_run
-from instrument.sessions.generation import FORK_WAIT_S, Reload
 from instrument.sessions.leaving import EXIT_LIMIT_NS
+from instrument.sessions.profile_reload import FORK_WAIT_S, Reload
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.session import Session
 from instrument.sessions.session_threads import SessionThreads

@@ -25,10 +25,10 @@ from instrument.sessions import files
 from instrument.sessions.deadline import Deadline
 from instrument.sessions.exporting import Exporting, SessionLock, rows_recorded
 from instrument.sessions.gauge_watch import GaugeWatch
-from instrument.sessions.generation import Generations, Reload
 from instrument.sessions.handover import UNREAD
 from instrument.sessions.leaving import SENDING_S, Leaving
 from instrument.sessions.membership import Membership, RunFacts
+from instrument.sessions.profile_reload import Generations, Reload
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving

@@ -1,11 +1,10 @@
 """How soon every worker of a pre-fork server follows a changed profile, and what following costs.
 
 `python tests/bench/reload.py [workers]` forks the workers, each of which calls an instrumented function without pause
-a tenth of the time, changes the profile thirty times by its file and thirty times by the control socket, and prints
-the time until the last worker has gone over; then the processor time that watching and listening take in an idle
-process, and what one reload takes by itself.
+a tenth of the time, changes the profile's file thirty times, and prints the time until the last worker has gone over;
+then the processor time that watching takes in an idle process, and what one reload takes by itself.
 
-On two shared cores eight idle workers follow within 0.13 s by file and 0.04 s by socket.
+On two shared cores eight idle workers follow within 0.13 s.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import instrument
-from instrument.sessions import control_client
 
 ROUNDS = 30
 IDLE_S = 2.0
@@ -67,8 +65,6 @@ def followed_ms(ways: str, workers: int) -> list[float]:
         new.write_text(profile(ways, number))
         new.rename(file)
         start_ns = time.monotonic_ns()
-        if "socket" in ways:
-            control_client.tell(control_client.sockets(Path("sockets")), control_client.Request(), 10)
         while any(struct.unpack_from("q", told, slot * 16)[0] <= number for slot in range(workers)):
             time.sleep(0.001)
             if time.monotonic_ns() - start_ns > 20 * 10**9:
@@ -99,14 +95,14 @@ def main() -> None:
     workers = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        for name, ways in (("file", "watch: true"), ("socket", "socket: ./sockets")):
+        for name, ways in (("file", "watch: true"),):
             took = sorted(followed_ms(ways, workers))
             print(
                 f"{name}: last of {workers} workers after {statistics.median(took):.0f} ms in the median, "
                 f"{took[-1]:.0f} ms at most of {ROUNDS} changes"
             )
         nothing = idle_us("watch: false")
-        for name, ways in (("watching", "watch: true"), ("listening", "socket: ./sockets")):
+        for name, ways in (("watching", "watch: true"),):
             print(f"{name}: {idle_us(ways) - nothing:.0f} us of processor time a second")
         instrument.start(Path("profile.yaml"))
         times = []

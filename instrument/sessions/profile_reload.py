@@ -17,8 +17,7 @@ from instrument.runtime.cheap_start import dataclass, replace
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import RLock
 from instrument.sessions import files
-from instrument.sessions.control import ControlServer
-from instrument.sessions.control_client import Request, folder_of
+from instrument.sessions.control import ControlThread, Request
 from instrument.sessions.deadline import Deadline
 from instrument.sessions.membership import Membership
 from instrument.sessions.recorded import Recorded
@@ -27,7 +26,7 @@ FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
 
 NAMES_TOLD = 100
-"""The most names of a kind in the answer to a caller of the control socket."""
+"""The most names of a kind in the answer to the agent."""
 
 AT_START = {
     "clock": "spans that are open now were begun by the other one",
@@ -161,7 +160,7 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 
 
 class Generations:
-    """The changes of a session's profile, asked for by code, by a caller of the control socket, or by a changed file.
+    """The changes of a session's profile, asked for by code, by the agent, or by a changed file.
 
     `enter(profile)` applies the settings of a profile whose rules are attached; `refine(profile)` applies rules added
     to the present one. `has_ended()` is True once the session has been stopped. `end_of_main_thread()` returns a
@@ -181,7 +180,6 @@ class Generations:
         hear_agent: Callable[[Mapping[str, Any]], object],
     ) -> None:
         self._session = session
-        self._folder = folder
         self._membership = membership
         self._enter = enter
         self._refine = refine
@@ -193,7 +191,7 @@ class Generations:
         self.lock = RLock()
         """The lock of the change from one profile to another."""
         self._hearing = RLock()
-        self.control: ControlServer | None = None
+        self.control: ControlThread | None = None
         self._engines: list[str] = []
         """The packages of engines whose rules were taken on."""
 
@@ -211,7 +209,7 @@ class Generations:
         self.lock, self._hearing = RLock(), RLock()
 
     def listen_in_child(self) -> None:
-        """Listen and watch here, too, where the parent does."""
+        """Watch here, too, where the parent does."""
         control = self.control
         if control is None:
             return
@@ -219,15 +217,15 @@ class Generations:
         if control.is_for_agent_alone:
             self.control = None  # until something is recorded here
         else:
-            self._listen(control)
+            control.start()
 
     def listen_to_agent(self) -> None:
         """Hear the run's agent on the thread that there is for control, if there is one."""
         if self.control is not None:
-            self._listen(self.control)
+            self.control.start()
 
     def stop(self, deadline: Deadline) -> None:
-        """Listen and watch no more, and wait for a reload on another thread."""
+        """Hear the agent and watch no more, and wait for a reload on another thread."""
         with self._hearing:
             control, self.control = self.control, None
         if control is not None:
@@ -236,22 +234,21 @@ class Generations:
             self.lock.release()  # it has ended; there is none from now on
 
     def start_control(self) -> None:
-        """Listen and watch from now on, where the profile asks for it."""
-        session, settings = self._session, self._session.profile.control
-        if not settings.watch and settings.socket is None:
+        """Watch the profile's file from now on, where the profile asks for it."""
+        session = self._session
+        if not session.profile.control.watch:
             return
         from instrument.profile.keys import loads
 
         loads("")  # imports what reading a profile needs
-        if settings.watch and self._file is None:
+        if self._file is None:
             source = session.profile.source
             session.account.complain(f"control.watch: there is no file to watch; the profile is {source}")
-        self.control = self._new_control(None if settings.socket is None else folder_of(settings.socket, self._folder))
-        self._listen(self.control)
+        self.control = self._new_control()
+        self.control.start()
 
-    def _new_control(self, folder: Path | None) -> ControlServer:
-        return ControlServer(
-            folder,
+    def _new_control(self) -> ControlThread:
+        return ControlThread(
             lambda: self._file if self._session.profile.control.watch else None,
             self._answer,
             self._session.selection.settle,
@@ -268,13 +265,8 @@ class Generations:
             if not self._membership.joins or self._has_ended():
                 return  # there is no agent yet, or the threads have begun as the session ended
             if self.control is None:
-                self.control = self._new_control(None)
-            self._listen(self.control)
-
-    def _listen(self, control: ControlServer) -> None:
-        problem = control.start()
-        if problem:
-            self._session.account.complain(problem)
+                self.control = self._new_control()
+            self.control.start()
 
     def change(self, profile: Profile | str | os.PathLike[str] | None) -> Reload:
         """Go over to another profile; see `Session.reload`."""
@@ -331,7 +323,7 @@ class Generations:
         self._session.account.refuse(f"the profile of generation {self._session.generation} stays in force: {error}")
 
     def _answer(self, request: Request) -> Mapping[str, Any]:
-        """Do what a caller of the control socket, or a changed file, asks for. Return the answer as a JSON object."""
+        """Do what the agent, or a changed file, asks for. Return the answer as a JSON object."""
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:
