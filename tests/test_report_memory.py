@@ -31,12 +31,11 @@ from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span
 from instrument.report.memory_view import (
     BEFORE,
-    Allocator,
     CountedAllocations,
-    Level,
+    DeviceMemory,
     MemoryView,
+    Peak,
     PlaceMemory,
-    Sums,
     counted,
     memory,
 )
@@ -354,22 +353,17 @@ def counted_one_by_one(recording: Recording, state: str, apart: bool) -> Counted
         earlier[one.device] = earlier.get(one.device, 0) + (max(-size, 0) if before is None else 0)
         for what, first in (("allocated", one.allocated_bytes - size), ("reserved", one.reserved_bytes)):
             now = getattr(one, f"{what}_bytes")
-            level = levels.setdefault((one.device, what), [first, first, 0, None, "", ""])
-            if now > level[1]:
-                level[1], level[3:] = now, [one.at_ns, place, thread]
-            level[2] = now
+            level = levels.setdefault((one.device, what), [first, 0, BEFORE, "", first, 0])
+            if now > level[0]:
+                level[:4] = now, one.at_ns, place, thread
+            level[5] = now
     return CountedAllocations(
         [PlaceMemory(*key, *found) for key, found in uses.items()],
-        [
-            Allocator(
-                device, Level(*levels[device, "allocated"]), Level(*levels[device, "reserved"]), earlier[device],
-                Sums(*found),
-            )
-            for device, found in sorted(sums.items())
-        ],
+        [Peak(*key, *level) for key, level in sorted(levels.items()) if level[0] or key[1] == "allocated"],
+        [DeviceMemory(device, *found, earlier[device]) for device, found in sorted(sums.items())],
         list(threads),
         len(trace.allocations) - len(its),
-    )  # fmt: skip
+    )
 
 
 @given(

@@ -20,18 +20,7 @@ from instrument.report.units import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.groups import Groups, numbered
-from instrument.trace.trace import Trace
 from instrument.trace.watched import rows_and_times
-
-
-class Sums(NamedTuple):
-    """The memory taken and given back. `held_bytes` is the part of `allocated_bytes` still in use at the end."""
-
-    allocations: int
-    frees: int
-    allocated_bytes: int
-    freed_bytes: int
-    held_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,117 +46,6 @@ class PlaceMemory:
     def increase_bytes(self) -> int:
         """The memory taken less the memory given back. It may be negative."""
         return self.allocated_bytes - self.freed_bytes
-
-
-class Level(NamedTuple):
-    """The memory of an allocator: at first, at most, and at the end, with the time and place of the peak. `at_ns` is
-    None if the memory never rose above its first level."""
-
-    begin_bytes: int
-    peak_bytes: int
-    end_bytes: int
-    at_ns: int | None
-    place: str
-    thread: str
-
-
-class Allocator(NamedTuple):
-    """The allocator of a device. `earlier_bytes` were taken before the first known allocation and given back later."""
-
-    device: int
-    allocated: Level
-    reserved: Level
-    earlier_bytes: int
-    sums: Sums
-
-
-class CountedAllocations(NamedTuple):
-    """All allocations: uses and threads in the order of first sight, allocators in that of devices.
-
-    `outside` is the number of allocations outside of the watched time.
-    """
-
-    uses: list[PlaceMemory]
-    allocators: list[Allocator]
-    threads: list[str]
-    outside: int
-
-
-def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Return the allocations of a trace in the watched time, by device, place and (`by_thread`) thread. The places are
-    the wanted spans. `state` selects all allocations (All), the host's (CPU), or those of devices (GPU)."""
-    facts = recording.trace
-    first, last = facts.watched or facts.held
-    rows, times_ns = rows_and_times(facts.allocations)
-    is_inside = (first <= times_ns) & (times_ns <= last)
-    is_counted = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
-    thread_id, at_ns = rows["thread_id"][is_counted], times_ns[is_counted]
-    at_place = places(recording, thread_id, at_ns, is_wanted)
-    device, size_bytes, address = (rows[name][is_counted] for name in ("device", "size_bytes", "address"))
-    thread, of_thread = numbered(thread_id)
-    threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
-    names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
-    called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if by_thread else np.zeros_like(thread)
-    follows, is_followed = _match_addresses(device, address, size_bytes)
-    held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
-
-    number, of_device = numbered(device)
-    use, of_use = numbered(number, at_place.number, called)
-    sums = list(_sums(size_bytes, held_bytes, Groups(use, len(of_use))))
-    uses = []
-    for row in np.sort(of_use).tolist():
-        name, kind = at_place.names[at_place.number[row]]
-        on_thread = threads[thread[row]] if by_thread else ""
-        uses.append(PlaceMemory(int(device[row]), name, kind, on_thread, *sums[use[row]]))
-    groups = Groups(number, len(of_device))
-    earlier_bytes = (-size for size in groups.sums(np.where(follows, 0, np.minimum(size_bytes, 0))).tolist())
-
-    def level(members: Int64s, levels: Int64s, begin_bytes: int) -> Level:
-        at = int(levels.argmax())
-        peak_bytes, end_bytes = int(levels[at]), int(levels[-1])
-        if peak_bytes <= begin_bytes:
-            return Level(begin_bytes, begin_bytes, end_bytes, None, "", "")
-        row = int(members[at])
-        place = at_place.names[at_place.number[row]][0]
-        return Level(begin_bytes, peak_bytes, end_bytes, int(at_ns[row]), place, threads[thread[row]])
-
-    allocators = []
-    levels = [rows[name][is_counted] for name in ("allocated_bytes", "reserved_bytes")]
-    for members, earlier_of, of_it in zip(
-        groups.members(), earlier_bytes, _sums(size_bytes, held_bytes, groups), strict=True
-    ):
-        allocated, reserved = (column[members] for column in levels)
-        before_bytes = int(allocated[0]) - int(size_bytes[members[0]])
-        pair = level(members, allocated, before_bytes), level(members, reserved, int(reserved[0]))
-        allocators.append(Allocator(int(device[members[0]]), *pair, earlier_of, of_it))
-    thread_names = [threads[number] for number in np.argsort(of_thread).tolist()]
-    return CountedAllocations(uses, sorted(allocators), thread_names, int((~is_inside).sum()))
-
-
-def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:
-    """Return the sums of each group."""
-    is_taken = sizes >= 0
-    columns: Sequence[list[int]] = [
-        groups.sums(column).tolist()
-        for column in (is_taken, ~is_taken, np.maximum(sizes, 0), np.minimum(sizes, 0), held_bytes)
-    ]
-    for allocations, frees, allocated_bytes, freed_bytes, left_bytes in zip(*columns, strict=True):
-        yield Sums(allocations, frees, allocated_bytes, -freed_bytes, left_bytes)
-
-
-def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Return a mark of each allocation that follows another at its address, and of each that is followed by one.
-
-    The follower gives the memory back, or takes it again if the record misses the free.
-    """
-    order = np.lexsort((address, device))
-    address, device = address[order], device[order]
-    is_next = np.zeros(len(order) + 1, dtype=np.bool_)
-    is_next[1:-1] = (address[1:] == address[:-1]) & (device[1:] == device[:-1])
-    was_taken = np.concatenate([[False], size_bytes[order[:-1]] >= 0])[: len(order)]
-    follows, is_followed = np.empty(len(order), dtype=np.bool_), np.empty(len(order), dtype=np.bool_)
-    follows[order], is_followed[order] = is_next[:-1] & was_taken, is_next[1:]
-    return follows, is_followed
 
 
 BEFORE = "(before it began)"
@@ -237,6 +115,94 @@ class DeviceMemory:
     def increase_bytes(self) -> int:
         """The memory taken less the memory given back."""
         return self.allocated_bytes - self.freed_bytes
+
+
+class CountedAllocations(NamedTuple):
+    """All allocations: uses and threads in the order of first sight, peaks and devices in that of devices.
+
+    `outside` is the number of allocations outside of the watched time.
+    """
+
+    uses: list[PlaceMemory]
+    peaks: list[Peak]
+    devices: list[DeviceMemory]
+    threads: list[str]
+    outside: int
+
+
+def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
+    """Return the allocations of a trace in the watched time, by device, place and (`by_thread`) thread. The places are
+    the wanted spans. `state` selects all allocations (All), the host's (CPU), or those of devices (GPU)."""
+    facts = recording.trace
+    first, last = facts.watched or facts.held
+    rows, times_ns = rows_and_times(facts.allocations)
+    is_inside = (first <= times_ns) & (times_ns <= last)
+    is_counted = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
+    thread_id, at_ns = rows["thread_id"][is_counted], times_ns[is_counted]
+    at_place = places(recording, thread_id, at_ns, is_wanted)
+    device, size_bytes, address = (rows[name][is_counted] for name in ("device", "size_bytes", "address"))
+    thread, of_thread = numbered(thread_id)
+    threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
+    names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
+    called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if by_thread else np.zeros_like(thread)
+    follows, is_followed = _match_addresses(device, address, size_bytes)
+    held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
+    columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), -size_bytes.clip(max=0), held_bytes)
+
+    def sums(groups: Groups) -> list[tuple[int, int, int, int, int]]:
+        """Return the numbers of allocations and frees, and the bytes allocated, freed and held, of each group."""
+        allocations, frees, allocated, freed, held = (groups.sums(column).tolist() for column in columns)
+        return list(zip(allocations, frees, allocated, freed, held, strict=True))
+
+    number, of_device = numbered(device)
+    use, of_use = numbered(number, at_place.number, called)
+    sums_by_use, uses = sums(Groups(use, len(of_use))), []
+    for row in np.sort(of_use).tolist():
+        name, kind = at_place.names[at_place.number[row]]
+        on_thread = threads[thread[row]] if by_thread else ""
+        uses.append(PlaceMemory(int(device[row]), name, kind, on_thread, *sums_by_use[use[row]]))
+    groups = Groups(number, len(of_device))
+    earlier_bytes = groups.sums(np.where(follows, 0, -size_bytes.clip(max=0))).tolist()
+
+    def peak(what: str, members: Int64s, begin_bytes: int) -> Peak:
+        levels = rows[f"{what}_bytes"][is_counted][members]
+        at, of_it = int(levels.argmax()), int(device[members[0]])
+        if int(levels[at]) <= begin_bytes:
+            since_ns = (first if facts.watched else facts.start_ns) - facts.start_ns
+            return Peak(of_it, what, begin_bytes, since_ns, BEFORE, "", begin_bytes, int(levels[-1]))
+        row = int(members[at])
+        place, since_ns = at_place.names[at_place.number[row]][0], int(at_ns[row]) - facts.start_ns
+        name = threads[thread[row]]
+        return Peak(of_it, what, int(levels[at]), since_ns, place, name, begin_bytes, int(levels[-1]))
+
+    peaks, devices = list[Peak](), list[DeviceMemory]()
+    for members, sums_of_it, earlier in zip(groups.members(), sums(groups), earlier_bytes, strict=True):
+        allocated, reserved = (
+            int(rows[name][is_counted][members[0]]) for name in ("allocated_bytes", "reserved_bytes")
+        )
+        reserved_peak = peak("reserved", members, reserved)
+        peaks.append(peak("allocated", members, allocated - int(size_bytes[members[0]])))
+        peaks += [reserved_peak] if reserved_peak.peak_bytes else []
+        devices.append(DeviceMemory(int(device[members[0]]), *sums_of_it, earlier))
+    peaks.sort(key=lambda row: row.device)
+    devices.sort(key=lambda row: row.device)
+    thread_names = [threads[number] for number in np.argsort(of_thread).tolist()]
+    return CountedAllocations(uses, peaks, devices, thread_names, int((~is_inside).sum()))
+
+
+def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
+    """Return a mark of each allocation that follows another at its address, and of each that is followed by one.
+
+    The follower gives the memory back, or takes it again if the record misses the free.
+    """
+    order = np.lexsort((address, device))
+    address, device = address[order], device[order]
+    is_next = np.zeros(len(order) + 1, dtype=np.bool_)
+    is_next[1:-1] = (address[1:] == address[:-1]) & (device[1:] == device[:-1])
+    was_taken = np.concatenate([[False], size_bytes[order[:-1]] >= 0])[: len(order)]
+    follows, is_followed = np.empty(len(order), dtype=np.bool_), np.empty(len(order), dtype=np.bool_)
+    follows[order], is_followed[order] = is_next[:-1] & was_taken, is_next[1:]
+    return follows, is_followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,8 +340,8 @@ def memory(recording: Recording, options: Options) -> MemoryView:
         spans=int(is_wanted.sum()),
         places_since_ns=facts.held[0] - facts.start_ns,
         threads=tuple(totals.threads),
-        peaks=tuple(peak for allocator in totals.allocators for peak in _peaks(facts, allocator)),
-        devices=tuple(DeviceMemory(row.device, *row.sums, row.earlier_bytes) for row in totals.allocators),
+        peaks=tuple(totals.peaks),
+        devices=tuple(totals.devices),
         places=shown,
         gauged=tuple(_gauge_readings(facts.samples, facts.start_ns, options.state)),
         outside=totals.outside,
@@ -400,20 +366,6 @@ def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Ite
                 peak = None if peaks is None else max(most, max(peaks)[0])
                 ends = values[0][0], values[-1][0]
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
-
-
-def _peaks(facts: Trace, allocator: Allocator) -> Iterator[Peak]:
-    yield _peak(facts, allocator.device, "allocated", allocator.allocated)
-    if allocator.reserved.peak_bytes:
-        yield _peak(facts, allocator.device, "reserved", allocator.reserved)
-
-
-def _peak(facts: Trace, device: int, kind: str, level: Level) -> Peak:
-    place, at_ns = level.place, level.at_ns
-    if at_ns is None:
-        place, at_ns = BEFORE, facts.watched[0] if facts.watched else facts.start_ns
-    since_ns = at_ns - facts.start_ns
-    return Peak(device, kind, level.peak_bytes, since_ns, place, level.thread, level.begin_bytes, level.end_bytes)
 
 
 def _is_in_state(state: str, device: int) -> bool:
