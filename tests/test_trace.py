@@ -16,7 +16,7 @@ from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
 from instrument.recording.spans import DeviceInterval, Site, Span
-from instrument.report.operator_rows import every_place, place_tree
+from instrument.report.operator_rows import PlaceCalls, every_place, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
@@ -254,14 +254,16 @@ def test_each_instant_is_the_turn_of_the_highest_that_goes_on(parts: list[tuple[
     assert found == expected
 
 
+TIMES = (
+    "calls", "host_ns", "host_max_ns", "host_min_ns", "device_calls", "device_ns", "device_max_ns", "device_min_ns",
+)  # fmt: skip
+
+
 def facts(place: Any) -> list[Any]:
     """All that is known of a place, but for what is around it and below."""
-    names = [
-        name for name in call_trees_by_hand.Place.__slots__
-        if name not in ("children", "elsewhere", "parent", "site", "streams", "wanted")
-    ]  # fmt: skip
+    times = [*place.host, *place.device] if isinstance(place, PlaceCalls) else [getattr(place, name) for name in TIMES]
     streams = {key: tuple(sums) for key, sums in sorted(place.streams.items())}
-    return [place.site.key, streams, *(getattr(place, name) for name in names)]
+    return [place.site.key, streams, place.thread_id, place.first_ns, place.inside, place.again, *times]
 
 
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from instrument.recording.spans import Interval, Site
 from instrument.report.section import Section
@@ -29,57 +30,48 @@ class CallTimes:
     min_ns: int
 
 
+class PlaceTimes(NamedTuple):
+    """Sums and extremes over some calls."""
+
+    calls: int
+    total_ns: int
+    most_ns: int
+    least_ns: int
+
+
+@dataclass(slots=True, eq=False)
 class PlaceCalls:
-    """One site below its callers on one line: sums over its calls. `inside` is True below a call of the given `kinds`
-    on its line, `again` below a call of the same name and kind."""
+    """One site below its callers on one line, with the times of its calls. `parent` is the place around it on its line.
 
-    __slots__ = (
-        "again", "calls", "children", "device_calls", "device_max_ns", "device_min_ns", "device_ns", "elsewhere",
-        "first_ns", "host_max_ns", "host_min_ns", "host_ns", "inside", "parent", "site", "streams", "thread_id",
-    )  # fmt: skip
+    `inside` is True below a call of the asked kinds on its line, `again` below a call of the same name and kind.
+    """
 
-    def __init__(self, site: Site, thread_id: int, parent: PlaceCalls | None, kinds: Collection[str]) -> None:
-        """Create a place. `parent` is the place around it on its line, None for the first of the line."""
-        self.site = site
-        self.thread_id = thread_id
-        self.parent = parent
-        self.children: dict[Site, PlaceCalls] = {}
-        self.elsewhere: dict[tuple[Site, int], PlaceCalls] = {}
-        of_kinds = parent is not None and parent.site.kind in kinds
-        self.inside: bool = of_kinds or (parent is not None and parent.inside)
-        self.again = False
-        self.calls = self.host_ns = self.host_max_ns = 0
-        self.device_calls = self.device_ns = self.device_max_ns = 0
-        self.first_ns = self.host_min_ns = self.device_min_ns = FARTHEST_NS
-        self.streams: dict[tuple[int, int], tuple[int, ...]] = {}
+    site: Site
+    thread_id: int
+    parent: PlaceCalls | None
+    inside: bool
+    first_ns: int
+    host: PlaceTimes
+    device: PlaceTimes
+    again: bool = False
+    children: dict[Site, PlaceCalls] = field(default_factory=dict)
+    elsewhere: dict[tuple[Site, int], PlaceCalls] = field(default_factory=dict)
+    streams: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> int:
+        return self.host.calls
 
 
-def host_times(places: Iterable[PlaceCalls]) -> CallTimes:
-    """Return the host times of all calls of at least one place."""
-    rows = list(places)
-    total_ns = sum(place.host_ns for place in rows)
-    return CallTimes(
-        total_ns,
-        share(total_ns, sum(place.calls for place in rows)),
-        max(place.host_max_ns for place in rows),
-        min(place.host_min_ns for place in rows),
-    )
-
-
-def device_times(places: Iterable[PlaceCalls]) -> CallTimes | None:
-    """Return the device times of all calls of the places, 0 for a call without any, None if no call has any."""
-    rows = list(places)
-    if not any(place.device_calls for place in rows):
+def times_of(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
+    """Return the times of all calls on `host` or `device`, 0 for a call without any. None if no call has any."""
+    times: list[PlaceTimes] = [getattr(place, on) for place in places]
+    calls, timed = (sum(part.calls for part in parts) for parts in (places, times))
+    if not timed:
         return None
-    calls = sum(place.calls for place in rows)
-    total_ns = sum(place.device_ns for place in rows)
-    every = calls == sum(place.device_calls for place in rows)
-    return CallTimes(
-        total_ns,
-        share(total_ns, calls),
-        max(place.device_max_ns for place in rows),
-        min(place.device_min_ns for place in rows) if every else 0,
-    )
+    total_ns, least_ns = sum(part.total_ns for part in times), min(part.least_ns for part in times)
+    most_ns = max(part.most_ns for part in times)
+    return CallTimes(total_ns, share(total_ns, calls), most_ns, least_ns if timed == calls else 0)
 
 
 def place_tree(
@@ -89,21 +81,22 @@ def place_tree(
 
     Device time counts for calls of `kinds` and for those right below. With a `window`, only the part in it counts.
     """
-    tree = call_tree(trace, kinds, window, among)
-    root = PlaceCalls(Site("(root)"), 0, None, ())
+    tree, no_calls = call_tree(trace, kinds, window, among), PlaceTimes(0, 0, 0, FARTHEST_NS)
+    root = PlaceCalls(Site("(root)"), 0, None, False, FARTHEST_NS, no_calls, no_calls)
     places: list[PlaceCalls] = []
-    host, device = tree.host, tree.device
-    columns = (tree.parent, tree.site, tree.thread_id, tree.is_elsewhere, tree.first_ns, host.calls, host.total_ns,
-               host.most_ns, host.least_ns, device.calls, device.total_ns, device.most_ns, device.least_ns)  # fmt: skip
-    for around, site_place, thread_id, is_elsewhere, *times in zip(*(part.tolist() for part in columns), strict=True):
-        above, site = root if around < 0 else places[around], trace.sites[site_place]
-        place = PlaceCalls(site, thread_id, None if is_elsewhere else above, kinds)
+    times = [(of.calls, of.total_ns, of.most_ns, of.least_ns) for of in (tree.host, tree.device)]
+    columns = (tree.parent, tree.site, tree.thread_id, tree.is_elsewhere, tree.first_ns, *times[0], *times[1])
+    for around, number, thread_id, is_elsewhere, first_ns, *of_place in zip(
+        *(part.tolist() for part in columns), strict=True
+    ):
+        above, site = root if around < 0 else places[around], trace.sites[number]
+        inside = not is_elsewhere and (above.inside or (above is not root and above.site.kind in kinds))
+        parent, host, device = None if is_elsewhere else above, PlaceTimes(*of_place[:4]), PlaceTimes(*of_place[4:])
+        place = PlaceCalls(site, thread_id, parent, inside, first_ns, host, device)
         if is_elsewhere:
             above.elsewhere[site, thread_id] = place
         else:
             above.children[site] = place
-        place.first_ns, place.calls, place.host_ns, place.host_max_ns, place.host_min_ns, *of_device = times
-        place.device_calls, place.device_ns, place.device_max_ns, place.device_min_ns = of_device
         places.append(place)
     for number, on_device, stream, *sums in tree.streams:
         places[number].streams[on_device, stream] = tuple(sums)
@@ -207,16 +200,16 @@ def call_rows(
     of the topmost level a call in another call of the row counts once."""
 
     def row(name: str, kind: str, places: Sequence[PlaceCalls], once: Sequence[PlaceCalls]) -> CallRow:
-        gpu = device_times(places)
+        gpu = times_of(places, "device")
         return CallRow(
             name,
             kind,
             depth,
             sum(place.calls for place in places),
-            host_times(places),
+            times_of(places, "host"),
             gpu,
-            share(sum(place.host_ns for place in once), cpu_base_ns),
-            None if gpu is None else share(sum(place.device_ns for place in once), gpu_base_ns),
+            share(sum(place.host.total_ns for place in once), cpu_base_ns),
+            None if gpu is None else share(sum(place.device.total_ns for place in once), gpu_base_ns),
         )
 
     def rest(omitted: Sequence[CallRow]) -> CallRow:

@@ -147,7 +147,7 @@ def operators(recording: Recording, options: Options) -> Operators:
 
 def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
     outermost = [place for place in places if not place.inside]
-    cpu_ns, gpu_ns = sum(place.host_ns for place in outermost), sum(place.device_ns for place in outermost)
+    cpu_ns, gpu_ns = (sum(getattr(place, on).total_ns for place in outermost) for on in ("host", "device"))
     groups = by_name(places)
     shown: list[CallRow] = []
     for row in call_rows(groups, 0, cpu_ns, gpu_ns, options):
@@ -221,8 +221,8 @@ def _ordered_operators(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator
         site = group[0].site
         listed = site.kind in IN_ORDER
         if listed:
-            on_device = any(place.device_calls for place in group)
-            total_ns = sum(place.device_ns if on_device else place.host_ns for place in group)
+            on_device = any(place.device.calls for place in group)
+            total_ns = sum((place.device if on_device else place.host).total_ns for place in group)
             calls = sum(place.calls for place in group)
             yield OrderedOperator(
                 number, site.name, site.instance, site.kind, depth, calls, on_device, total_ns, total_ns / timed
