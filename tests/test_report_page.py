@@ -108,7 +108,7 @@ def test_our_scripts_make_text_of_what_they_show_never_markup_or_code() -> None:
 def test_every_kind_of_spans_has_a_colour_of_its_own_in_both_themes() -> None:
     style = ASSETS.joinpath("page.css").read_text("utf-8")
     kinds = [*KINDS, "batch"]  # as which a span that serves others is drawn
-    themes = re.findall(r"(?ms)^:root(?:\[data-theme=\"dark\"\])? \{(.*?)^\}", style)
+    themes = re.findall(r"(?ms)^(?:@media \(prefers-color-scheme: dark\) \{ )?:root \{(.*?)^\}", style)
     assert len(themes) == 2
     for theme in themes:
         colours = dict(re.findall(r"--([\w-]+): (#\w+);", theme))

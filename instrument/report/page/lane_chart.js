@@ -291,6 +291,31 @@ class LaneChart {
   }
 }
 
+/** A chart, its tools (a search for bars by name, of which Enter shows the next, and zoom) and the facts of the chosen bar. */
+function searchableChart(options, placeholder, noun) {
+  const detail = element("div", { class: "detail", role: "status" }, `Hover over a ${noun}, or choose one. Drag to move, Ctrl and the wheel to zoom.`);
+  const chart = new LaneChart({ ...options, pick: (bar) => {
+    const [title, facts] = options.describe(bar);
+    detail.replaceChildren(element("b", {}, title), factsList(facts));
+  } });
+  const count = element("span", { class: "muted", role: "status" });
+  const search = element("input", { type: "search", placeholder, autocomplete: "off", spellcheck: "false", class: "find-span" });
+  let hits = [], at = 0;
+  search.addEventListener("input", () => {
+    const word = search.value.trim().toLowerCase();
+    hits = chart.find(word ? (bar) => bar.text.toLowerCase().includes(word) : null);
+    at = 0;
+    count.textContent = word ? counted(hits.length, noun) : "";
+  });
+  search.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || !hits.length) return;
+    chart.reveal(hits[at % hits.length]);
+    count.textContent = `${(at++ % hits.length) + 1} of ${hits.length}`;
+  });
+  const field = element("label", { class: "search" }, element("span", { class: "sr" }, placeholder), search);
+  return { chart, detail, tools: element("div", { class: "tools" }, field, count, chart.buttons()) };
+}
+
 /** The place of the first bar that ends after a time; those of a row do not overlap. */
 function firstEndingAfter(row, time) {
   let low = 0, high = row.length;

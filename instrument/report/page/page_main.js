@@ -34,23 +34,11 @@ function startDevices() {
   } else {
     const lanes = report.device.lanes.map((label) => ({ label, bars: [] }));
     for (let at = 0; at < device.start.length; at++) lanes[device.lane[at]].bars.push(intervalBar(at, 0));
-    const detail = element("div", { class: "detail", role: "status" }, "Hover over a stretch, or choose one. Drag to move, Ctrl and the wheel to zoom.");
     let until = report.about.window_ns;
     for (let at = 0; at < device.start.length; at++) until = Math.max(until, device.start[at] + device.length[at]);
     const describe = (bar) => tellInterval(bar, [["at", timeText(bar.start)], ["took", timeText(bar.end - bar.start)]]);
-    const chart = new LaneChart({ label: "What devices did", lanes, length: until, describe, pick: (bar) => {
-      const [title, facts] = describe(bar);
-      detail.replaceChildren(element("b", {}, title), factsList(facts));
-    } });
-    const found = element("span", { class: "muted", role: "status" });
-    const search = element("input", { type: "search", placeholder: "Find a kernel or span", autocomplete: "off", spellcheck: "false" });
-    search.addEventListener("input", () => {
-      const word = search.value.trim().toLowerCase();
-      const hits = chart.find(word ? (bar) => bar.text.toLowerCase().includes(word) : null);
-      found.textContent = word ? counted(hits.length, "stretch").replace("stretchs", "stretches") : "";
-    });
-    box.append(element("div", { class: "tools" }, element("label", { class: "search" }, element("span", { class: "sr" }, "Find"), search), found, chart.buttons()),
-      chart.node, legendOfNames(), detail);
+    const { chart, tools, detail } = searchableChart({ label: "What devices did", lanes, length: until, describe }, "Find a kernel or span", "stretch");
+    box.append(tools, chart.node, legendOfNames(), detail);
     chart.resize();
   }
   startGauges();
@@ -121,16 +109,6 @@ function startSummary() {
   }
   for (const endpoint of report.endpoints) byId("endpoints").append(endpointNode(endpoint));
   byId("text").textContent = report.text;
-  byId("copy-text").addEventListener("click", async () => {
-    let said = "Copied";
-    try {
-      await navigator.clipboard.writeText(report.text);
-    } catch {
-      getSelection().selectAllChildren(byId("text"));
-      said = "Selected: copy it";
-    }
-    byId("copy-text").textContent = said;
-  });
   const left = report.left_out.length ? report.left_out : ["Nothing: all spans, and all rows of all tables, are in this page."];
   byId("left-out").append(...left.map((one) => element("li", {}, one)));
   byId("instrumentation").textContent = report.instrumentation.join("\n") || "The trace does not say it.";
@@ -150,26 +128,9 @@ function endpointNode({ name, requests, times, parts }) {
     stack(parts.map(([part, ratio, share]) => [part, ratio, share])), list);
 }
 
-/** Mark the section that is being read. */
-function startNavigation() {
-  const links = new Map([...document.querySelectorAll(".top nav a")].map((link) => [link.hash.slice(1), link]));
-  const seen = new Set();
-  const observer = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) seen[isIntersecting ? "add" : "delete"](target.id);
-    const current = [...links.keys()].find((id) => seen.has(id));
-    for (const [id, link] of links) {
-      if (id === current) link.setAttribute("aria-current", "location");
-      else link.removeAttribute("aria-current");
-    }
-  }, { rootMargin: "-110px 0px -55% 0px" });
-  for (const id of links.keys()) observer.observe(byId(id));
-}
-
-startTheme();
 startSummary();
 startRequests();
 startCalls();
 startDevices();
 startViews();
-startNavigation();
 document.documentElement.dataset.ready = "true";

@@ -101,7 +101,7 @@ const timeText = (ns) => `${unit === "ns" ? Math.round(ns) : compact(ns / unitNs
 /** A share in tenths of a per cent. */
 const shareText = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)}%` : "-");
 
-const counted = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+const counted = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : what.endsWith("ch") ? "es" : "s"}`;
 
 // Colours
 
@@ -189,41 +189,13 @@ function factsList(facts) {
 
 addEventListener("scroll", hideTip, { passive: true });
 
-// The theme
+// The theme is the system's.
 
 const themeListeners = [];
-const systemTheme = matchMedia("(prefers-color-scheme: dark)");
-let theme = "auto";
-
-function applyTheme() {
-  const shown = theme === "auto" ? (systemTheme.matches ? "dark" : "light") : theme;
-  document.documentElement.dataset.theme = shown;
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   colours = new Map();
-  for (const button of byId("theme").children) button.setAttribute("aria-pressed", String(button.dataset.theme === theme));
   for (const listener of themeListeners) listener();
-}
-
-function startTheme() {
-  try {
-    theme = localStorage.getItem("instrument-theme") ?? "auto";
-  } catch {
-    // A browser that keeps nothing for files: the system's theme it is.
-  }
-  if (!["auto", "light", "dark"].includes(theme)) theme = "auto";
-  byId("theme").addEventListener("click", (event) => {
-    const chosen = event.target.dataset?.theme;
-    if (!chosen) return;
-    theme = chosen;
-    try {
-      localStorage.setItem("instrument-theme", theme);
-    } catch {
-      // As above.
-    }
-    applyTheme();
-  });
-  systemTheme.addEventListener("change", applyTheme);
-  applyTheme();
-}
+});
 
 // Tables that are sorted by a click on a heading: first the way that is mostly wanted, then the other, then as they came.
 

@@ -196,32 +196,9 @@ function lifeLane(request) {
 function addWaterfall(life, request) {
   const { lanes: every, count } = waterfallOf(request);
   const shown = every.slice(0, MOST_LANES);
-  const detail = element("div", { class: "detail", role: "status" }, "Hover over a bar, or choose one. Drag to move, Ctrl and the wheel to zoom.");
-  const chart = new LaneChart({
-    label: `Spans of ${siteName(listed.site[request])}`, lanes: shown, length: listed.wall[request], describe: (bar) => tellBar(bar, request),
-    pick: (bar) => {
-      const [title, facts] = tellBar(bar, request);
-      detail.replaceChildren(element("b", {}, title), factsList(facts));
-    },
-  });
+  const { chart, tools, detail } = searchableChart({ label: `Spans of ${siteName(listed.site[request])}`, lanes: shown,
+    length: listed.wall[request], describe: (bar) => tellBar(bar, request) }, "Find a span", "bar");
   lifeChart = chart;
-  const found = element("span", { class: "muted", role: "status" });
-  const search = element("input", { type: "search", placeholder: "Find a span", autocomplete: "off", spellcheck: "false", class: "find-span" });
-  let hits = [], at = 0;
-  search.addEventListener("input", () => {
-    const word = search.value.trim().toLowerCase();
-    hits = chart.find(word ? (bar) => bar.text.toLowerCase().includes(word) : null);
-    at = 0;
-    found.textContent = word ? counted(hits.length, "bar") : "";
-  });
-  search.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && hits.length) {
-      chart.reveal(hits[at % hits.length]);
-      found.textContent = `${(at % hits.length) + 1} of ${hits.length}`;
-      at += 1;
-    }
-  });
-  const tools = element("div", { class: "tools" }, element("label", { class: "search" }, element("span", { class: "sr" }, "Find a span"), search), found, chart.buttons());
   tools.style.marginTop = "1rem";
   life.append(tools, chart.node, legendOf(shown));
   if (every.length > shown.length) life.append(element("p", { class: "note" }, `${every.length - shown.length} more lanes are not drawn.`));
