@@ -352,10 +352,10 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_605, 10),
     "recording": (4_026, 19),
-    "report": (12_803, 45),
+    "report": (12_673, 45),
     "runtime": (2_617, 18),
     "sessions": (6_889, 29),
-    "trace": (8_594, 30),
+    "trace": (8_562, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -150,9 +150,9 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
     columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), -size_bytes.clip(max=0), held_bytes)
 
     def sums(groups: Groups) -> list[tuple[int, int, int, int, int]]:
-        """Return the numbers of allocations and frees, and the bytes allocated, freed and held, of each group."""
-        allocations, frees, allocated, freed, held = (groups.sums(column).tolist() for column in columns)
-        return list(zip(allocations, frees, allocated, freed, held, strict=True))
+        """Return the numbers of allocations and frees, and the bytes allocated, freed and in use, of each group."""
+        allocations, frees, allocated, freed, in_use = (groups.sums(column).tolist() for column in columns)
+        return list(zip(allocations, frees, allocated, freed, in_use, strict=True))
 
     number, of_device = numbered(device)
     use, of_use = numbered(number, at_place.number, called)
@@ -164,16 +164,16 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
     groups = Groups(number, len(of_device))
     earlier_bytes = groups.sums(np.where(follows, 0, -size_bytes.clip(max=0))).tolist()
 
-    def peak(what: str, members: Int64s, begin_bytes: int) -> Peak:
-        levels = rows[f"{what}_bytes"][is_counted][members]
-        at, of_it = int(levels.argmax()), int(device[members[0]])
+    def peak(kind: str, members: Int64s, begin_bytes: int) -> Peak:
+        levels = rows[f"{kind}_bytes"][is_counted][members]
+        at, on_device = int(levels.argmax()), int(device[members[0]])
         if int(levels[at]) <= begin_bytes:
             since_ns = (first if facts.watched else facts.start_ns) - facts.start_ns
-            return Peak(of_it, what, begin_bytes, since_ns, BEFORE, "", begin_bytes, int(levels[-1]))
+            return Peak(on_device, kind, begin_bytes, since_ns, BEFORE, "", begin_bytes, int(levels[-1]))
         row = int(members[at])
         place, since_ns = at_place.names[at_place.number[row]][0], int(at_ns[row]) - facts.start_ns
         name = threads[thread[row]]
-        return Peak(of_it, what, int(levels[at]), since_ns, place, name, begin_bytes, int(levels[-1]))
+        return Peak(on_device, kind, int(levels[at]), since_ns, place, name, begin_bytes, int(levels[-1]))
 
     peaks, devices = list[Peak](), list[DeviceMemory]()
     for members, sums_of_it, earlier in zip(groups.members(), sums(groups), earlier_bytes, strict=True):
