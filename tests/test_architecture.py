@@ -345,7 +345,7 @@ LINES_AND_FILES = {
     "compat": (1_368, 6),
     "device": (3_686, 11),
     "docs": (0, 0),
-    "instrumentors": (11_189, 43),
+    "instrumentors": (11_201, 43),
     "native": (9_128, 28),
     "otlp": (5_003, 20),
     "profile": (2_481, 8),

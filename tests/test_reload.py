@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import importlib.abc
 import os
 import re
 import signal
@@ -187,6 +188,47 @@ def test_a_module_whose_import_a_reload_meets_half_way_is_attached_when_it_has_e
         go_on.set()
         importing.join()
         del sys.modules["reload_gate"], sys.modules["half"]
+
+
+def test_a_module_that_was_asked_for_by_the_rules_before_a_reload_is_attached_soon_after() -> None:
+    """The reload falls between the import system's question and the module's entry in `sys.modules`."""
+    session = begin('functions: [{match: "reloaded:first"}]')
+    write("asked.py", "def late(): return 1\n")
+
+    class Between(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+            if fullname == "asked":
+                session.reload(loads('functions: [{match: "asked:late"}]', environ={}))
+                session.selection.settle()
+
+    between = Between()
+    sys.meta_path.insert(1, between)
+    try:
+        asked = importlib.import_module("asked")
+        while session.selection.settle():
+            pass
+        asked.late()
+        assert calls(session) == {"late": 1}
+    finally:
+        sys.meta_path.remove(between)
+        sys.modules.pop("asked", None)
+
+
+def test_a_sleeping_rule_wants_its_modules_at_every_moment_of_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import on another thread may ask between any two steps of the reload."""
+    rules = 'functions: [{match: "asleep:first"}]\nlayers: [{type: Linear}]\n'
+    selection = Selection(loads(rules, environ={}))
+    answers = []
+    lay_down = Selection._lay_down
+
+    def ask_before(self: Selection, key: str) -> None:
+        answers.append(bool(self._wakened_by("asleep")) and bool(self._wakened_by("torch")))
+        lay_down(self, key)
+
+    monkeypatch.setattr(Selection, "_lay_down", ask_before)
+    selection.change(loads(rules + "copies: [{directions: [h2d]}]", environ={}))
+    assert answers
+    assert all(answers)
 
 
 def test_what_other_modules_bound_by_name_follows_both_ways() -> None:

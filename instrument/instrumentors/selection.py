@@ -128,6 +128,9 @@ def awaited(profile: Profile) -> frozenset[str] | None:
     return frozenset(awaited_packages.union(name.partition(".")[0] for name in engines))
 
 
+LOOKS = 2
+"""Looks at new modules after a change of the rules. A module that another thread imports is there at the second one."""
+
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
 """The variables by which a command asks each process for the verdicts on all rules. No family sleeps then."""
 
@@ -152,6 +155,8 @@ class Selection:
         for key in FAMILIES:
             self._lay_down(key)
         self._unfinished: list[ModuleType] = []
+        self._seen: set[str] = set()
+        self._looks_left = 0
         self._ports: frozenset[int] = frozenset()
         self.late: list[str] = []
         self.noted: Callable[[], object] = lambda: None
@@ -160,6 +165,7 @@ class Selection:
     def _lay_down(self, key: str) -> None:
         """Let the rules of a key sleep, or make their family now if any module may have a target."""
         if not _rules(self.profile, key):
+            self._asleep.pop(key, None)
             return
         packages = packages_of(self.profile, key)
         if packages is None or _ASKED & os.environ.keys():
@@ -177,9 +183,9 @@ class Selection:
             options.append(environment.INIT_FOLDER in os.environ)
         module, name, _ = FAMILIES[key]
         family: Probes = getattr(import_module(module), name)(rules, self._recorder, *options)
-        self._asleep.pop(key, None)
         awake = {**self._families, key: family}
         self._families = {name_of_key: awake[name_of_key] for name_of_key in FAMILIES if name_of_key in awake}
+        self._asleep.pop(key, None)  # last: a thread that imports a module meanwhile finds the key in one of both
         return family
 
     def _awake(self, key: str) -> Any:
@@ -250,7 +256,6 @@ class Selection:
             before = self._probed()
             loaded = [module for _, module in loaded_modules()]
             self.profile = profile
-            self._asleep.clear()
             for key in FAMILIES:
                 rules, family = _rules(profile, key), self._families.get(key)
                 if family is not None:
@@ -267,6 +272,7 @@ class Selection:
             self._unfinished = [
                 module for module in loaded if _is_being_imported(module) and any(map(self.wants, names_of(module)))
             ]
+            self._seen, self._looks_left = {name for module in loaded for name in names_of(module)}, LOOKS
             after = self._probed()
         attached = [name for name, probe in after.items() if before.get(name) != probe]
         late = {name.partition(":")[0] for name in attached if ":" in name}
@@ -279,15 +285,21 @@ class Selection:
         return key in self._families or any(key in self._wakened_by(name) for name in names)
 
     def settle(self) -> bool:
-        """Attach to modules whose import had not ended at a change of the rules. Return True if some are unfinished."""
+        """Attach to modules whose import had not ended at a change of the rules. Return True if a later look is needed.
+
+        Another thread may have asked for a module by the earlier rules and have put it into `sys.modules` since.
+        """
         with self._lock:
             waiting, self._unfinished = self._unfinished, []
+            if self._looks_left:
+                self._looks_left -= 1
+                waiting += [module for name, module in loaded_modules() if name not in self._seen]
             for module in waiting:
                 if _is_being_imported(module):
                     self._unfinished.append(module)
                 elif any(map(self.wants, names_of(module))):
                     self.imported(module)
-            return bool(self._unfinished)
+            return bool(self._unfinished or self._looks_left)
 
     def _probed(self) -> dict[str, Any]:
         return {name: probe for family in self._families.values() for name, probe in family.probed().items()}
