@@ -339,7 +339,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (289, 4),
-    "agent": (4_626, 19),
+    "agent": (4_629, 19),
     "chrome": (3_067, 9),
     "cli": (2_712, 15),
     "compat": (1_368, 6),
@@ -352,10 +352,10 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_605, 10),
     "recording": (4_026, 19),
-    "report": (12_673, 45),
+    "report": (12_983, 46),
     "runtime": (2_617, 18),
     "sessions": (6_889, 29),
-    "trace": (8_562, 30),
+    "trace": (8_594, 30),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -275,13 +275,13 @@ class MemoryView(View):
             Section(
                 "Memory by place", [*self.places, *of_all],
                 f"name=Place|+kind=Kind|device=On|{thread}allocations=Allocs|frees=Frees|allocated_bytes=Allocated|"
-                "freed_bytes=Freed|increase_bytes=Increase|held_bytes=Held",
+                "freed_bytes=Freed|increase_bytes=Increase|held_bytes=In use",
                 texts=cut,
             ),
             Section(
                 "Read by gauges", self.gauged,
                 "label=Gauge, MiB|samples=Samples|first_bytes=First|last_bytes=Last|growth_bytes=Growth|"
-                f"most_bytes=Most|most_ns={at}|peak_bytes=Ever",
+                f"most_bytes=Most|most_ns={at}|peak_bytes=Peak",
             ),
         ]  # fmt: skip
 
@@ -291,7 +291,7 @@ class MemoryView(View):
         if self.devices:
             lines += [
                 "Place: the innermost span open on the same thread at the time; a free counts where it was made.",
-                "Increase: allocated less freed. Held: of what was allocated there, what nobody had freed by the end.",
+                "Increase: allocated minus freed. In use: the part of Allocated that was not freed by the end.",
             ]
             names = {use.name for use in self.places}
             if UNKNOWN in names:
@@ -312,7 +312,7 @@ class MemoryView(View):
                     lines.append(f"Freed of what had been allocated before: {about}")
         if self.gauged:
             lines.append(
-                "Most: of the readings. Ever: the greatest since the process or torch began, also between them."
+                "Most: of the readings. Peak: the greatest since the process or torch began, also between them."
             )
         if self.outside:
             lines.append(f"Outside of the time that was watched, and not counted: {self.outside}")

@@ -153,7 +153,7 @@ class RequestTimes(View):
         return [
             Section(
                 "Endpoints", self.endpoints,
-                f"name=Request|{'counted=Ended|requests=Held' if self.is_part else 'requests=Count'}|"
+                f"name=Request|{'counted=Ended|requests=Kept' if self.is_part else 'requests=Count'}|"
                 f"errors=Errors{cancelled}|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
                 ("Of all: of the sum of the walls of all requests.",),
@@ -255,7 +255,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     trace = recording.columns
     joined = recording.once(joined_requests)
     whole, cut = requests_within(trace, joined.owner, recording.trace.held)
-    table = CompleteRequests.of(trace, joined, recording.once(request_ledger), whole)
+    table = recording.once(complete_requests)
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _counts_by_name(recording, joined)
     endpoints = table.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
@@ -309,6 +309,13 @@ def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int
     parts = {names[number] for number in topmost - unjoined}
     totals_by_name = topmost_by_name(recording.totals(merged=True), is_request)
     return {name: (totals.calls, totals.errors) for name, totals in totals_by_name.items() if name not in parts}
+
+
+def complete_requests(recording: Recording) -> CompleteRequests:
+    """Return the requests within the window that have all of their spans."""
+    joined = recording.once(joined_requests)
+    whole, _ = requests_within(recording.columns, joined.owner, recording.trace.held)
+    return CompleteRequests.of(recording.columns, joined, recording.once(request_ledger), whole)
 
 
 def request_ledger(recording: Recording) -> Ledger:

@@ -184,7 +184,7 @@ class StartupView(View):
             of_it = f", {in_unit(self.imports_in_spans_ns, unit)} of it within spans"
         return [
             Section(
-                "The way to the first request", self._way(), "name=Part|total_ns=Time|ratio=Of the way",
+                "From the start to the first request", self._way(), "name=Part|total_ns=Time|ratio=Of start",
                 self._way_notes(),
             ),
             Section(
@@ -192,7 +192,7 @@ class StartupView(View):
             ),
             Section(
                 "Imports", self.imports or (),
-                "package=Package|entries=Entered|total_ns=Total|self_ns=Self|ratio=Of imports|+late_ns=Late",
+                "package=Package|entries=Imported|total_ns=Total|self_ns=Self|ratio=Of imports|+late_ns=Late",
                 (f"All imports: {in_unit(self.imports_ns, unit)} {unit}{of_it}",), widths=COLUMN_WIDTH,
                 empty=NOT_WATCHED if self.imports is None else NO_IMPORT,
             ),
@@ -203,7 +203,7 @@ class StartupView(View):
             ),
             Section(
                 "First calls", self.warm_ups,
-                "name=Name|kind=Kind|calls=Calls|first_ns=First|median_ns=Median after|times=Times|extra_ns=Extra",
+                "name=Name|kind=Kind|calls=Calls|first_ns=First|median_ns=Median after|times=Ratio|extra_ns=Extra",
                 empty=NO_WARM_UP,
             ),
         ]  # fmt: skip
@@ -240,7 +240,7 @@ class StartupView(View):
         if self.way:
             lines.append("Parts of the way are sums over threads, without what went by within requests.")
         if self.imports:
-            lines.append("Self: a package's own modules. Total: with all that these imported. Entered: from outside.")
+            lines.append("Self: modules of the package. Total: with all their imports. Imported: by other packages.")
             if any(package.package.startswith("instrument (") for package in self.imports):
                 lines.append("instrument (package): what the instrumentation imported for itself, not the service.")
         if self.preparations:
