@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import neg
 from typing import NamedTuple
 
 import numpy as np
@@ -147,12 +148,12 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
     called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if by_thread else np.zeros_like(thread)
     follows, is_followed = _match_addresses(device, address, size_bytes)
     held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
-    columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), -size_bytes.clip(max=0), held_bytes)
+    columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), size_bytes.clip(max=0), held_bytes)
 
     def sums(groups: Groups) -> list[tuple[int, int, int, int, int]]:
         """Return the numbers of allocations and frees, and the bytes allocated, freed and in use, of each group."""
         allocations, frees, allocated, freed, in_use = (groups.sums(column).tolist() for column in columns)
-        return list(zip(allocations, frees, allocated, freed, in_use, strict=True))
+        return list(zip(allocations, frees, allocated, map(neg, freed), in_use, strict=True))
 
     number, of_device = numbered(device)
     use, of_use = numbered(number, at_place.number, called)
@@ -162,7 +163,7 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
         on_thread = threads[thread[row]] if by_thread else ""
         uses.append(PlaceMemory(int(device[row]), name, kind, on_thread, *sums_by_use[use[row]]))
     groups = Groups(number, len(of_device))
-    earlier_bytes = groups.sums(np.where(follows, 0, -size_bytes.clip(max=0))).tolist()
+    earlier_bytes = groups.sums(np.where(follows, 0, size_bytes.clip(max=0))).tolist()
 
     def peak(kind: str, members: Int64s, begin_bytes: int) -> Peak:
         levels = rows[f"{kind}_bytes"][is_counted][members]
@@ -183,7 +184,7 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
         reserved_peak = peak("reserved", members, reserved)
         peaks.append(peak("allocated", members, allocated - int(size_bytes[members[0]])))
         peaks += [reserved_peak] if reserved_peak.peak_bytes else []
-        devices.append(DeviceMemory(int(device[members[0]]), *sums_of_it, earlier))
+        devices.append(DeviceMemory(int(device[members[0]]), *sums_of_it, -earlier))
     peaks.sort(key=lambda row: row.device)
     devices.sort(key=lambda row: row.device)
     thread_names = [threads[number] for number in np.argsort(of_thread).tolist()]
