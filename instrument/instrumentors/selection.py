@@ -262,7 +262,7 @@ class Selection:
                     continue
                 if family is not None:
                     family.undo()
-                    self._families = {name: other for name, other in self._families.items() if name != key}
+                    self._families = {name: awake for name, awake in self._families.items() if name != key}
                 self._lay_down(key)
                 if rules and (family is not None or self._is_wakened(key, loaded)):
                     family = self._families.get(key) or self._make(key)
@@ -381,11 +381,6 @@ class Selection:
         """Return True if a server or a rule has recorded a request."""
         family = self._families.get("requests")
         return family is not None and bool(family.has_begun())
-
-    def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
-        family = self._families.get("requests")
-        return {} if family is None else family.blockers()
 
     def note_connections(self, ports: Iterable[int]) -> None:
         """Note the ports of this process at which the agent has seen connections."""
