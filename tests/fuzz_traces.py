@@ -6,6 +6,7 @@ Exits with 1 and says which input it was if not. The inputs are those of the see
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gzip
 import json
@@ -44,13 +45,15 @@ from instrument.recording.spans import (
     Startup,
 )
 from instrument.recording.tally import Tally
+from instrument.report.explanation import RequestChoice, explain
 from instrument.report.summary import summary, summary_document
-from instrument.report.view import Options, Recording
+from instrument.report.view import Options, Recording, document
 from instrument.sessions.window import Windows
 from instrument.trace.trace import Trace
 
 MOST_BYTES = 500 << 20
 SLOWEST_S = 20.0
+WINDOW = RequestChoice(since_ns=0, until_ns=10**6)
 VIEWS_EACH = 5
 """Of how many inputs the views are made once."""
 
@@ -280,6 +283,10 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
                 recording = Recording.of_saved(saved)
                 summary(VIEWS, recording, Options(sorted_by=chance.choice(SORT_KEYS), rows=chance.choice([None, 1])))
                 json.dumps(summary_document(VIEWS, recording, Options()), allow_nan=False)
+                with contextlib.suppress(TraceError):  # without any request
+                    explanations = explain(recording, RequestChoice(slowest=2), Options())
+                    json.dumps(document([*explanations, *explain(recording, WINDOW, Options())]), allow_nan=False)
+                    [each.lines() for each in explanations]
         except BaseException:
             kept = Path(tempfile.gettempdir(), f"instrument-fuzz-{seed}-{number}")
             kept.write_bytes(data)

@@ -341,7 +341,7 @@ LINES_AND_FILES = {
     "": (289, 4),
     "agent": (4_629, 19),
     "chrome": (3_067, 9),
-    "cli": (2_712, 15),
+    "cli": (2_778, 16),
     "compat": (1_368, 6),
     "device": (3_686, 11),
     "docs": (0, 0),
@@ -351,11 +351,11 @@ LINES_AND_FILES = {
     "profile": (2_481, 8),
     "proposal": (1_377, 5),
     "recorder": (2_605, 10),
-    "recording": (4_026, 19),
-    "report": (12_953, 46),
+    "recording": (4_030, 19),
+    "report": (14_082, 49),
     "runtime": (2_617, 18),
     "sessions": (6_888, 29),
-    "trace": (8_594, 30),
+    "trace": (8_776, 31),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

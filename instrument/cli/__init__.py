@@ -27,7 +27,7 @@ VERBS: Mapping[str, str] = {
     **{word: f"{word}_verb" for word in ("init", "run", "check")},
     **dict.fromkeys(("ps", "live", "dump"), "runs_verb"),
     **dict.fromkeys(("on", "off", "reload"), "control_verb"),
-    **{word: f"{word}_verb" for word in ("report", "compare")},
+    **{word: f"{word}_verb" for word in ("report", "explain", "compare")},
     **dict.fromkeys(("convert", "merge"), "convert_verb"),
     **{word: f"{word}_verb" for word in ("query", "agent")},
     "recover": "runs_verb",

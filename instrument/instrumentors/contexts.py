@@ -31,7 +31,7 @@ from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.references import rebind
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import FORMS
-from instrument.recording.spans import Site
+from instrument.recording.spans import EXECUTOR_QUEUE, Site
 from instrument.runtime import imports
 
 
@@ -99,7 +99,7 @@ class _Tasks:
 
 MODULE = "concurrent.futures.thread"
 
-QUEUE = Site("queue (executor)", "phase")
+QUEUE = Site(EXECUTOR_QUEUE, "phase")
 """The site of the wait of a request's work in a pool."""
 
 STARTS = ("_start_new_thread", "_start_joinable_thread")

@@ -370,6 +370,10 @@ def is_collection(site: Site) -> bool:
     return site.module == COLLECTION.module and site.name == COLLECTION.name
 
 
+EXECUTOR_QUEUE = "queue (executor)"
+"""The name of the spans in which a request's work waits for a thread of a pool."""
+
+
 LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qualname="requests")
 """Spans of it are moments at which the app of a server failed for a request that it had answered in full."""
 

@@ -270,7 +270,7 @@ def compare(before: Sequence[Recording], after: Sequence[Recording], options: Op
 
     Raises `InstrumentError` without scipy.
     """
-    names = sorted({name for recording in (*before, *after) for name in _sizes_in(recording.columns)})
+    names = sorted({name for recording in (*before, *after) for name in sizes_in(recording.columns)})
     sides = _side(before, names), _side(after, names)
     paths = [
         path
@@ -364,7 +364,7 @@ def _joined(samples: Sequence[CallSample]) -> CallSample:
     )
 
 
-def _sizes_in(trace: Columns) -> set[str]:
+def sizes_in(trace: Columns) -> set[str]:
     """Return the names of attributes that have the size of the work."""
     rows = trace.attributes.rows()
     some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), NAMES_LOOKED_FOR_IN)).astype(np.int64))]
@@ -383,13 +383,13 @@ def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
     in_flight = np.where(batch == NONE, in_flight, 0)  # load acts on a batch by what is in it
     columns = [in_flight, *(np.where(batch == NONE, 0, column[batch]) for column in (sizes, weights))]
     for name in names:
-        numbers = _numbers(trace, name)
+        numbers = size_numbers(trace, name)
         of_request = np.where(joined.owner == NONE, 0, numbers[joined.owner])
         columns.append(np.where(numbers > 0, numbers, of_request))
     return np.maximum(np.array(columns, dtype=np.float64), 0)
 
 
-def _numbers(trace: Columns, name: str) -> Floats:
+def size_numbers(trace: Columns, name: str) -> Floats:
     rows = trace.attributes.having(name)
     numbers = np.zeros(len(trace))
     numbers[rows] = [

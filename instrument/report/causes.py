@@ -1,0 +1,473 @@
+"""The causes that delay requests: the time that each took of a request, and the rows that show it.
+
+`CAUSES` is the closed list. Each instant of a request is time of one cause, of its expected work, or unknown. So the
+differences between a request and typical ones add up to the difference of their walls. Interruptions come first, then
+the part of the ledger decides. The time in a step of the engine is divided by `instrument.trace.step_costs`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, is_blocked_loop, is_collection
+from instrument.report.requests_view import joined_requests
+from instrument.report.table import name_of_site
+from instrument.report.view import Recording
+from instrument.trace.blame import called
+from instrument.trace.columns import Int64s
+from instrument.trace.forest import NONE, nearest
+from instrument.trace.groups import firsts_of
+from instrument.trace.intervals import union_by_group
+from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, phase_of, turns_of
+from instrument.trace.step_costs import Floats, StepCosts, cells_of, step_costs
+from instrument.trace.trace import Trace
+
+BURST, SLOW, PREFILL, FILL = "arrival burst", "slow service", "another request's prefill", "waiting to fill a batch"
+PREEMPTED, PADDING, BLOCKED, COLLECTED = "preemption", "padding", "blocked event loop", "garbage collection"
+EXECUTOR, COPY, DEVICE, FIRST = "full executor", "copy", "busy device", "first call"
+CONTENTION, MEMORY, INSTRUMENT = "processor contention", "memory pressure", "instrumentation"
+TRANSPORTED, OWN = "transport", "own work"
+
+CAUSES: Mapping[str, str] = {
+    BURST: "more requests arrived than usual, and the engine's steps were as fast as usual for their load",
+    SLOW: "steps of the engine took longer than usual for their members and weight",
+    PREFILL: "an unusually heavy member of a step, such as a long prompt, took its time",
+    FILL: "the engine was idle while the request was in the queue",
+    PREEMPTED: "the engine served other requests between two batches of this one",
+    PADDING: "items were padded to the largest of their batch",
+    BLOCKED: "a callback blocked the event loop of the request",
+    COLLECTED: "a garbage collection stopped all threads of the process",
+    EXECUTOR: "all threads of an executor were busy",
+    COPY: "copies to or from a device took longer",
+    DEVICE: "the device worked for others meanwhile",
+    FIRST: "functions were called for the first time in their process",
+    CONTENTION: "threads waited for a processor, or their control group had used up its quota",
+    MEMORY: "threads waited for memory",
+    INSTRUMENT: "the calls of probes took time",
+    TRANSPORTED: "the request was on its way between threads or processes",
+    OWN: "calls of the request itself took longer",
+}
+"""The closed list of causes, each with its meaning."""
+
+LOAD, UNKNOWN_REST = "expected load", "unknown"
+IN_QUEUE, IN_BATCH = "in the queue", "in batches"
+
+SPREAD = "all call paths alike"
+"""The path of an excess that is no call path's own."""
+
+Key = tuple[str, str]
+"""A cause, `LOAD` or `UNKNOWN_REST`, and its detail: a call path or a part of the request."""
+
+PRESSURES = {CONTENTION: ("cpu_throttled", "cpu_pressure"), MEMORY: ("memory_pressure",)}
+"""The gauges that show a cause, in percent of the time between readings."""
+
+
+class Proof(NamedTuple):
+    """A row that proves a cause: its span's name and number, its begin in the trace, and its time in the request."""
+
+    name: str
+    span_id: int
+    begin_ns: int
+    time_ns: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of a request in order, without a gap."""
+
+    part: Int64s
+    row: Int64s
+    pair: Int64s
+    start_ns: Int64s
+    length_ns: Int64s
+
+
+class CauseTimes:
+    """The times of causes in requests of a recording. `places` are the requests that may be asked for."""
+
+    def __init__(self, recording: Recording, places: Int64s) -> None:
+        self.trace, self.joined = recording.columns, recording.once(joined_requests)
+        self.facts = recording.trace
+        self.costs = recording.once(_costs)
+        trace, joined = self.trace, self.joined
+        self._turns, self.names = self._turns_of(places)
+        self._process_of = _Processes(self.facts)
+        rows = np.flatnonzero(trace.of_sites([is_collection(site) for site in trace.sites]))
+        self.collections = rows
+        self._collected = union_by_group(self._processes(rows), trace.start_ns[rows], trace.end_ns[rows])
+        self.blocks = self._blocks()
+        self._blocked = union_by_group(
+            trace.thread_id[self.blocks], trace.start_ns[self.blocks], trace.end_ns[self.blocks]
+        )
+        self._is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])
+        self._names_of_sites = [name_of_site(site) for site in trace.sites]
+        self._path_names = [self._names_of_sites[site] if site != NONE else "" for site in self.costs.sites.tolist()]
+        self._copies = np.array([site != NONE and trace.sites[site].kind == "copy" for site in self.costs.sites])
+        self._reach = np.maximum.accumulate(self.costs.end_ns) if len(self.costs.rows) else self.costs.end_ns
+        self._rows_of_requests = np.bincount(joined.of[joined.of != NONE], minlength=len(joined.rows))
+        self._adjust()
+        self._own_rows = self._rows_of_own_work(places)
+        self.first_rows = frozenset(self._first_rows().tolist())
+
+    def _processes(self, rows: Int64s) -> Int64s:
+        return self._process_of(self.trace.thread_id[rows])
+
+    def _turns_of(self, places: Int64s) -> tuple[Mapping[int, _Turns], tuple[str, ...]]:
+        """Return the turns of some requests, with turns of an unknown part for the gaps."""
+        trace, joined = self.trace, self.joined
+        is_chosen = np.append(np.zeros(len(joined.rows), dtype=np.bool_), False)
+        is_chosen[places] = True
+        served = replace(joined.served, request=np.where(is_chosen[joined.served.request], joined.served.request, NONE))
+        some = turns_of(trace, replace(joined, of=np.where(is_chosen[joined.of], joined.of, NONE), served=served))
+        names = (*some.names, UNKNOWN_REST)
+        begins, ends = trace.start_ns[joined.rows], trace.end_ns[joined.rows]
+        request = np.concatenate([some.request, places])
+        start_ns = np.concatenate([some.start_ns, ends[places]])
+        until_ns = np.concatenate([some.start_ns + some.length_ns, ends[places]])
+        order = np.lexsort((start_ns, request))
+        is_first = np.zeros(len(order), dtype=np.bool_)
+        is_first[firsts_of(request[order])] = True
+        before_ns = np.where(is_first, begins[request[order]], np.append([0], until_ns[order][:-1])[: len(order)])
+        gaps = np.flatnonzero(start_ns[order] > before_ns)
+        none = np.full(len(gaps), NONE)
+        columns = [
+            np.concatenate([some.request, request[order][gaps]]),
+            np.concatenate([some.part, np.full(len(gaps), len(names) - 1)]),
+            np.concatenate([some.row, none]),
+            np.concatenate([some.pair, none]),
+            np.concatenate([some.start_ns, before_ns[gaps]]),
+            np.concatenate([some.length_ns, start_ns[order][gaps] - before_ns[gaps]]),
+        ]
+        order = np.lexsort((columns[4], columns[0]))
+        columns = [column[order] for column in columns]
+        edges = np.searchsorted(columns[0], [places, places + 1])
+        return {
+            place: _Turns(*(column[first:last] for column in columns[1:]))
+            for place, first, last in zip(places.tolist(), *edges.tolist(), strict=True)
+        }, names
+
+    def _blocks(self) -> Int64s:
+        """Return the rows of blocked loops, without those that steps of an engine on the loop made."""
+        trace, costs = self.trace, self.costs
+        rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
+        steps = union_by_group(trace.thread_id[costs.rows], costs.start_ns, costs.end_ns)
+        if not len(rows) or not len(costs.rows):
+            return rows
+        served_ns = steps.within(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
+        return rows[2 * served_ns <= trace.total_ns[rows]]
+
+    def _adjust(self) -> None:
+        """Take collections, first calls and other device work out of the excess of steps, once each."""
+        trace, costs = self.trace, self.costs
+        excess_ns = costs.excess_ns.copy()
+        collected = self._collected.within(self._processes(costs.rows), costs.start_ns, costs.end_ns)
+        excess_ns = _without(excess_ns, collected.astype(np.float64))[0]
+        self.first_ns = np.zeros(len(costs.rows))
+        if self.knows_first_calls:
+            is_moved = costs.is_first & (excess_ns > 0)
+            self.first_ns = np.where(is_moved, excess_ns, 0).sum(axis=1)
+            excess_ns = np.where(is_moved, 0.0, excess_ns)
+        self.device_ns = np.zeros(len(costs.rows))
+        timed = np.flatnonzero(trace.device.timed)
+        if len(timed) and len(costs.rows):
+            excess_ns, self.device_ns = _without(excess_ns, self._device_of_others(timed))
+        self.excess_ns = excess_ns
+
+    def _device_of_others(self, timed: Int64s) -> Floats:
+        """Return the time in which a step's device worked for other trees than the step's."""
+        trace, costs = self.trace, self.costs
+        device = trace.device
+        step = costs.step_of[device.row[timed]]
+        starts, ends = device.start_ns[timed], device.end_ns[timed]
+        in_steps, outside = step != NONE, step == NONE
+        uses_device = np.zeros(len(costs.rows), dtype=np.bool_)
+        uses_device[step[in_steps]] = True
+        zeros = np.zeros(int(outside.sum()), dtype=np.int64)
+        foreign = union_by_group(zeros, starts[outside], ends[outside])
+        none = np.zeros(len(costs.rows), dtype=np.int64)
+        return np.where(uses_device, foreign.within(none, costs.start_ns, costs.end_ns), 0).astype(np.float64)
+
+    @property
+    def knows_first_calls(self) -> bool:
+        """True if the recording has its process's start and no row was overwritten."""
+        return self.facts.startup is not None and not self.facts.held_from_ns
+
+    def _first_rows(self) -> Int64s:
+        """Return the first row of each site outside of steps."""
+        trace = self.trace
+        if not self.knows_first_calls:
+            return np.zeros(0, dtype=np.int64)
+        order = np.argsort(trace.start_ns, kind="stable")
+        return np.asarray(order[np.unique(trace.site[order], return_index=True)[1]])
+
+    def _rows_of_own_work(self, places: Int64s) -> Mapping[int, Int64s]:
+        """Return the rows of each request's own work outside of its phases and of steps."""
+        trace, joined = self.trace, self.joined
+        is_chosen = np.append(np.zeros(len(joined.rows), dtype=np.bool_), False)
+        is_chosen[places] = True
+        is_phase = self._is_phase[trace.site]
+        is_phase[joined.rows] = False
+        rows = np.flatnonzero(is_chosen[joined.of] & (self.costs.step_of[:-1] == NONE) & ~trace.of_kind("request"))
+        rows = rows[nearest(trace.parent, is_phase)[rows] == NONE]
+        order = np.argsort(joined.of[rows], kind="stable")
+        rows = rows[order]
+        edges = np.searchsorted(joined.of[rows], [places, places + 1])
+        return {place: rows[first:last] for place, first, last in zip(places.tolist(), *edges.tolist(), strict=True)}
+
+    # ------------------------------------------------------------ one request
+
+    def engine_thread(self, place: int) -> int | None:
+        """Return the thread of the steps that serve a request, None without any."""
+        pairs = self._turns[place].pair
+        pairs = pairs[pairs != NONE]
+        if not len(pairs):
+            return None
+        step = self.costs.step_of[self.joined.served.batch[pairs[0]]]
+        return int(self.trace.thread_id[self.costs.rows[step]])
+
+    def parts_of(self, place: int) -> dict[str, int]:
+        """Return the time of each part of a request, as in the ledger, with batches as one part."""
+        turns, sums = self._turns[place], Counter[str]()
+        for part, length in zip(turns.part.tolist(), turns.length_ns.tolist(), strict=True):
+            sums[self.names[part]] += length
+        return dict(sums)
+
+    def meetings(self, place: int, part: str) -> tuple[Int64s, Floats]:
+        """Return the steps that ran during the turns of a part, with the time of each of them."""
+        turns, thread = self._turns[place], self.engine_thread(place)
+        chosen = np.flatnonzero(turns.part == self.names.index(part)) if part in self.names else np.zeros(0, np.int64)
+        if thread is None or not len(chosen):
+            return np.zeros(0, dtype=np.int64), np.zeros(0)
+        costs, starts = self.costs, turns.start_ns[chosen]
+        ends = starts + turns.length_ns[chosen]
+        first, last = (
+            int(np.searchsorted(self._reach, starts[0], "right")),
+            int(np.searchsorted(costs.start_ns, ends[-1])),
+        )
+        steps = np.arange(first, max(first, last))
+        steps = steps[self.trace.thread_id[costs.rows[steps]] == thread]
+        times = union_by_group(np.zeros(len(starts), dtype=np.int64), starts, ends)
+        spent_ns = times.within(np.zeros(len(steps), dtype=np.int64), costs.start_ns[steps], costs.end_ns[steps])
+        return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
+
+    def batches_of(self, place: int) -> tuple[Int64s, Floats]:
+        """Return the steps that served a request, with its time in each turn of them."""
+        turns = self._turns[place]
+        chosen = np.flatnonzero(turns.pair != NONE)
+        steps = self.costs.step_of[self.joined.served.batch[turns.pair[chosen]]]
+        return steps, turns.length_ns[chosen].astype(np.float64)
+
+    def times_of(self, place: int) -> dict[Key, float]:
+        """Return the time of each cause in a request. All times add up to its wall."""
+        trace, turns, times = self.trace, self._turns[place], defaultdict[Key, float](float)
+        root = int(self.joined.rows[place])
+        ends = turns.start_ns + turns.length_ns
+        threads = self._threads(place, turns)
+        collected = self._collected.within(self._process_of(threads), turns.start_ns, ends)
+        blocked = self._blocked_within(root, turns, turns.length_ns - collected)
+        times[COLLECTED, ""] = int(collected.sum())
+        times[BLOCKED, ""] = int(blocked.sum())
+        remaining = (turns.length_ns - collected - blocked).astype(np.float64)
+        own_ns = 0.0
+        for number, name in enumerate(self.names):
+            is_part = (turns.part == number) & (turns.pair == NONE)
+            spent_ns = float(remaining[is_part].sum())
+            if not spent_ns:
+                continue
+            if name in (QUEUE, STALL):
+                spent_ns -= self._add_steps(times, place, *self.meetings(place, name), name)
+                key = (FILL, "") if name == QUEUE else (UNKNOWN_REST, "between batches")
+                times[key] += max(spent_ns, 0.0)
+            elif name == TRANSPORT:
+                times[TRANSPORTED, ""] += spent_ns
+            elif name == UNKNOWN_REST:
+                own_ns += spent_ns
+            elif name == EXECUTOR_QUEUE:
+                times[EXECUTOR, ""] += spent_ns
+            else:
+                self._add_own(times, turns.row[is_part], remaining[is_part], is_sub=name == SUB_REQUESTS)
+        self._add_steps(times, place, *self.batches_of(place), IN_BATCH)
+        self._add_calls(times, place, own_ns)
+        if self.facts.cost is not None:
+            times[INSTRUMENT, ""] = float(self._rows_of_requests[place]) * self.facts.cost.per_call_ns
+        times[UNKNOWN_REST, ""] += int(trace.total_ns[root]) - sum(times.values())
+        return times
+
+    def _threads(self, place: int, turns: _Turns) -> Int64s:
+        """Return the thread that each turn waits for."""
+        trace = self.trace
+        root_thread = int(trace.thread_id[self.joined.rows[place]])
+        engine = self.engine_thread(place)
+        threads = np.where(turns.row == NONE, root_thread, trace.thread_id[turns.row])
+        for name in (QUEUE, STALL):
+            if name in self.names and engine is not None:
+                threads[(turns.part == self.names.index(name)) & (turns.row == NONE)] = engine
+        return np.asarray(threads)
+
+    def _blocked_within(self, root: int, turns: _Turns, most_ns: Int64s) -> Int64s:
+        """Return the time of blocked loops in turns that wait for the loop of a request."""
+        trace = self.trace
+        if not len(self.blocks):
+            return np.zeros(len(turns.part), dtype=np.int64)
+        suspends = trace.of_sites([site.suspends for site in trace.sites])
+        waits = (turns.pair == NONE) & ((turns.row == NONE) | suspends[turns.row])
+        for name in (QUEUE, STALL):
+            waits &= (turns.part != self.names.index(name)) | (turns.row != NONE)
+        loop = np.full(len(turns.part), trace.thread_id[root])
+        blocked = self._blocked.within(loop, turns.start_ns, turns.start_ns + turns.length_ns)
+        return np.where(waits, np.minimum(blocked, most_ns), 0)
+
+    def _add_steps(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
+        """Add the parts of steps that a request waited for or was in. Returns their time."""
+        if not len(steps):
+            return 0.0
+        if part == STALL:
+            times[PREEMPTED, ""] += float(spent_ns.sum())
+            return float(spent_ns.sum())
+        costs = self.costs
+        shares = spent_ns / np.maximum(costs.end_ns[steps] - costs.start_ns[steps], 1)
+        load_ns, heavy_ns, _ = cells_of(costs, steps, place)
+        times[LOAD, IN_QUEUE if part == QUEUE else IN_BATCH] += float(shares @ load_ns)
+        times[PREFILL, ""] += float(shares @ heavy_ns)
+        times[FIRST, ""] += float(shares @ self.first_ns[steps])
+        times[DEVICE, ""] += float(shares @ self.device_ns[steps])
+        by_path = shares @ self.excess_ns[steps]
+        for path, excess_ns in enumerate(by_path.tolist()):
+            times[COPY if self._copies[path] else SLOW, self._path_names[path]] += excess_ns
+        return float(spent_ns.sum())
+
+    def _add_own(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
+        """Add turns of a request's own phases."""
+        trace = self.trace
+        for row, ns in zip(rows.tolist(), spent_ns.tolist(), strict=True):
+            site = trace.sites[trace.site[row]]
+            if site.kind == "copy":
+                times[COPY, self._names_of_sites[trace.site[row]]] += ns
+            elif not is_sub and row in self.first_rows:
+                times[FIRST, ""] += ns
+            else:
+                times[OWN, self._names_of_sites[trace.site[row]]] += ns
+
+    def _add_calls(self, times: dict[Key, float], place: int, most_ns: float) -> None:
+        """Add the running time of a request's own calls outside of phases, within its unknown time."""
+        trace, rows = self.trace, self._own_rows[place]
+        waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
+        ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
+        summed_ns = float(ran_ns.sum())
+        if summed_ns <= 0:
+            return
+        self._add_own(times, rows, ran_ns * min(1.0, most_ns / summed_ns), is_sub=False)
+
+    # ------------------------------------------------------------ proofs
+
+    def proofs(self, place: int, cause: str, path: str = "", most: int = 3) -> list[Proof]:
+        """Return the rows that took most of a cause's time in a request."""
+        trace, root = self.trace, int(self.joined.rows[place])
+        begin_ns, end_ns = int(trace.start_ns[root]), int(trace.end_ns[root])
+        if cause in (COLLECTED, BLOCKED):
+            return self._overlapping(self.collections if cause == COLLECTED else self.blocks, begin_ns, end_ns, most)
+        if cause in (SLOW, PREFILL, FIRST, DEVICE, BURST, COPY):
+            return self._steps(place, cause, path, most)
+        if cause == PREEMPTED:
+            steps, spent_ns = self.meetings(place, STALL)
+            return self._largest(self.costs.rows[steps], spent_ns, most)
+        turns = self._turns[place]
+        names = {TRANSPORTED: TRANSPORT, EXECUTOR: EXECUTOR_QUEUE, FILL: QUEUE}
+        if cause in names and names[cause] in self.names:
+            at = np.flatnonzero(turns.part == self.names.index(names[cause]))
+            rows = np.where(turns.row[at] == NONE, root, turns.row[at])
+            return self._largest(rows, turns.length_ns[at].astype(np.float64), most)
+        if cause == OWN:
+            rows = np.concatenate([turns.row[(turns.row != NONE) & (turns.pair == NONE)], self._own_rows[place]])
+            rows = np.array([row for row in rows.tolist() if self._names_of_sites[trace.site[row]] == path], np.int64)
+            return self._largest(rows, trace.total_ns[rows].astype(np.float64), most)
+        return []
+
+    def _steps(self, place: int, cause: str, path: str, most: int) -> list[Proof]:
+        queued, queued_ns = self.meetings(place, QUEUE)
+        served, served_ns = self.batches_of(place)
+        steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
+        shares = spent_ns / np.maximum(self.costs.end_ns[steps] - self.costs.start_ns[steps], 1)
+        if cause in (SLOW, COPY):
+            paths = [number for number, name in enumerate(self._path_names) if path in (name, SPREAD)]
+            spent_ns = shares * self.excess_ns[steps][:, paths].sum(axis=1)
+        elif cause == PREFILL:
+            spent_ns = shares * self.costs.heavy_ns[steps]
+            proofs = self._largest(self.costs.rows[steps], spent_ns, most)
+            heavy = self.costs.heavy[steps[np.argsort(-spent_ns, kind="stable")[: len(proofs)]]]
+            return [
+                proof._replace(note=f"for {called(self.trace, self.joined, request)}")
+                for proof, request in zip(proofs, heavy.tolist(), strict=True)
+            ]
+        elif cause in (FIRST, DEVICE):
+            spent_ns = shares * (self.first_ns if cause == FIRST else self.device_ns)[steps]
+        return self._largest(self.costs.rows[steps], spent_ns, most)
+
+    def _overlapping(self, rows: Int64s, begin_ns: int, end_ns: int, most: int) -> list[Proof]:
+        trace = self.trace
+        common_ns = np.minimum(trace.end_ns[rows], end_ns) - np.maximum(trace.start_ns[rows], begin_ns)
+        return self._largest(rows[common_ns > 0], common_ns[common_ns > 0].astype(np.float64), most)
+
+    def _largest(self, rows: Int64s, spent_ns: Floats, most: int) -> list[Proof]:
+        trace = self.trace
+        chosen = np.argsort(-spent_ns, kind="stable")[:most]
+        chosen = chosen[spent_ns[chosen] > 0]
+        notes = trace.attributes.values(BLOCKED_BY, rows[chosen])
+        return [
+            Proof(
+                self._names_of_sites[trace.site[row]], int(trace.span_id[row]),
+                int(trace.start_ns[row]) - self.facts.start_ns, round(ns), f"by {note}" if note else "",
+            )
+            for row, ns, note in zip(rows[chosen].tolist(), spent_ns[chosen].tolist(), notes, strict=True)
+        ]  # fmt: skip
+
+
+def _without(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
+    """Take an amount from the largest excess of each step. Returns the rest, and the time that was taken."""
+    if not len(excess_ns):
+        return excess_ns, amounts_ns
+    largest = np.argmax(excess_ns, axis=1)
+    steps = np.arange(len(excess_ns))
+    taken_ns = np.minimum(np.maximum(excess_ns[steps, largest], 0), amounts_ns)
+    remaining_ns = excess_ns.copy()
+    remaining_ns[steps, largest] -= taken_ns
+    return remaining_ns, taken_ns
+
+
+def _costs(recording: Recording) -> StepCosts:
+    joined = recording.once(joined_requests)
+    return step_costs(recording.columns, joined.served, len(joined.rows))
+
+
+class _Processes:
+    """The number of the process of each thread."""
+
+    def __init__(self, facts: Trace) -> None:
+        self._numbers = {thread: number for number, process in enumerate(facts.processes) for thread in process.threads}
+
+    def __call__(self, threads: Int64s) -> Int64s:
+        if not self._numbers:
+            return np.zeros(len(threads), dtype=np.int64)
+        return np.array([self._numbers.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
+
+
+def pressures(facts: Trace, cause: str, begin_ns: int, end_ns: int) -> tuple[float, float] | None:
+    """Return the time under pressure within an interval and its usual share of time, None where no gauge shows it."""
+    results = []
+    for name in PRESSURES[cause]:
+        samples = [s for s in facts.samples if s.name == name and s.device == HOST and s.value is not None]
+        if len(samples) < 2:
+            continue
+        at_ns = np.array([sample.at_ns for sample in samples])
+        ratios = np.array([sample.value for sample in samples], dtype=np.float64) / 100
+        firsts = np.append([facts.start_ns], at_ns[:-1])
+        meets = (firsts < end_ns) & (at_ns > begin_ns)
+        if meets.any():
+            results.append((float((ratios * (at_ns - firsts))[meets].sum()), float(np.median(ratios))))
+    return max(results, default=None)

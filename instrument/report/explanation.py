@@ -1,0 +1,548 @@
+"""The explanation of a slow request or window: the causes of its excess over the typical time of requests like it.
+
+Requests are alike if they are of one endpoint and did like work: steps, weight in batches, and sizes among their
+attributes. The typical time is the mean over the middle half of up to `NEAREST` of them by their walls. Its parts add
+up to it, too. Each cause accounts for its time beyond its typical time. Causes are taken from the largest to the
+smallest until the excess is used up. The rest is unexplained.
+
+A window is explained by the mean of its requests. Each is compared with one outside of the window: of its `TRIALS`
+nearest by work the one with the median wall.
+
+A time within the usual spread is typical. An explanation needs a cause of at least `MOSTLY` of the excess that the
+evidence separates from its rivals. Otherwise it is inconclusive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instrument.errors import TraceError
+from instrument.recording.spans import EXECUTOR_QUEUE
+from instrument.report import causes as listed
+from instrument.report.causes import CAUSES, CauseTimes, Proof, pressures
+from instrument.report.like_requests import (
+    ENOUGH,
+    NEAREST,
+    POOL,
+    alike,
+    evenly,
+    is_endpoint,
+    medians_alike,
+    usual_most_ns,
+)
+from instrument.report.request_life import places_of_request
+from instrument.report.requests_view import joined_requests
+from instrument.report.section import Section, View
+from instrument.report.table import in_unit, safe, shorten, tenths, wrapped
+from instrument.report.view import Options, Recording
+from instrument.trace.columns import Int64s
+
+LEAST_BLOCKS, DEVIATIONS = 8, 4.0
+"""The least number of stretches as long as a window that show the usual spread of means, and the number of standard
+deviations that it reaches."""
+
+MOSTLY = 0.5
+"""The least share of the excess that explains it."""
+
+LEAST_SHARE = 0.05
+"""The share of the typical time that is no excess."""
+
+NEARLY = 0.75
+"""The least share of a slowdown under pressure from which on the pressure accounts for all of it."""
+
+NOTABLE = 0.01
+"""The least share of the excess for a cause with a row of its own."""
+
+TYPICAL, EXPLAINED, INCONCLUSIVE = "typical", "explained", "inconclusive"
+
+SLOWED = (listed.SLOW, listed.OWN, listed.COPY, listed.FILL, listed.TRANSPORTED)
+"""The causes that a lack of processors or memory may look like."""
+
+KEY_LENGTH = 40
+
+
+class RequestChoice(NamedTuple):
+    """The requests to explain: that of a key, else the slowest ones that began within a time.
+
+    `since_ns` and `until_ns` are after the start of the trace. Without `slowest` such a time is explained as a whole.
+    """
+
+    request: str | None = None
+    slowest: int | None = None
+    endpoint: str = ""
+    since_ns: int | None = None
+    until_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CauseShare:
+    """A cause with its time in the request, its typical time, and the time of the excess that it accounts for.
+
+    `path` is the call path, "" for a cause without one. `proofs` are the rows that show it. `note` describes them, or
+    says why a rival does not explain the excess.
+    """
+
+    name: str
+    path: str
+    time_ns: int
+    typical_ns: int
+    accounted_ns: int
+    ratio: float | None
+    note: str = ""
+    proofs: tuple[Proof, ...] = ()
+
+    def title(self) -> str:
+        """Return the name with the path."""
+        return f"{self.name}: {self.path}" if self.path else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class PartExcess:
+    """A part of the ledger: its time in the request, and its typical time."""
+
+    name: str
+    time_ns: int
+    typical_ns: int
+
+    @property
+    def excess_ns(self) -> int:
+        """The time beyond the typical time."""
+        return self.time_ns - self.typical_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation(View):
+    """The explanation of a request, or of the mean of the `requests` that began in a window from `begin_ns` on.
+
+    `verdict` is `typical`, `explained` or `inconclusive`; `doubt` says why. `alike` requests have like work; `is_like`
+    is False for all of the endpoint. `causes` add up to the excess with `unexplained_ns`. `rivals` are the other
+    causes that were assessed.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    requests: int
+    span_id: int
+    begin_ns: int
+    wall_ns: int
+    typical_ns: int
+    usual_most_ns: int
+    alike: int
+    is_like: bool
+    verdict: str
+    doubt: str
+    causes: tuple[CauseShare, ...]
+    unexplained_ns: int
+    rivals: tuple[CauseShare, ...]
+    parts: tuple[PartExcess, ...]
+    not_assessed: tuple[str, ...]
+    _options: Options = field(default_factory=Options)
+
+    TITLE = "Explanation"
+
+    @property
+    def excess_ns(self) -> int:
+        """The time of the request beyond the typical time."""
+        return self.wall_ns - self.typical_ns
+
+    def label(self) -> str:
+        """Return the endpoint and the key of the request, or the number of requests."""
+        name = shorten(safe(self.name) or "(no name)", KEY_LENGTH)
+        if self.requests != 1:
+            return f"{name} in this time (mean of {self.requests} requests)"
+        return f"{name} {shorten(safe(self.keys[0]), KEY_LENGTH)}" if self.keys else f"{name} (span {self.span_id})"
+
+    def sentence(self) -> str:
+        """Return the verdict in plain words, in one sentence or two."""
+        unit = self._options.unit
+        took = f"{self.label()} took {in_unit(self.wall_ns, unit)} {unit}"
+        if not self.alike:
+            return f"{took}. Inconclusive: {self.doubt}."
+        kind = "like it" if self.is_like else "of its endpoint"
+        typical = f"{took} where {in_unit(self.typical_ns, unit)} is typical of {self.alike} {kind}"
+        if self.verdict == TYPICAL:
+            return f"{typical}: within the usual spread, which reaches {in_unit(self.usual_most_ns, unit)} {unit}."
+        lead = self.causes[0] if self.causes else None
+        part = max(self.parts, key=lambda part: part.excess_ns, default=None)
+        more = f": {in_unit(part.excess_ns, unit)} {unit} more in {safe(part.name)}" if part else ""
+        because = "" if lead is None else f" {_because(lead, unit)}"
+        if self.verdict == INCONCLUSIVE:
+            return f"{typical}{more}. Inconclusive: {self.doubt}.{because}"
+        return f"{typical}{more}.{because}"
+
+    def head(self) -> list[str]:
+        unit = self._options.unit
+        lines = wrapped(self.sentence())
+        if self.rivals and self.verdict != TYPICAL:
+            rivals = "; ".join(f"{rival.title()} ({rival.note})" for rival in self.rivals)
+            lines += wrapped(f"Rivals: {rivals}.")
+        if self.not_assessed:
+            lines += wrapped(f"Not assessed: {'; '.join(self.not_assessed)}.")
+        return [*lines, f"Time unit: {unit}"]
+
+    def sections(self) -> list[Section]:
+        rows = [
+            *self.causes,
+            CauseShare(
+                "unexplained", "", 0, 0, self.unexplained_ns,
+                self.unexplained_ns / self.excess_ns if self.excess_ns > 0 else None,
+            ),
+        ]  # fmt: skip
+        proofs = [(cause.title(), *proof) for cause in self.causes for proof in cause.proofs]
+        return [
+            Section(
+                "Causes", rows if self.excess_ns > 0 else (),
+                "title=Cause|time_ns=In it|typical_ns=Typical|accounted_ns=Accounts for|ratio=Of excess",
+                ("Of excess: of the time beyond the typical time. Causes add up to it with what is unexplained.",),
+            ),
+            Section(
+                "Parts of its time", self.parts, "name=Part|time_ns=In it|typical_ns=Typical|excess_ns=Excess",
+            ),
+            Section(
+                "Evidence", proofs, "0=Cause|1=Span|2=Number|3=Begin|4=In it|5=Note",
+                ("Begin: after the start of the trace. In it: within the request.",),
+                texts={"2": lambda row, unit: str(row[2]), "3": lambda row, unit: in_unit(row[3], unit),
+                       "4": lambda row, unit: in_unit(row[4], unit)},
+            ),
+        ]  # fmt: skip
+
+
+def explain(recording: Recording, choice: RequestChoice, options: Options) -> list[Explanation]:
+    """Return the explanations of some requests, or that of a window. Raises `TraceError` if no request matches."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    if choice.request is not None:
+        return [explain_request(recording, places_of_request(trace, joined, choice.request)[0], options)]
+    begins_ns = trace.start_ns[joined.rows] - recording.trace.start_ns
+    since_ns, until_ns = choice.since_ns or 0, math.inf if choice.until_ns is None else choice.until_ns
+    is_within = ~trace.clipped[joined.rows] & (begins_ns >= since_ns) & (begins_ns < until_ns)
+    if choice.endpoint:
+        is_within &= is_endpoint(recording, choice.endpoint)
+    places = np.flatnonzero(is_within)
+    if not len(places):
+        raise TraceError(
+            f"found no whole request in the time and of the endpoint that are given, of {len(joined.rows)}"
+        )
+    if choice.slowest is None and (choice.since_ns is not None or choice.until_ns is not None):
+        return [explain_window(recording, places, options)]
+    order = np.argsort(-trace.total_ns[joined.rows[places]], kind="stable")[: choice.slowest or 1]
+    return [explain_request(recording, place, options) for place in places[order].tolist()]
+
+
+def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
+    """Return the explanation of the request of a place."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    places, is_like = alike(recording, place)
+    row = int(joined.rows[place])
+    begin_ns, end_ns = int(trace.start_ns[row]), int(trace.end_ns[row])
+    walls = trace.total_ns[joined.rows[places]]
+    by_wall = places[np.argsort(walls, kind="stable")]
+    middle = by_wall[len(by_wall) // 4 : len(by_wall) - len(by_wall) // 4]
+    times = CauseTimes(recording, np.append(middle, place))
+    explanation = _begun(recording, times, np.array([place]), options)
+    if len(places) < ENOUGH:
+        doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
+        return replace(explanation, doubt=doubt)
+    evidence = _Evidence(
+        recording, times, np.array([place]), middle, (2 * begin_ns - end_ns, begin_ns), is_like=is_like
+    )
+    most_ns = usual_most_ns(walls, len(joined.rows))
+    return _with_verdict(replace(explanation, alike=len(places), is_like=is_like), evidence, most_ns)
+
+
+def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
+    """Return the explanation of requests together. They are of the endpoint with most time."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    walls = trace.total_ns[joined.rows]
+    names, of_site = trace.numbered_sites(lambda site: site.name)
+    name_of = of_site[trace.site[joined.rows]]
+    name = int(np.argmax(np.bincount(name_of[places], walls[places], minlength=len(names))))
+    places = places[name_of[places] == name]
+    is_outside = (name_of == name) & ~trace.clipped[joined.rows]
+    is_outside[places] = False
+    outside = np.flatnonzero(is_outside)
+    targets = evenly(places, NEAREST)
+    typical = medians_alike(recording, targets, evenly(outside, POOL))
+    times = CauseTimes(recording, np.append(targets, typical))
+    explanation = replace(_begun(recording, times, targets, options), requests=len(places))
+    if len(outside) < ENOUGH:
+        doubt = f"the recording has {len(outside)} requests of the endpoint outside of the time, {ENOUGH} are needed"
+        return replace(explanation, doubt=doubt)
+    begins = trace.start_ns[joined.rows[places]]
+    window = int(begins.min()), int(trace.end_ns[joined.rows[places]].max())
+    evidence = _Evidence(recording, times, targets, typical, window, is_like=True)
+    blocks = len(outside) // len(places)
+    explanation = replace(explanation, alike=len(outside))
+    if blocks < LEAST_BLOCKS:
+        return replace(
+            _with_verdict(explanation, evidence, 0.0),
+            verdict=INCONCLUSIVE,
+            doubt="the recording is too short to know the usual spread of as many requests",
+        )
+    means = walls[outside[: blocks * len(places)]].reshape(blocks, -1).mean(axis=1)
+    return _with_verdict(explanation, evidence, float(means.mean() + DEVIATIONS * means.std(ddof=1)))
+
+
+def _begun(recording: Recording, times: CauseTimes, places: Int64s, options: Options) -> Explanation:
+    """Return an explanation without a verdict."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    row = int(joined.rows[places[0]])
+    wall_ns = round(float(trace.total_ns[joined.rows[places]].mean()))
+    return Explanation(
+        name=trace.sites[trace.site[row]].name,
+        keys=joined.keys.get(int(places[0]), ()) if len(places) == 1 else (),
+        requests=len(places),
+        span_id=int(trace.span_id[row]),
+        begin_ns=int(trace.start_ns[row]) - recording.trace.start_ns,
+        wall_ns=wall_ns,
+        typical_ns=wall_ns,
+        usual_most_ns=wall_ns,
+        alike=0,
+        is_like=True,
+        verdict=INCONCLUSIVE,
+        doubt="",
+        causes=(),
+        unexplained_ns=0,
+        rivals=(),
+        parts=(),
+        not_assessed=tuple(_not_assessed(recording, times)),
+        _options=options,
+    )
+
+
+def _with_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) -> Explanation:
+    """Return an explanation with its causes and its verdict. Walls up to `most_ns` are usual."""
+    typical_ns = evidence.typical_ns()
+    excess_ns = explanation.wall_ns - typical_ns
+    claims, doubts = evidence.claims()
+    shares, rivals, remaining_ns = _accounted(claims, excess_ns)
+    verdict, doubt = EXPLAINED, ""
+    if explanation.wall_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
+        verdict = TYPICAL
+    elif not shares or shares[0].accounted_ns < MOSTLY * excess_ns:
+        verdict, doubt = INCONCLUSIVE, "no cause accounts for most of the excess"
+    elif shares[0].name in doubts:
+        verdict, doubt = INCONCLUSIVE, doubts[shares[0].name]
+    return replace(
+        explanation,
+        typical_ns=round(typical_ns),
+        usual_most_ns=round(most_ns),
+        verdict=verdict,
+        doubt=doubt,
+        causes=tuple(evidence.proven(share) for share in shares),
+        unexplained_ns=round(max(remaining_ns, 0.0)),
+        rivals=rivals,
+        parts=evidence.parts(),
+    )
+
+
+# Causes
+
+
+class _Evidence:
+    """The mean times of causes in some requests and in typical ones, and what follows from them.
+
+    `arrivals` is the time in which requests arrived that may have delayed these.
+    """
+
+    def __init__(
+        self, recording: Recording, times: CauseTimes, places: Int64s, typical: Int64s, arrivals: tuple[int, int],
+        *, is_like: bool,
+    ) -> None:  # fmt: skip
+        self._recording, self._times, self._places, self._typical = recording, times, places, typical
+        self._is_like = is_like
+        self._of_requests, self._usual = (
+            _mean([times.times_of(place) for place in side.tolist()]) for side in (places, typical)
+        )
+        trace, joined = recording.columns, recording.once(joined_requests)
+        rows, walls = joined.rows, trace.total_ns[joined.rows]
+        self._slowest = int(places[np.argmax(walls[places])])
+        self._begin_ns, self._end_ns = int(trace.start_ns[rows[places]].min()), int(trace.end_ns[rows[places]].max())
+        begins = trace.start_ns[rows]
+        first, last = np.searchsorted(begins, arrivals, side="right").tolist()
+        self._arrival_ns = arrivals[1] - arrivals[0]
+        whole_ns = max(int(begins[-1] - begins[0]), 1)
+        self.arrived, self.usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
+
+    def typical_ns(self) -> float:
+        """Return the typical wall."""
+        trace, joined = self._recording.columns, self._recording.once(joined_requests)
+        return float(trace.total_ns[joined.rows[self._typical]].mean())
+
+    def parts(self) -> tuple[PartExcess, ...]:
+        """Return the parts of the ledger by their excess."""
+        parts, usual = (
+            _mean([self._times.parts_of(place) for place in side.tolist()]) for side in (self._places, self._typical)
+        )
+        rows = [PartExcess(name, round(parts[name]), round(usual[name])) for name in {**parts, **usual}]
+        return tuple(sorted(rows, key=lambda row: -row.excess_ns))
+
+    @property
+    def _is_burst(self) -> bool:
+        return bool(self.arrived > self.usually_arrive + 3 * math.sqrt(self.usually_arrive) + 1)
+
+    def _difference(self, cause: str) -> dict[str, tuple[float, float]]:
+        """Return the time of a cause in the request and typically, by path."""
+        keys = [key for key in {**self._of_requests, **self._usual} if key[0] == cause]
+        return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
+
+    def claims(self) -> tuple[list[CauseShare], dict[str, str]]:
+        """Return the time that each assessed cause had, and reasons to doubt a cause by its name."""
+        claims = [self._claim(cause) for cause in CAUSES if cause not in (listed.BURST, listed.PADDING)]
+        load = self._difference(listed.LOAD)
+        queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
+        served_ns, usually_served_ns = load.pop(listed.IN_BATCH, (0.0, 0.0))
+        steps, usual_steps = (
+            sum(len(self._times.batches_of(place)[0]) for place in side.tolist()) / len(side)
+            for side in (self._places, self._typical)
+        )
+        if not self._is_like and steps > usual_steps:
+            more_ns = served_ns * (1 - usual_steps / steps)
+            path = f"more steps, {steps:.4g} where {usual_steps:.4g} are typical"
+            claims.append(_share_of(listed.OWN, path, more_ns, 0.0))
+            served_ns -= more_ns
+        if self._is_burst:
+            spent_ns, usual_ns = queued_ns + served_ns, usually_queued_ns + usually_served_ns
+            claims.append(_share_of(listed.BURST, "", spent_ns, usual_ns))
+        elif queued_ns > usually_queued_ns:
+            causes = (listed.SLOW, listed.PREFILL, listed.FIRST, listed.DEVICE, listed.COPY)
+            lead = max((claim for claim in claims if claim.name in causes), key=_excess_of)
+            if _excess_of(lead) > (queued_ns - usually_queued_ns) / 4:  # the queue grew meanwhile
+                claims.remove(lead)
+                time_ns, typical_ns = lead.time_ns + round(queued_ns), lead.typical_ns + round(usually_queued_ns)
+                claims.append(replace(lead, time_ns=time_ns, typical_ns=typical_ns))
+        claims, doubts = self._under_pressure(claims)
+        if not self._assesses(listed.CONTENTION):
+            not_assessed = "and processor contention is not assessed"
+            if any(claim.name == listed.SLOW and claim.path == listed.SPREAD for claim in claims):
+                doubts.setdefault(listed.SLOW, f"all call paths were slower alike, {not_assessed}")
+            doubts.setdefault(listed.FILL, f"the engine waited for a batch to fill, or did not run, {not_assessed}")
+        return [claim for claim in claims if claim.time_ns or claim.typical_ns], doubts
+
+    def _claim(self, cause: str) -> CauseShare:
+        by_path = self._difference(cause)
+        spent_ns, usual_ns = (sum(times[side] for times in by_path.values()) for side in (0, 1))
+        more_ns = {path: times[0] - times[1] for path, times in by_path.items()}
+        path = max(more_ns, key=lambda path: more_ns[path], default="")
+        if len(more_ns) > 1 and more_ns[path] < MOSTLY * (spent_ns - usual_ns):
+            path = listed.SPREAD
+        return _share_of(cause, path, spent_ns, usual_ns)
+
+    def _pressure(self, cause: str) -> tuple[float, float] | None:
+        return pressures(self._recording.trace, cause, self._begin_ns, self._end_ns)
+
+    def _assesses(self, cause: str) -> bool:
+        return self._pressure(cause) is not None
+
+    def _under_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
+        """Return the claims with those of contention and memory, which gauges show, and doubts on causes."""
+        extra_ns: dict[str, float] = {}
+        for cause in (listed.CONTENTION, listed.MEMORY):
+            pressure = self._pressure(cause)
+            if pressure is not None:
+                usual_ns = pressure[1] * (self._end_ns - self._begin_ns)
+                extra_ns[cause] = max(pressure[0] - usual_ns, 0.0) / len(self._places)
+        slowed = [claim for claim in claims if claim.name in SLOWED and _excess_of(claim) > 0]
+        slowed_ns = sum(map(_excess_of, slowed))
+        likely = [name for name, ns in sorted(extra_ns.items(), key=lambda item: -item[1]) if ns >= MOSTLY * slowed_ns]
+        if not likely or not slowed:
+            return list(claims), {}
+        lead = max(slowed, key=_excess_of)
+        if lead.path != listed.SPREAD and _excess_of(lead) >= slowed_ns / 4:
+            return list(claims), {lead.name: f"{likely[0]} is as likely: the gauges show it in the same time"}
+        doubts = {likely[0]: f"{likely[1]} is as likely: the gauges show both"} if len(likely) > 1 else {}
+        moved_ns = slowed_ns if extra_ns[likely[0]] >= NEARLY * slowed_ns else extra_ns[likely[0]]
+        remaining = [
+            replace(claim, time_ns=round(claim.time_ns - moved_ns * _excess_of(claim) / slowed_ns))
+            if claim in slowed
+            else claim
+            for claim in claims
+        ]
+        return [*remaining, _share_of(likely[0], "", moved_ns, 0.0)], doubts
+
+    def proven(self, share: CauseShare) -> CauseShare:
+        """Return the cause with the rows that show it, of the slowest request, and with its evidence in words."""
+        proofs = tuple(self._times.proofs(self._slowest, share.name, share.path))
+        note = CAUSES[share.name]
+        if share.name == listed.BURST:
+            usual = f"{self.usually_arrive:.3g} are usual"
+            note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms, where {usual}"
+        elif share.name in (listed.BLOCKED, listed.PREFILL) and proofs and proofs[0].note:
+            note = f"{note} ({proofs[0].note})"
+        return replace(share, proofs=proofs, note=note)
+
+
+def _mean(sides: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+    means = defaultdict[Any, float](float)
+    for times in sides:
+        for key, spent_ns in times.items():
+            means[key] += spent_ns / len(sides)
+    return means
+
+
+def _excess_of(claim: CauseShare) -> float:
+    return claim.time_ns - claim.typical_ns
+
+
+def _share_of(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
+    return CauseShare(cause, path, round(spent_ns), round(usual_ns), 0, None)
+
+
+def _accounted(
+    claims: Sequence[CauseShare], excess_ns: float
+) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
+    """Return the causes of an excess from the largest on, the rivals, and the time without a cause."""
+    shares, rivals, remaining_ns = [], [], excess_ns
+    for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
+        accounted_ns = min(_excess_of(claim), remaining_ns)
+        if accounted_ns > NOTABLE * max(excess_ns, 0.0) and accounted_ns > 0:
+            remaining_ns -= accounted_ns
+            shares.append(replace(claim, accounted_ns=round(accounted_ns), ratio=accounted_ns / excess_ns))
+        else:
+            rivals.append(replace(claim, note=f"{claim.time_ns / 1e6:.4g} ms, typical {claim.typical_ns / 1e6:.4g}"))
+    return shares, tuple(rivals), remaining_ns
+
+
+def _because(lead: CauseShare, unit: str) -> str:
+    ratio = tenths(lead.ratio, 1)
+    path = f" ({safe(lead.path)})" if lead.path else ""
+    return (
+        f"{lead.name.capitalize()}{path} accounts for {in_unit(lead.accounted_ns, unit)} {unit}, {ratio}: {lead.note}."
+    )
+
+
+def _not_assessed(recording: Recording, times: CauseTimes) -> list[str]:
+    """Return the causes that a recording cannot show, each with the reason."""
+    trace, facts = recording.columns, recording.trace
+    names = {site.name for site in trace.sites}
+    kinds = {site.kind for site in trace.sites}
+    reasons = {
+        listed.PADDING: "no recording has it",
+        "locks": "a wait for one is time of the call around it",
+    }
+    if not len(times.costs.rows):
+        steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED)
+        reasons[", ".join(steps)] = "no rule has `batch:`"
+    if not len(times.collections):
+        reasons[listed.COLLECTED] = "none was recorded"
+    if not len(times.blocks):
+        reasons[listed.BLOCKED] = "none was recorded"
+    if EXECUTOR_QUEUE not in names:
+        reasons[listed.EXECUTOR] = "no wait for one was recorded"
+    if "copy" not in kinds:
+        reasons[listed.COPY] = "none was recorded"
+    if not len(trace.device):
+        reasons[listed.DEVICE] = "no device time"
+    if not times.knows_first_calls:
+        reasons[listed.FIRST] = "the start of the process is not in the recording"
+    for cause, gauges in listed.PRESSURES.items():
+        if not any(sample.name in gauges for sample in facts.samples):
+            reasons[cause] = "no gauge"
+    if facts.cost is None:
+        reasons[listed.INSTRUMENT] = "its cost is not known"
+    return [f"{cause} ({reason})" for cause, reason in reasons.items()]

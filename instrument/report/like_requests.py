@@ -1,0 +1,108 @@
+"""Requests that are alike: of one endpoint, with like work, and the usual spread of their walls."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.errors import TraceError
+from instrument.profile.document import nearest
+from instrument.report.comparison import size_numbers, sizes_in
+from instrument.report.requests_view import joined_requests
+from instrument.report.view import Recording
+from instrument.trace.columns import Int64s
+from instrument.trace.forest import NONE
+from instrument.trace.joined import THOUSANDTHS
+from instrument.trace.step_costs import Floats
+
+NEAREST = 100
+"""The most requests alike, and the most requests of a window that are looked at."""
+
+TRIALS = 5
+"""The number of requests outside of a window that each of its requests is compared with."""
+
+POOL = 5_000
+"""The most requests outside of a window that are looked at."""
+
+ENOUGH = 10
+"""The least number of requests alike. With fewer, all requests of the endpoint are taken."""
+
+LIKE = 0.5
+"""The largest difference of alike work, in powers of two."""
+
+CHANCE = 0.01
+"""The expected number of typical requests of a recording that are called slow."""
+
+
+def alike(recording: Recording, place: int) -> tuple[Int64s, bool]:
+    """Return the requests with the most alike work, else all of the endpoint; and True for alike work."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    of_site = trace.site[joined.rows]
+    name = trace.sites[of_site[place]].name
+    is_same = np.array([site.name == name for site in trace.sites])[of_site] & ~trace.clipped[joined.rows]
+    is_same[place] = False
+    places = np.flatnonzero(is_same)
+    work = recording.once(_work)
+    if len(work):
+        distances = np.abs(work[:, places] - work[:, [place]]).max(axis=0)
+        near = np.argsort(distances, kind="stable")[:NEAREST]
+        near = near[distances[near] <= LIKE]
+        if len(near) >= ENOUGH:
+            return np.sort(places[near]), True
+    return evenly(places, NEAREST), not len(work)
+
+
+def is_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
+    """Return True for requests of an endpoint. Raises `TraceError` for an unknown name."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    of_site = trace.site[joined.rows]
+    names = sorted({trace.sites[site].name for site in set(of_site.tolist())})
+    if name not in names:
+        near = nearest(name, names)
+        hint = f"; nearest is {near!r}" if near else ""
+        raise TraceError(f"asked for the endpoint {name!r:.80}, found {len(names)} endpoints, and none is that{hint}")
+    is_named: NDArray[np.bool_] = np.array([site.name == name for site in trace.sites])[of_site]
+    return is_named
+
+
+def evenly(places: Int64s, most: int) -> Int64s:
+    """Return up to `most` places, evenly chosen."""
+    chosen = np.unique(np.linspace(0, max(len(places) - 1, 0), min(len(places), most)).astype(np.int64))
+    return places[chosen]
+
+
+def medians_alike(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
+    """Return for each target the request with the median wall of the nearest ones outside."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    walls, work = trace.total_ns[joined.rows], recording.once(_work)
+    medians = []
+    for target in targets.tolist() if len(outside) else ():
+        distances = np.abs(work[:, outside] - work[:, [target]]).max(axis=0, initial=0.0)
+        near = outside[np.argsort(distances, kind="stable")[:TRIALS]]
+        medians.append(int(near[np.argsort(walls[near], kind="stable")[len(near) // 2]]))
+    return np.array(medians, dtype=np.int64)
+
+
+def _work(recording: Recording) -> Floats:
+    """Return the logarithms of the work of requests: a row for each measure of it."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    served, count = joined.served, len(joined.rows)
+    columns = [size_numbers(trace, name)[joined.rows] for name in sorted(sizes_in(trace))]
+    pairs = np.flatnonzero(served.request != NONE)
+    if len(pairs):
+        columns.append(np.bincount(served.request[pairs], minlength=count).astype(np.float64))
+        weights = served.weight[pairs] / THOUSANDTHS
+        columns.append(np.bincount(served.request[pairs], weights, minlength=count).astype(np.float64))
+    used = [column for column in columns if column.any()]
+    return np.log2(1 + np.maximum(np.array(used), 0)) if used else np.zeros((0, count))
+
+
+def usual_most_ns(walls: Int64s, requests: int) -> float:
+    """Return the wall that typical requests of a recording exceed by chance at most `CHANCE` times.
+
+    The tail is taken to be exponential, as that of a queue.
+    """
+    middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
+    return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))

@@ -1,0 +1,182 @@
+"""The expected cost of each engine step by its load, and the excess over it by call path.
+
+A step is an outermost batch. The expected time of a step is linear in the number of its members and in their weight. It
+is fitted over the steps of its name. The fit is relative, so a step's weight is its share and not its length. Steps far
+from the fit are left out of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.spans import is_interruption
+from instrument.trace.columns import Bools, Columns, Int64s
+from instrument.trace.forest import NONE, nearest, nearest_above
+from instrument.trace.groups import distinct, places_of
+from instrument.trace.joined import THOUSANDTHS, Served
+
+Floats = NDArray[np.float64]
+
+REFERENCES = 10_000
+"""The most steps of a name in a fit, evenly over the recording."""
+
+LEAST_STEPS = 20
+"""The least number of steps in a fit. Fewer steps of a name have no expected time."""
+
+ROUNDS = 3
+"""The number of fits, each without the steps that are far from the fit before."""
+
+FAR = 4.0
+"""The distance in median deviations from which on a step is left out of the fit."""
+
+PATHS = 64
+"""The most call paths with a time of their own, those with the most time. One more has the rest."""
+
+HEAVY = 4.0
+"""The ratio of a member's weight to the usual heaviest weight of requests that makes it unusual."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The steps of a trace by begin, with the parts of their lengths.
+
+    `load_ns` is the expected time without the unusually heavy member, and `heavy_ns` the time for that member.
+    `heavy` is the place of its request, `NONE` without one. `excess_ns` is the rest by step and path. A path is a place
+    in `sites`: the place of a site in the trace, `NONE` for the rest. The parts of a step add up to its length.
+    `is_first` marks cells that contain the first row of their site. `is_fitted` is False for steps without an expected
+    time: all of it is load.
+    """
+
+    rows: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    load_ns: Floats
+    heavy_ns: Floats
+    heavy: Int64s
+    excess_ns: Floats
+    is_first: Bools
+    sites: Int64s
+    is_fitted: Bools
+    step_of: Int64s
+    """The place of the step of each row of the trace, `NONE` outside of steps. A last `NONE` follows."""
+
+
+def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
+    """Return the parts of each step of a trace."""
+    is_batch = np.zeros(len(trace), dtype=np.bool_)
+    is_batch[served.batch] = True
+    rows = np.flatnonzero(is_batch & (nearest_above(trace.parent, is_batch) == NONE))
+    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+    is_step = np.zeros(len(trace), dtype=np.bool_)
+    is_step[rows] = True
+    place = places_of(rows, len(trace))
+    step_of = np.append(place[nearest(trace.parent, is_step)], NONE).astype(np.int64)
+    spent_ns, first_cells, sites = _spent(trace, rows, step_of)
+    members, weight, heaviest, heavy = _loads(served, place, len(rows), requests)
+    length_ns = (trace.end_ns - trace.start_ns)[rows].astype(np.float64)
+    names = {name: number for number, name in enumerate(dict.fromkeys(site.name for site in trace.sites))}
+    of_site = np.array([names[site.name] for site in trace.sites] or [0], dtype=np.int64)
+    load_ns, heavy_ns, excess_ns = length_ns.copy(), np.zeros(len(rows)), np.zeros(spent_ns.shape)
+    is_fitted = np.zeros(len(rows), dtype=np.bool_)
+    of_name = of_site[trace.site[rows]] if len(rows) else rows
+    for name in distinct(of_name).tolist():
+        steps = np.flatnonzero(of_name == name)
+        loads = np.stack([np.ones(len(steps)), members[steps], weight[steps]])
+        expected = _expected(loads, spent_ns[steps], length_ns[steps])
+        if expected is None:
+            continue
+        per_path_ns, slope = expected
+        summed = per_path_ns.sum(axis=1)
+        heavy_ns[steps] = np.clip(slope * heaviest[steps], 0, summed)
+        load_ns[steps] = summed - heavy_ns[steps]
+        excess_ns[steps] = spent_ns[steps] - per_path_ns
+        is_fitted[steps] = True
+    return StepCosts(
+        rows, trace.start_ns[rows], trace.end_ns[rows], load_ns, heavy_ns, heavy, excess_ns, first_cells, sites,
+        is_fitted, step_of,
+    )  # fmt: skip
+
+
+def _spent(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
+    """Return the self time of each step by path, cells with the first row of their site, and the site of each path.
+
+    Rows on other threads than the step's are no part of its time. The last path has the rest of the step.
+    """
+    inner = np.flatnonzero(step_of[:-1] != NONE)
+    step_row = rows[step_of[inner]] if len(rows) else inner
+    on_line = (trace.thread_id[inner] == trace.thread_id[step_row]) & (trace.task_id[inner] == trace.task_id[step_row])
+    is_work = trace.of_sites([not is_interruption(site) for site in trace.sites])
+    inner = inner[on_line & is_work[inner]]
+    sums = np.bincount(trace.site[inner], trace.self_ns[inner], minlength=len(trace.sites))
+    sites = np.argsort(-sums, kind="stable")[:PATHS]
+    sites = sites[sums[sites] > 0]
+    path_of = places_of(sites, len(trace.sites))[trace.site[inner]]
+    path_of = np.where(path_of == NONE, len(sites), path_of)
+    shape = len(rows), len(sites) + 1
+    cells = step_of[inner] * shape[1] + path_of
+    spent_ns: Floats = np.bincount(cells, trace.self_ns[inner], minlength=shape[0] * shape[1]).astype(np.float64)
+    spent_ns = spent_ns.reshape(shape)
+    remaining_ns = (trace.end_ns - trace.start_ns)[rows] - spent_ns.sum(axis=1)
+    spent_ns[:, -1] += remaining_ns
+    is_first: Bools = np.zeros(shape[0] * shape[1], dtype=np.bool_)
+    order = np.argsort(trace.start_ns[inner], kind="stable")
+    _, firsts = np.unique(trace.site[inner][order], return_index=True)
+    is_first[cells[order[firsts]]] = True
+    return spent_ns, is_first.reshape(shape), np.append(sites, NONE).astype(np.int64)
+
+
+def _loads(served: Served, place: Int64s, count: int, requests: int) -> tuple[Floats, Floats, Floats, Int64s]:
+    """Return the members and the weight of each step, the weight of an unusually heavy member, and its request."""
+    pairs = np.flatnonzero(place[served.batch] != NONE)
+    steps, request, weights = place[served.batch[pairs]], served.request[pairs], served.weight[pairs] / THOUSANDTHS
+    members = np.bincount(steps, minlength=count).astype(np.float64)
+    weight = np.bincount(steps, weights, minlength=count).astype(np.float64)
+    heaviest_of_request = np.zeros(requests)
+    with_request = request != NONE
+    np.maximum.at(heaviest_of_request, request[with_request], weights[with_request])
+    positive = heaviest_of_request[heaviest_of_request > 0]
+    usual = float(np.median(positive)) if len(positive) else 0.0
+    order = np.lexsort((weights, steps))
+    last = order[np.flatnonzero(np.append(steps[order][1:] != steps[order][:-1], [True]))] if len(order) else order
+    heaviest, heavy = np.zeros(count), np.full(count, NONE, dtype=np.int64)
+    unusual = last[weights[last] > HEAVY * max(usual, 1.0)]
+    heaviest[steps[unusual]], heavy[steps[unusual]] = weights[unusual], request[unusual]
+    return members, weight, heaviest, heavy
+
+
+def _expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
+    """Return the expected time of each step by path, and the time per unit of weight, None with too few steps."""
+    count = len(length_ns)
+    if count < LEAST_STEPS or not length_ns.all():
+        return None
+    some = np.unique(np.linspace(0, count - 1, min(count, REFERENCES)).astype(np.int64))
+    loads, lengths = all_loads[:, some], length_ns[some]
+    scale = np.maximum(loads.mean(axis=1), 1e-9)
+    loads = loads / scale[:, None]
+    used = np.arange(len(some))
+    coefficients = np.zeros(3)
+    for _ in range(ROUNDS):
+        coefficients = np.linalg.lstsq((loads[:, used] / lengths[used]).T, np.ones(len(used)), rcond=1e-6)[0]
+        ratios = lengths / np.maximum(coefficients @ loads, 1.0)
+        middle = float(np.median(ratios[used]))
+        spread = float(np.median(np.abs(ratios[used] - middle)))
+        used = np.flatnonzero(np.abs(ratios - middle) <= max(FAR * spread, 0.01 * middle))
+        if len(used) < LEAST_STEPS:
+            return None
+    predicted = np.maximum(coefficients @ loads[:, used], 1.0)
+    by_path = np.linalg.lstsq((loads[:, used] / predicted).T, spent_ns[some][used] / predicted[:, None], rcond=1e-6)[0]
+    expected = np.maximum((all_loads / scale[:, None]).T @ by_path, 0.0)
+    return expected, max(float(by_path[2].sum()) / float(scale[2]), 0.0)
+
+
+def cells_of(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats, Floats]:
+    """Return the load, the heavy member's time and the excess by path of steps, as a request sees them.
+
+    The weight of a request itself is load and not that of another one.
+    """
+    is_own = costs.heavy[steps] == request
+    load_ns = costs.load_ns[steps] + np.where(is_own, costs.heavy_ns[steps], 0.0)
+    return load_ns, np.where(is_own, 0.0, costs.heavy_ns[steps]), costs.excess_ns[steps]

@@ -1,0 +1,183 @@
+"""The explanation of slow requests: the cause is named with its time, or the verdict is inconclusive."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from simulated_engine import INCIDENTS, Lives, Service
+
+from instrument.cli import main
+from instrument.recording.spans import Origin, Site, Span
+from instrument.report.causes import CAUSES, CauseTimes
+from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Explanation, RequestChoice, explain
+from instrument.report.requests_view import joined_requests
+from instrument.report.view import Options, Recording
+from instrument.trace import file
+from instrument.trace.trace import Trace
+
+FEW = 170
+
+
+def explained(trace: Trace, wanted: RequestChoice) -> Explanation:
+    return explain(Recording.of_trace(trace), wanted, Options())[0]
+
+
+@pytest.mark.parametrize("incident", INCIDENTS)
+def test_the_cause_of_a_slow_request_is_named_with_its_time_and_its_rows(incident: str) -> None:
+    trace, key, delay_ns = Lives(3, incident, size_ms=60, requests=FEW).planted()
+    explanation = explained(trace, RequestChoice(request=key))
+    lead = explanation.causes[0]
+    assert (lead.name, explanation.verdict) == (incident, EXPLAINED)
+    assert lead.accounted_ns == pytest.approx(delay_ns, rel=0.15)
+    assert lead.proofs or incident in ("processor contention", "memory pressure")  # which gauges show
+    accounted_ns = sum(cause.accounted_ns for cause in explanation.causes)
+    assert accounted_ns + explanation.unexplained_ns == pytest.approx(explanation.excess_ns, abs=10)
+    assert sum(part.excess_ns for part in explanation.parts) == pytest.approx(explanation.excess_ns, abs=10)
+    assert incident in explanation.sentence().lower()
+    assert {"blocked event loop": "by render", "another request's prefill": "for r10000"}.get(incident, "") in lead.note
+    assert {cause.name for cause in (*explanation.causes, *explanation.rivals)} <= set(CAUSES)
+
+
+def test_the_slowest_request_of_a_service_without_an_incident_is_typical() -> None:
+    trace, _ = Lives(3, requests=FEW).run()
+    explanation = explained(trace, RequestChoice())
+    assert explanation.verdict == TYPICAL
+    assert "within the usual spread" in explanation.sentence()
+
+
+def test_the_times_of_causes_add_up_to_the_wall_of_each_request() -> None:
+    recording = Recording.of_trace(Lives(4, "blocked event loop", requests=FEW).run()[0])
+    rows = recording.once(joined_requests).rows
+    times = CauseTimes(recording, np.arange(len(rows)))
+    for place in range(len(rows)):
+        assert sum(times.times_of(place).values()) == pytest.approx(int(recording.columns.total_ns[rows[place]]))
+        assert sum(times.parts_of(place).values()) == int(recording.columns.total_ns[rows[place]])
+
+
+@pytest.mark.parametrize("incident", ["processor contention", "waiting to fill a batch"])
+def test_without_gauges_a_cause_that_contention_may_look_like_is_inconclusive(incident: str) -> None:
+    trace, key, _ = Lives(3, incident, requests=FEW).planted()
+    explanation = explained(replace(trace, samples=()), RequestChoice(request=key))
+    assert explanation.verdict == INCONCLUSIVE
+    assert "processor contention is not assessed" in explanation.doubt
+    assert any(reason.startswith("processor contention") for reason in explanation.not_assessed)
+
+
+def test_a_call_path_that_is_slow_while_the_gauges_show_contention_is_inconclusive() -> None:
+    trace, key, _ = Lives(3, "slow service", requests=FEW).planted()
+    samples = Lives(3, "processor contention", requests=FEW).run()[0].samples
+    explanation = explained(replace(trace, samples=samples), RequestChoice(request=key))
+    assert explanation.causes[0].name == "slow service"
+    assert (explanation.verdict, "contention is as likely" in explanation.doubt) == (INCONCLUSIVE, True)
+
+
+def test_a_request_with_more_work_than_all_has_more_work_as_its_cause() -> None:
+    service = Service(1, requests=300)
+    explanation = explained(service.run(), RequestChoice())
+    assert not explanation.is_like
+    assert explanation.causes[0].title().startswith("own work: more steps")
+
+
+def test_a_service_without_batches_and_keys_is_explained_by_its_calls() -> None:
+    request, query = Site("GET /", "request", "app", "get"), Site("query", "op", "app", "query")
+    spans = []
+    for number in range(40):
+        begin_ns, took_ns = 10**9 + number * 10**7, 900_000 if number == 25 else 100_000 + number * 100
+        first = 2 * number + 1
+        spans.append(
+            Span(query, first + 1, first, first, 1, 0, begin_ns + 10, begin_ns + 10 + took_ns, took_ns, took_ns)
+        )
+        spans.append(Span(request, first, 0, first, 1, 0, begin_ns, begin_ns + 20 + took_ns, took_ns + 20, 20))
+    trace = Trace(Origin(1, "small", 0, 0), 10**9, spans[-1].end_ns, spans)
+    explanation = explained(trace, RequestChoice())
+    assert (explanation.verdict, explanation.causes[0].title()) == (EXPLAINED, "own work: query")
+    assert any("no rule has `batch:`" in reason for reason in explanation.not_assessed)
+
+
+def test_a_request_without_others_to_compare_with_is_inconclusive() -> None:
+    explanation = explained(Lives(3, requests=5).run()[0], RequestChoice())
+    assert explanation.verdict == INCONCLUSIVE
+    assert "10 are needed" in explanation.sentence()
+
+
+@pytest.mark.slow
+def test_a_slow_window_is_explained_as_a_whole() -> None:
+    lives = Lives(3, "slow service", size_ms=400, requests=500)
+    trace, key, _ = lives.planted()
+    slowest = explained(trace, RequestChoice(request=key))
+    window = RequestChoice(since_ns=slowest.begin_ns - 50_000_000, until_ns=slowest.begin_ns + 350_000_000)
+    explanation = explained(trace, window)
+    assert explanation.requests > 10
+    assert (explanation.verdict, explanation.causes[0].name) == (EXPLAINED, "slow service")
+    calm = explained(trace, RequestChoice(since_ns=0, until_ns=slowest.begin_ns - 1_000_000_000))
+    assert calm.verdict != EXPLAINED
+
+
+@pytest.mark.slow
+def test_explanations_are_right_on_many_services() -> None:
+    first = wrong = 0
+    for number in range(2 * len(INCIDENTS)):
+        incident = INCIDENTS[number % len(INCIDENTS)]
+        lives = Lives(300 + number, incident, size_ms=40 + number * 29 % 100, requests=300)
+        trace, key, _ = lives.planted()
+        explanation = explained(trace, RequestChoice(request=key))
+        is_first = bool(explanation.causes) and explanation.causes[0].name == incident
+        first, wrong = first + is_first, wrong + (explanation.verdict == EXPLAINED and not is_first)
+    assert first >= 1.8 * len(INCIDENTS)
+    assert wrong <= 1
+    verdicts = [explained(Lives(400 + seed, requests=300).run()[0], RequestChoice()).verdict for seed in range(10)]
+    assert verdicts.count(EXPLAINED) <= 1
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    trace, key, _ = Lives(3, "garbage collection", requests=FEW).planted()
+    path = tmp_path_factory.mktemp("explain") / "slow.npz"
+    file.dump(path, trace)
+    return path, key
+
+
+def test_the_command_prints_the_verdict_and_its_evidence(
+    saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, key = saved
+    assert main(["explain", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "Garbage collection accounts for" in text
+    assert "Not assessed: padding" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert main(["explain", str(path), "--request", key, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["exit_code"] == 0
+    assert document["explanations"][0]["causes"][0]["name"] == "garbage collection"
+    assert main(["explain", str(path), "--endpoint", "POST /generate", "--slowest", "3", "--unit", "us"]) == 0
+    assert capsys.readouterr().out.count("Explanation Report") == 3
+
+
+def test_an_inconclusive_explanation_has_an_exit_code_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "short.npz"
+    file.dump(path, Lives(3, requests=5).run()[0])
+    assert main(["explain", str(path)]) == 3
+    assert "Inconclusive" in capsys.readouterr().out
+
+
+def test_a_request_or_an_endpoint_that_is_not_there_is_an_error(
+    saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(saved[0])
+    for given, message in (
+        (["--request", "r999999"], "none of them that"),
+        (["--endpoint", "POST /generat"], "nearest is 'POST /generate'"),
+        (["--since", "900s"], "found no whole request"),
+    ):
+        assert main(["explain", path, *given]) == 2
+        assert message in capsys.readouterr().err
