@@ -130,12 +130,6 @@ class TestFluid:
             (lambda: fluid.start_profiler("gpu"), "state: found 'gpu'; allowed: CPU, GPU, All"),
             (lambda: fluid.start_profiler("All", "Full"), "tracer_option: found 'Full'; allowed: Default, OpDetail"),
             (lambda: fluid.stop_profiler("time"), "sorted_key: found 'time'; allowed: default, calls, total, max"),
-            (
-                lambda: fluid.Profiler(options={"batch": 1}),
-                "options: found the key 'batch'; allowed: state, sorted_key",
-            ),
-            (lambda: fluid.Profiler(options={"batch_range": [5, 5]}), r"batch_range: found \[5, 5\]; allowed: \[first"),
-            (lambda: fluid.Profiler(options={"batch_range": 5}), r"batch_range: found 5; allowed: \[first"),
         ],
     )
     def test_bad_arguments_are_value_errors(self, call: Any, message: str) -> None:
@@ -150,18 +144,6 @@ class TestFluid:
         assert calls_of(capsys.readouterr().out, "thread0::work") == 1
         assert instrument.session() is session
 
-    @pytest.mark.parametrize(("first", "end", "batches"), [(0, 2, 2), (2, 5, 3), (3, 100, 5)])
-    def test_a_range_of_batches_is_recorded(
-        self, first: int, end: int, batches: int, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        options = {"state": "CPU", "batch_range": [first, end], "profile_path": "batches"}
-        with fluid.Profiler(options=options) as profiler:
-            for _ in range(8):
-                work()
-                profiler.record_step()
-        assert calls_of(capsys.readouterr().out, "thread0::work") == batches
-        assert chrome.load("batches")[1].calls == batches
-
     def test_the_lines_of_its_documentation_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         lines = """
 with profiler.profiler('All', 'total') as prof:
@@ -173,34 +155,6 @@ profiler.stop_profiler(sorted_key='total', profile_path='tmp/profile')
         exec(lines, {"profiler": fluid, "work": work})
         assert capsys.readouterr().out.count("Profiling Report") == 2
         assert chrome.load("tmp/profile")[1].calls == 1
-
-    def test_every_option_of_paddle_utils_is_honoured(self, capsys: pytest.CaptureFixture[str]) -> None:
-        options = fluid.ProfilerOptions(
-            options={
-                "state": "GPU",
-                "sorted_key": "total",
-                "tracer_level": "OpDetail",
-                "batch_range": [0, 2],
-                "output_thread_detail": True,
-                "profile_path": "profile",
-                "timeline_path": "timeline.json",
-                "op_summary_path": "reports/ops.txt",
-            }
-        )
-        with fluid.Profiler(options=options.with_state("CPU")) as profiler:
-            for _ in range(3):
-                work()
-                profiler.record_step()
-        text = capsys.readouterr().out
-        assert Path("reports/ops.txt").read_text() == text.removesuffix("\n")
-        assert calls_of(text, "thread0::work") == 2
-        assert [chrome.load(path)[1].calls for path in ("profile", "timeline.json")] == [2, 2]
-
-    def test_one_that_is_not_enabled_does_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with fluid.Profiler(enabled=False) as profiler:
-            work()
-            profiler.record_step()
-        assert capsys.readouterr().out == ""
 
 
 class TestPaddle:
@@ -378,37 +332,6 @@ p.stop()
             p.export("after.pb", format="pb")
         with pytest.raises(ProfileError, match="no protobuf is written; use export_chrome_tracing"):
             paddle.export_protobuf("log")
-
-    def test_a_file_of_its_own_says_what_is_profiled(self, capsys: pytest.CaptureFixture[str]) -> None:
-        module = {"module": "paddle.profiler", "use_direct": False}
-        asked = {
-            "targets": ["cpu", "gpu"],
-            "scheduler": {"make_scheduler": {**module, "args": [], "kwargs": {"closed": 1, "ready": 0, "record": 2}}},
-            "on_trace_ready": {"export_chrome_tracing": {**module, "args": ["log"], "kwargs": {}}},
-            "timer_only": False,
-        }
-        Path("profiler.json").write_text(json.dumps(asked))
-        with paddle.get_profiler("profiler.json") as p:
-            for _ in range(3):
-                work()
-                p.step()
-        (path,) = Path("log").iterdir()
-        assert sum(span.site.name == "work" for span in chrome.load(path)[0].spans) == 2
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("{", "JSONDecodeError"),
-            ('{"target": []}', "found the key 'target'; allowed: targets, scheduler"),
-            ('{"targets": ["tpu"]}', "KeyError: 'TPU'"),
-            ('{"scheduler": [5, 2]}', r"schedule: found \(5, 2\); allowed: \(first, end\)"),
-            ('{"on_trace_ready": {"x": {"module": "paddle.profiler"}}}', "has no attribute 'x'"),
-        ],
-    )
-    def test_what_is_wrong_in_such_a_file_is_told(self, text: str, message: str) -> None:
-        Path("profiler.json").write_text(text)
-        with pytest.raises(ProfileError, match=f"get_profiler: profiler.json: .*{message}"):
-            paddle.get_profiler("profiler.json")
 
     def test_handlers_of_instrument_get_its_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
         handlers = [instrument.print_summary(sorted_by="total"), instrument.export_chrome("log")]

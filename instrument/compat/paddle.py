@@ -10,13 +10,10 @@ log (once) and the session's notes name the options that are not recorded.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,12 +50,9 @@ __all__ = [
     "TracerEventType",
     "export_chrome_tracing",
     "export_protobuf",
-    "get_profiler",
     "load_profiler_result",
     "make_scheduler",
 ]
-
-_KEYS = ("targets", "scheduler", "on_trace_ready", "timer_only")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -325,39 +319,6 @@ class ProfilerResult:
 def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:
     """Read a file that `export_chrome_tracing` or `export` has written. Raises `TraceError`."""
     return ProfilerResult(*chrome.load(file_name))
-
-
-def get_profiler(config_path: str | os.PathLike[str]) -> Profiler:
-    """Return the profiler that a JSON file of Paddle's describes. Raises `ProfileError` for a mistake in it.
-
-    Names of `paddle.profiler` in it mean the functions of this module.
-    """
-    try:
-        return Profiler(**_arguments(json.loads(Path(config_path).read_text(encoding="utf-8"))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ProfileError([f"get_profiler: {os.fspath(config_path)}: {type(error).__name__}: {error}"]) from error
-
-
-def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Profiler` from the settings of a JSON file."""
-    unknown = [name for name in settings if name not in _KEYS]
-    if unknown:
-        raise ValueError(f"found the key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
-    arguments = dict(settings)
-    if "targets" in arguments:
-        arguments["targets"] = [ProfilerTarget[name.upper()] for name in arguments["targets"]]
-    for name in ("scheduler", "on_trace_ready"):
-        if isinstance(arguments.get(name), dict):
-            ((function, kwargs),) = arguments[name].items()
-            arguments[name] = _named(function, **kwargs)
-    return arguments
-
-
-def _named(function: str, module: str, use_direct: bool = False, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-    """Return a function that a file names, or the result of its call."""
-    ours = module == "paddle.profiler" or module.startswith("paddle.profiler.")
-    value = getattr(sys.modules[__name__] if ours else import_module(module), function)
-    return value if use_direct else value(*args, **(kwargs or {}))
 
 
 def _text(
