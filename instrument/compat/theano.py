@@ -49,102 +49,52 @@ SECTIONS = ("classes", "ops", "instances")
 SUM = Site("all functions")
 """The site of the sum of all functions."""
 
-_NO_GRAPH = "no graph is compiled here"
-
-_REFUSED: Mapping[str, str] = {
-    "profile_memory": "Profiler(torch={'profile_memory': True}) and the view memory show what takes memory",
-    "profile_optimizer": _NO_GRAPH,
-    "print_global_stats": "the sum over all functions is printed at exit",
-    "profiling.time_thunks": "every op that is recorded is timed",
-    "profiling.output_line_width": "lines have 100 columns",
-    "profiling.min_memory_size": "the view memory shows what takes memory",
-    "profiling.min_peak_memory": _NO_GRAPH,
-    "profiling.debugprint": _NO_GRAPH,
-    "profiling.ignore_first_call": "the first call is counted; the view startup has first calls apart",
-}
-"""The flags of profiling that are not honoured, with the reasons."""
-
-_AS_THEANO: Mapping[str, object] = {"profiling.time_thunks": True}
-"""The values that our profiles follow, by flag; the value of any other flag is False."""
-
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_ALLOWED: Mapping[type, str] = {bool: "True or False", int: "a whole number from 1", str: "stderr, stdout or a path"}
+_BOOLS: Mapping[str, bool] = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True), **dict.fromkeys(("false", "0", "no", "off"), False)
+}  # fmt: skip
 
 
-class _Flags:
-    """An object whose attributes are flags. The flags in `_kinds`, with their types, are honoured."""
+class Flags:
+    """Flags as attributes. The log has a line on each other flag, of which nothing follows here."""
 
-    _prefix = ""
-    _kinds: Mapping[str, type] = {}
+    def __init__(self, prefix: str = "", **values: Any) -> None:
+        vars(self).update(values, _prefix=prefix)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        flag = self._prefix + name
-        if flag in _REFUSED:
-            if value not in (_AS_THEANO.get(flag, False), str(_AS_THEANO.get(flag, False))):
-                logger.warning("theano: %s: not honoured: %s", flag, _REFUSED[flag])
-            return
-        kind = self._kinds.get(name)
-        if kind is None:
-            if name != "profiling":
-                logger.warning("theano: %s: not honoured: %s", flag, _NO_GRAPH)
-                return
-        elif type(value) is not kind or (isinstance(value, int) and kind is int and value < 1):
-            allowed = {bool: "True or False", int: "a whole number from 1", str: "stderr, stdout or a path"}[kind]
-            raise ProfileError([f"theano.config.{flag}: found {value!r}; allowed: {allowed}"])
-        super().__setattr__(name, value)
+        flag = vars(self)["_prefix"] + name
+        kind: type[Any] = type(vars(self).get(name))
+        if kind not in _ALLOWED:
+            logger.warning("theano: %s: not honoured: no graph is compiled here; the views show what is recorded", flag)
+        elif type(value) is not kind or (kind is int and value < 1):
+            raise ProfileError([f"theano.config.{flag}: found {value!r}; allowed: {_ALLOWED[kind]}"])
+        else:
+            vars(self)[name] = value
 
 
-class Profiling(_Flags):
-    """``config.profiling``: the numbers of printed rows, and the destination."""
-
-    _prefix = "profiling."
-    _kinds: Mapping[str, type] = {"n_apply": int, "n_ops": int, "destination": str}
-
-    n_apply: int
-    n_ops: int
-    destination: str
-
-    def __init__(self) -> None:
-        self.n_apply = self.n_ops = 20
-        self.destination = "stderr"
-
-
-class Config(_Flags):
-    """Theano's `config`, for profiling. To set another flag writes a line into the log, and does nothing."""
-
-    _kinds: Mapping[str, type] = {"profile": bool}
-
-    profile: bool
-    profiling: Profiling
-
-    def __init__(self) -> None:
-        self.profile = False
-        self.profiling = Profiling()
-
-    @classmethod
-    def of(cls, flags: str) -> Config:
-        """Read a text such as ``profile=True,profiling.n_ops=10``. The log has a line on each mistake."""
-        flags_set = cls()
-        for flag in filter(None, (part.strip() for part in flags.split(","))):
-            name, _, text = flag.partition("=")
-            owner: _Flags = flags_set.profiling if name.startswith("profiling.") else flags_set
-            short = name.removeprefix("profiling.")
-            try:
-                setattr(owner, short, _flag_value(text, owner._kinds.get(short)))
-            except ProfileError as error:
-                logger.warning("THEANO_FLAGS: %s", error)
-        return flags_set
+def flags_of(text: str) -> Any:
+    """Read a text such as ``profile=True,profiling.n_ops=10``. The log has a line on each mistake."""
+    flags: Any = Flags(profile=False, profiling=Flags("profiling.", n_apply=20, n_ops=20, destination="stderr"))
+    for flag in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = flag.partition("=")
+        owner = flags.profiling if name.startswith("profiling.") else flags
+        name = name.removeprefix("profiling.")
+        kind: type[Any] = type(vars(owner).get(name))
+        known = (
+            _BOOLS.get(value.lower(), value)
+            if kind is bool
+            else int(value)
+            if kind is int and value.isdecimal()
+            else value
+        )
+        try:
+            setattr(owner, name, known)
+        except ProfileError as error:
+            logger.warning("THEANO_FLAGS: %s", error)
+    return flags
 
 
-def _flag_value(text: str, kind: type | None) -> Any:
-    """Return the value of a flag's text, or the text itself if it is not of that kind."""
-    if kind is bool and text.lower() in (*_TRUE, *_FALSE):
-        return text.lower() in _TRUE
-    if kind is int and text.isdecimal():
-        return int(text)
-    return text
-
-
-config = Config.of(os.environ.get("THEANO_FLAGS", ""))
+config = flags_of(os.environ.get("THEANO_FLAGS", ""))
 """Theano's flags: ``config.profile = True``, ``config.profiling.n_ops = 10``."""
 
 
