@@ -80,7 +80,7 @@ def flags_of(text: str) -> Any:
         owner = flags.profiling if name.startswith("profiling.") else flags
         name = name.removeprefix("profiling.")
         kind: type[Any] = type(vars(owner).get(name))
-        known = (
+        parsed = (
             _BOOLS.get(value.lower(), value)
             if kind is bool
             else int(value)
@@ -88,7 +88,7 @@ def flags_of(text: str) -> Any:
             else value
         )
         try:
-            setattr(owner, name, known)
+            setattr(owner, name, parsed)
         except ProfileError as error:
             logger.warning("THEANO_FLAGS: %s", error)
     return flags
