@@ -101,7 +101,7 @@ class Requests:
             if name in STALLS and self._blocked_ns is not None:
                 self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
             if name in routes.ROUTERS:
-                self._undos += routes.ROUTERS[name](module)
+                self._undos += routes.attach(module)
         except (AttributeError, TypeError) as missing:
             self._met[name] = f"{name} {getattr(module, '__version__', '')} has no place where it can be met: {missing}"
         except Exception as fault:

@@ -7,131 +7,113 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import CURRENT, Exchange
 from instrument.runtime.faults import FAULTS
 
 
-def _meet(owner: Any, method: str, note: Callable[..., None], *, after: bool = False) -> Undo:
-    """Call `note(exchange, *args)` before each call of a method, or `note(exchange, result)` after it."""
-    original = _function(owner, method)
+class Router(NamedTuple):
+    """A method of a router, by its class, that knows the route of a request.
 
-    @takes_place(owner, method)
-    def undo(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs) if after else None
-        exchange = CURRENT.get()
-        if exchange is not None and exchange.is_open:
-            try:
-                note(exchange, *((result,) if after else args))
-            except Exception as fault:
-                FAULTS.note("route of a request", fault)
-        return result if after else original(*args, **kwargs)
+    `route` reads it from the router's module and the arguments, or from the module and the result if it is known
+    `after` the call. None means no route. `note` gets it. A class of `older` versions may lack the method.
+    """
 
-    return undo
+    owner: str
+    method: str
+    route: Callable[..., str | None]
+    after: bool = False
+    note: Callable[[Exchange, str], None] = Exchange.found
+    older: bool = False
+
+    def attach(self, module: Any) -> Undo:
+        """Read the route at each call. Raises `AttributeError` or `TypeError` in a version without the method."""
+        owner = getattr(module, self.owner)
+        original = getattr(owner, self.method)
+        if not isinstance(original, FunctionType):  # such as a slot
+            raise TypeError(f"{owner.__name__}.{self.method} is a {type(original).__name__}")
+        _, _, read, after, note, _ = self
+
+        @takes_place(owner, self.method)
+        def undo(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs) if after else None
+            exchange = CURRENT.get()
+            if exchange is not None and exchange.is_open:
+                try:
+                    route = read(module, result) if after else read(module, *args)
+                    if route is not None:
+                        note(exchange, route)
+                except Exception as fault:
+                    FAULTS.note("route of a request", fault)
+            return result if after else original(*args, **kwargs)
+
+        return undo
 
 
-def _function(owner: Any, method: str) -> Any:
-    """Return a method that is a plain function. Raises `AttributeError` or `TypeError` in a version without it."""
-    function = getattr(owner, method)
-    if not isinstance(function, FunctionType):  # such as a slot
-        raise TypeError(f"{owner.__name__}.{method} is a {type(function).__name__}")
-    return function
-
-
-def _found(exchange: Exchange, route: Any, *_: Any) -> None:
-    exchange.found(route.path)
-
-
-def _starlette(module: Any) -> list[Undo]:
-    def mounted(exchange: Exchange, mount: Any, *_: Any) -> None:
-        exchange.enter(mount.path)
-
+def attach(module: Any) -> list[Undo]:
+    """Read the routes of a module's routers."""
+    routers = ROUTERS[module.__name__]
     return [
-        _meet(module.Route, "handle", _found),
-        _meet(module.WebSocketRoute, "handle", _found),
-        _meet(module.Mount, "handle", mounted),
+        router.attach(module)
+        for router in routers
+        if not router.older or router.method in vars(getattr(module, router.owner))
     ]
 
 
-def _fastapi(module: Any) -> list[Undo]:
-    """Attach to FastAPI, whose scope has the path of a route with the prefixes of its routers."""
-
-    def found(exchange: Exchange, route: Any, scope: Any, *_: Any) -> None:
-        included = scope.get("fastapi", {}).get("effective_route_context")
-        is_own = included is not None and included.original_route is route
-        exchange.found(included.path if is_own else route.path)
-
-    owners = [cls for cls in (module.APIRoute, module.APIWebSocketRoute) if "handle" in vars(cls)]
-    return [_meet(owner, "handle", found) for owner in owners]
+def _path(_: Any, route: Any, *__: Any) -> str:
+    path: str = route.path
+    return path
 
 
-def _litestar(module: Any) -> list[Undo]:
-    is_http = module.__name__ == "litestar.routes.http"
-    return [_meet(module.HTTPRoute if is_http else module.WebSocketRoute, "handle", _found)]
+def _fastapi(_: Any, route: Any, scope: Any, *__: Any) -> str:
+    """Return the path of a route with the prefixes of its routers, which the scope has."""
+    included = scope.get("fastapi", {}).get("effective_route_context")
+    path: str = (included if included is not None and included.original_route is route else route).path
+    return path
 
 
-def _flask(module: Any) -> list[Undo]:
-    """Attach to Flask or Quart. The rule is known once the context of the request has been pushed."""
+def _flask(name: str) -> Callable[..., str | None]:
+    """Return the reader of a rule of Flask or Quart. It is known once the context of the request has been pushed."""
 
-    def found(exchange: Exchange, _: Any, context: Any = None, *__: Any) -> None:
-        rule = (module.request if context is None else context.request).url_rule
-        if rule is not None:
-            exchange.found(rule.rule)
+    def route(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
+        rule = getattr(module if context is None else context, name).url_rule
+        return None if rule is None else rule.rule
 
-    def talked(exchange: Exchange, _: Any, context: Any = None, *__: Any) -> None:
-        rule = (module.websocket if context is None else context.websocket).url_rule
-        if rule is not None:
-            exchange.found(rule.rule)
-
-    if not hasattr(module, "Quart"):
-        return [_meet(module.Flask, "full_dispatch_request", found)]
-    undo = _meet(module.Quart, "full_dispatch_request", found)
-    return [undo, _meet(module.Quart, "full_dispatch_websocket", talked)]
+    return route
 
 
-def _django(module: Any) -> list[Undo]:
-    def found(exchange: Exchange, match: Any) -> None:
-        route = match.route
-        exchange.found(route if route.startswith(("/", "^")) else "/" + route)
-
-    return [_meet(module.BaseHandler, "resolve_request", found, after=True)]
+def _django(_: Any, match: Any) -> str:
+    route: str = match.route
+    return route if route.startswith(("/", "^")) else "/" + route
 
 
-def _falcon(module: Any) -> list[Undo]:
-    def found(exchange: Exchange, result: Any) -> None:
-        if result[3]:
-            exchange.found(result[3])
-
-    return [_meet(module.App, "_get_responder", found, after=True)]
+def _aiohttp(_: Any, match: Any, *__: Any) -> str | None:
+    resource = match.route.resource
+    return None if resource is None else resource.canonical
 
 
-def _bottle(module: Any) -> list[Undo]:
-    def found(exchange: Exchange, result: Any) -> None:
-        exchange.found(result[0].rule)
-
-    return [_meet(module.Router, "match", found, after=True)]
-
-
-def _aiohttp(module: Any) -> list[Undo]:
-    def found(exchange: Exchange, match: Any) -> None:
-        resource = match.route.resource
-        if resource is not None:
-            exchange.found(resource.canonical)
-
-    return [_meet(module.UrlMappingMatchInfo, "freeze", found)]
-
-
-ROUTERS: Mapping[str, Callable[[Any], list[Undo]]] = {
-    "starlette.routing": _starlette,
-    "fastapi.routing": _fastapi,
-    "litestar.routes.http": _litestar,
-    "litestar.routes.websocket": _litestar,
-    "flask.app": _flask,
-    "quart.app": _flask,
-    "django.core.handlers.base": _django,
-    "falcon.app": _falcon,
-    "bottle": _bottle,
-    "aiohttp.web_urldispatcher": _aiohttp,
+ROUTERS: Mapping[str, tuple[Router, ...]] = {
+    "starlette.routing": (
+        Router("Route", "handle", _path),
+        Router("WebSocketRoute", "handle", _path),
+        Router("Mount", "handle", _path, note=Exchange.enter),
+    ),
+    "fastapi.routing": (
+        Router("APIRoute", "handle", _fastapi, older=True),
+        Router("APIWebSocketRoute", "handle", _fastapi, older=True),
+    ),
+    "litestar.routes.http": (Router("HTTPRoute", "handle", _path),),
+    "litestar.routes.websocket": (Router("WebSocketRoute", "handle", _path),),
+    "flask.app": (Router("Flask", "full_dispatch_request", _flask("request")),),
+    "quart.app": (
+        Router("Quart", "full_dispatch_request", _flask("request")),
+        Router("Quart", "full_dispatch_websocket", _flask("websocket")),
+    ),
+    "django.core.handlers.base": (Router("BaseHandler", "resolve_request", _django, after=True),),
+    "falcon.app": (Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True),),
+    "bottle": (Router("Router", "match", lambda _, match: match[0].rule, after=True),),
+    "aiohttp.web_urldispatcher": (Router("UrlMappingMatchInfo", "freeze", _aiohttp),),
 }
+"""The routers of each module of a framework."""

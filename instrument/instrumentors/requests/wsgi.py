@@ -103,7 +103,7 @@ def _plain(environ: dict[str, Any]) -> tuple[Arrival, Caller | None, str | None]
 
 def _all(environ: dict[str, Any], names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
     values = {name: _path(environ) if name == "url.path" else environ.get(NAMED[name], "") for name in names}
-    return ARRIVAL(environ), _Headers(environ), {name: value for name, value in values.items() if value}
+    return ARRIVAL(environ), _headers(environ), {name: value for name, value in values.items() if value}
 
 
 NAMED = {
@@ -114,41 +114,11 @@ NAMED = {
 """The variables of a request's environment, by attributes."""
 
 
-VARIABLES = {
-    b"traceparent": "HTTP_TRACEPARENT",
-    b"tracestate": "HTTP_TRACESTATE",
-    b"content-length": "CONTENT_LENGTH",
-}
-"""The variables of the headers that are read for every request."""
-
-
-class _Headers(Mapping[bytes, bytes]):
-    """The headers in a request's environment, by their names in lower case."""
-
-    __slots__ = ("_environ",)
-
-    def __init__(self, environ: dict[str, Any]) -> None:
-        self._environ = environ
-
-    def get(self, name: bytes, default: Any = None) -> Any:
-        """Return the value of a header, in 0.2 us."""
-        variable = VARIABLES.get(name) or "HTTP_" + name.decode().upper().replace("-", "_")
-        value = self._environ.get(variable)
-        return value.encode("latin-1") if value else default
-
-    def __getitem__(self, name: bytes) -> bytes:
-        value: bytes | None = self.get(name)
-        if value is None:
-            raise KeyError(name)
-        return value
-
-    def __iter__(self) -> Iterator[bytes]:
-        for variable in self._environ:
-            if variable.startswith("HTTP_"):
-                yield variable[5:].replace("_", "-").lower().encode("latin-1")
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def _headers(environ: dict[str, Any]) -> dict[bytes, bytes]:
+    """Return the headers in a request's environment, by their names in lower case."""
+    texts = {name[5:]: text for name, text in environ.items() if name.startswith("HTTP_")}
+    texts |= {"CONTENT_LENGTH": environ.get("CONTENT_LENGTH")}
+    return {name.replace("_", "-").lower().encode(): text.encode("latin-1") for name, text in texts.items() if text}
 
 
 class _Body:
