@@ -16,6 +16,7 @@ import textwrap
 import threading
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -781,3 +782,52 @@ def test_of_two_services_with_one_file_the_variable_says_which_is_meant(monkeypa
         monkeypatch.delenv("OTEL_SERVICE_NAME")
         code, lines, _ = tell("both.yaml", "--wait", "60")
         assert (code, [text.startswith("generation 1") for text in lines.values()]) == (0, [True, True])
+
+
+@pytest.mark.slow
+def test_every_worker_of_gunicorn_follows_a_reload() -> None:
+    pytest.importorskip("gunicorn")
+    write(
+        "app.py",
+        """
+        import reloaded
+
+        def app(environ, start):
+            reloaded.handle(1)
+            start('200 OK', [])
+            return [b'ok']
+        """,
+    )
+    traces = "export: {chrome: {path: 'traces/{pid}.json'}}\n"
+    write("profile.yaml", traces + 'functions: [{match: "reloaded:handle"}]')
+    command = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "-m", "gunicorn"]
+    with Path("log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, "--workers", "3", "--bind", "127.0.0.1:0", "app:app"],
+            env={**os.environ, "PYTHONPATH": "."},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_for(lambda: Path("log").read_text().count("Booting worker") == 3)
+        address = re.search(r"Listening at: (http://\S+)", Path("log").read_text())
+        assert address is not None
+        write("profile.yaml", traces + 'functions: [{match: "reloaded:first"}]')
+
+        def serve(requests: int) -> None:
+            for _ in range(requests):
+                assert urllib.request.urlopen(address[1], timeout=240).read() == b"ok"
+
+        def does_every_worker_follow() -> bool:
+            serve(10)  # a process answers once it has recorded
+            return sum("generation 2" in line for line in tell("profile.yaml", "--wait", "60")[1].values()) == 3
+
+        wait_for(does_every_worker_follow)
+        serve(30)
+        server.terminate()
+        assert server.wait(timeout=240) == 0, Path("log").read_text()
+    finally:
+        server.kill()
+        server.wait()
+    spans = [span for path in Path("traces").iterdir() for span in chrome.load(path)[0].spans]
+    assert [span.site.name for span in sorted(spans, key=lambda span: span.start_ns)][-30:] == ["first"] * 30

@@ -91,7 +91,7 @@ class Questions:
                 if process.hears:
                     question.waiting.add(process)
                 else:
-                    why = "it has recorded nothing yet; it will do so before it records anything"
+                    why = "it has recorded nothing yet; it does so as soon as it records"
                     self._loop.send(connection, {"pid": process.pid, "answer": {"pending": why}})
         self._questions[question.number] = question
         self._loop.after(ASKED_S, lambda: self._questions.pop(question.number, None))
