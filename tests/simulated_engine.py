@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,16 +35,20 @@ REQUEST = Site("POST /generate", "request", "app", "generate")
 PARSE = Site("parse", "phase", "app", "parse")
 STEP = Site("engine.step", "step", "engine", "step")
 PARTS = tuple(Site(f"part {number}", "op", "engine", f"part_{number}") for number in range(FUNCTIONS))
-TOKENS = "gen_ai.usage.input_tokens"
+TOKENISE = Site("tokenise", "op", "app", "tokenise")
+TOKENS, TENANT = "gen_ai.usage.input_tokens", "tenant"
 
 
 @dataclass
-class _Request:
+class Request:
+    """A request on its way: `left` tokens are to come. It blocks the engine's loop for `blocks_ns` as it arrives."""
+
     number: int
     arrives_ns: int
     prompt: int
     left: int
-    parsed_ns: int = 0
+    tenant: str = ""
+    blocks_ns: int = 0
     has_begun: bool = False
 
 
@@ -52,8 +56,8 @@ class _Request:
 class Service:
     """The settings of a simulated service, and of those who use it.
 
-    `slower` are factors of the functions of a step by their names. Neighbouring steps are alike by `correlation`, their
-    times differ by `noise` in the standard deviation.
+    `arrivals` replace the random ones. `slower` are factors of the functions of a step by their names. Neighbouring
+    steps are alike by `correlation`, their times differ by `noise` in the standard deviation.
     """
 
     seed: int
@@ -63,27 +67,34 @@ class Service:
     slower: Mapping[str, float] = field(default_factory=dict)
     correlation: float = 0.9
     noise: float = 0.05
+    arrivals: Sequence[Request] = ()
 
     def run(self) -> Trace:
         """Return the recording of the service until it has answered all requests."""
         rng = random.Random(self.seed)
-        now_ns, coming = 10**9, deque[_Request]()
-        for number in range(self.requests):
+        now_ns, coming = 10**9, deque(replace(request) for request in self.arrivals)
+        for number in range(0 if self.arrivals else self.requests):
             now_ns += round(rng.expovariate(self.a_second) * 1e9)
             prompt = max(1, round(self.prompt * math.exp(rng.gauss(0, 0.6))))
-            coming.append(_Request(number, now_ns, prompt, 1 + int(rng.expovariate(1 / 6))))
+            coming.append(Request(number, now_ns, prompt, 1 + int(rng.expovariate(1 / 6))))
         everyone = list(coming)
         spans: list[Span] = []
-        active: list[_Request] = []
+        active: list[Request] = []
+        blocking = deque(request for request in everyone if request.blocks_ns)
+        blocked: dict[int, tuple[int, int]] = {}
         now_ns, alike = coming[0].arrives_ns, 0.0
         spread = self.noise * math.sqrt(1 - self.correlation**2)
         ended_ns: dict[int, int] = {}
         identity = 1
         while coming or active:
+            while blocking and blocking[0].arrives_ns <= now_ns:
+                request = blocking.popleft()
+                blocked[request.number] = (now_ns, now_ns + request.blocks_ns)
+                now_ns += request.blocks_ns
             while coming and len(active) < MOST_MEMBERS and coming[0].arrives_ns <= now_ns:
                 active.append(coming.popleft())
             if not active:
-                now_ns = coming[0].arrives_ns
+                now_ns = max(now_ns, coming[0].arrives_ns)
                 continue
             weights = [1 if request.has_begun else request.prompt for request in active]
             alike = self.correlation * alike + rng.gauss(0, spread)
@@ -113,11 +124,19 @@ class Service:
             parse_ns = round((20_000 + 100 * request.prompt) * math.exp(rng.gauss(0, 0.1)))
             thread = 1_000 + request.number  # each on a line of its own, as tasks are
             facts = {KEY: f"r{request.number}", TOKENS: request.prompt}
+            if request.tenant:
+                facts[TENANT] = request.tenant
             own_ns = 50_000
             spans.append(self._span(REQUEST, request_id, 0, request_id, thread, begin_ns, end_ns, own_ns, facts))
             spans.append(
                 self._span(PARSE, request_id + 1, request_id, request_id, thread, begin_ns, begin_ns + parse_ns)
             )
+            if request.number in blocked:
+                times = blocked[request.number]
+                spans.append(self._span(TOKENISE, identity, request_id, request_id, 2, *times))
+                by = {BLOCKED_BY: TOKENISE.name}
+                spans.append(self._span(BLOCKED_LOOP, identity + 1, 0, identity + 1, 2, *times, None, by))
+                identity += 2
         origin = Origin(self.seed + 1, "simulated", 0, 1_700_000_000 * 10**9, run=f"run-{self.seed}")
         return Trace(origin, 10**9, max(span.end_ns for span in spans), spans)
 

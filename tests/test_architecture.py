@@ -339,23 +339,23 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (289, 4),
-    "agent": (4_629, 19),
+    "agent": (4_626, 19),
     "chrome": (3_067, 9),
-    "cli": (2_778, 16),
+    "cli": (2_782, 16),
     "compat": (1_181, 6),
     "device": (3_686, 11),
     "docs": (0, 0),
-    "instrumentors": (11_046, 43),
+    "instrumentors": (11_153, 43),
     "native": (9_128, 28),
     "otlp": (5_003, 20),
-    "profile": (2_481, 8),
-    "proposal": (1_377, 5),
+    "profile": (2_482, 8),
+    "proposal": (1_400, 5),
     "recorder": (2_605, 10),
     "recording": (4_030, 19),
-    "report": (14_082, 49),
+    "report": (14_234, 50),
     "runtime": (2_617, 18),
-    "sessions": (6_888, 29),
-    "trace": (8_776, 31),
+    "sessions": (6_889, 29),
+    "trace": (9_158, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

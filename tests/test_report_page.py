@@ -26,7 +26,8 @@ from instrument.recording.spans import KEY, Origin, Site, Span
 from instrument.report.page import device_lanes, html_page, kept_spans
 from instrument.report.page.html_page import ON_PAGE, SCRIPTS, write_page
 from instrument.report.page.kept_spans import column_text, steps_text
-from instrument.report.requests_view import joined_requests, request_ledger, requests
+from instrument.report.request_groups import joined_requests, request_ledger
+from instrument.report.requests_view import requests
 from instrument.report.summary import VIEW_OF
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording

@@ -22,6 +22,9 @@ from instrument.report.view import THREADS, UNITS
 if TYPE_CHECKING:
     from instrument.report.view import Options, Recording
 
+PROCESS = "process"
+"""The value of `--by` for a report of each process."""
+
 MOST = 15
 """The rows of a table in text where the user gives no number."""
 
@@ -35,7 +38,10 @@ def add(verbs: Verbs) -> None:
     )
     add_files(parser, "; or a run, service or process that is still going (default: the only run)")
     parser.add_argument(
-        "--by", **one_of(("process",)), help="of several files, a report of each process instead of one of all"
+        "--by",
+        metavar="GROUP",
+        help="process: of several files, a report of each. endpoint, or an attribute such as tenant: requests, "
+        "batches, device time and waits by it",
     )
     parser.add_argument(
         "--with",
@@ -53,10 +59,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--request", metavar="KEY", help="the life of one request, by its key or the number of its span, and no view"
     )
-    parser.add_argument(
-        "--requests-by", metavar="ATTRIBUTE", help="a table of requests by this attribute, such as a tenant's header"
-    )
-    parser.add_argument("--at-most", type=count, default=50, metavar="N", help="rows of that table (default: 50)")
+    parser.add_argument("--at-most", type=count, default=50, metavar="N", help="groups of --by (default: 50)")
     parser.add_argument("--tracer-option", **one_of(TRACER_OPTIONS), help="default: Default")
     parser.add_argument("--state", **one_of(STATES), default="All")
     parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default")
@@ -105,9 +108,9 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
     run = _run_of(options)
     if run is None:
         options.traces = files_of("report", options)
-        if len(options.traces) > 1 or options.by:
+        if len(options.traces) > 1 or options.by == PROCESS:
             options.memory = options.memory or bound_bytes([*options.traces, *options.traces])  # apart, and as one
-    if options.torch_trace and (run is not None or len(options.traces) > 1 or options.by):
+    if options.torch_trace and (run is not None or len(options.traces) > 1 or options.by == PROCESS):
         problem = "several" if run is None else "a run"
         raise InstrumentError(f"report: --with is for one file, found {problem}; give that of the same process")
     load_libraries()
@@ -138,6 +141,7 @@ def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
     from instrument.report.view import Options, document
 
     values = {field.name: getattr(options, field.name, None) for field in fields(Options)}
+    values["requests_by"] = None if options.by == PROCESS else options.by
     values["most"] = None if options.json or options.html is not None or options.rows == ALL else MOST
     values["rows"] = None if options.rows == ALL else options.rows
     views, chosen = options.view or views_for(values), Options.of(values)
@@ -160,7 +164,7 @@ def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
                 sys.stdout.write("\n" * (place > 0) + f"{header}\n\n")
             sys.stdout.write(text)
     if options.json:
-        json.dump({"processes": documents} if options.by else documents[0], sys.stdout, indent=2)
+        json.dump({"processes": documents} if options.by == PROCESS else documents[0], sys.stdout, indent=2)
         sys.stdout.write("\n")
     return 0
 
@@ -169,7 +173,7 @@ def _written(options: argparse.Namespace, chosen: Options, run: RunRead | None) 
     from instrument.report.page.html_page import write_page
 
     for name in ("json", "by", "view"):
-        if getattr(options, name):
+        if getattr(options, name) and (name != "by" or options.by == PROCESS):
             raise InstrumentError(f"report: --html is one page of all views; found --{name} beside it; leave one out")
     for header, _, recording in _recordings(options, run):
         page = write_page(options.html, recording, chosen, request=options.request, header=header)
@@ -179,7 +183,7 @@ def _written(options: argparse.Namespace, chosen: Options, run: RunRead | None) 
 
 def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tuple[str, dict[str, Any], Recording]]:
     """Yield what is reported on, all files as one or those per process, with its heading in text and facts in JSON."""
-    if run is None and len(options.traces) == 1 and not options.by:
+    if run is None and len(options.traces) == 1 and options.by != PROCESS:
         yield "", {}, _recording(options.traces[0], options.torch_trace)
         return
     from instrument.report.view import Recording
@@ -188,7 +192,7 @@ def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
     from instrument.trace.merged_facts import called
 
     files = list(map(saved_in, options.traces)) if run is None else run.read
-    if options.by:
+    if options.by == PROCESS:
         for of_process in processes_of(files):
             origin = of_process[0].trace.origin
             facts = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(of_process)}

@@ -56,6 +56,7 @@ VIEWS: Mapping[str, str] = {
     "user": "scopes of the service's own, by name",
     "requests": "by endpoint: count, errors, percentiles, what the time went to; the slowest requests",
     "batches": "by name: sizes, times, time per item, how uneven; what requests share",
+    "neighbours": "which requests waited for which others, by endpoint, or by an attribute such as a tenant (--by)",
     "classes": "self times by class, in parts that add up to 100 %",
     "ops": "self times by function or layer",
     "instances": "self times by place in the tree of calls",

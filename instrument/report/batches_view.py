@@ -14,7 +14,13 @@ import numpy as np
 
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
-from instrument.report.requests_view import joined_requests, request_device_ledger
+from instrument.report.request_groups import (
+    GroupShare,
+    group_shares,
+    joined_requests,
+    request_device_ledger,
+    shares_section,
+)
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import bounded, share
 from instrument.report.view import Options, Recording
@@ -76,6 +82,7 @@ class BatchTimes(View):
 
     coverage: Coverage
     rows: tuple[NamedBatches, ...]
+    shares: tuple[GroupShare, ...]
     _options: Options
 
     TITLE = "Batches"
@@ -106,6 +113,7 @@ class BatchTimes(View):
                     "of each batch's device time what was padding, if the engine pads to the heaviest item.",
                 ),
             ),
+            shares_section(self.shares, self._options),
         ]  # fmt: skip
 
     def head(self) -> list[str]:
@@ -138,7 +146,7 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
         )
 
     shown = bounded(rows_by_time, options, lambda row: row.summed_ns, rest)
-    return BatchTimes(Coverage.of_recording(recording), shown, options)
+    return BatchTimes(Coverage.of_recording(recording), shown, group_shares(recording, options), options)
 
 
 def _batches(

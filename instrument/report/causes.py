@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, is_blocked_loop, is_collection
-from instrument.report.requests_view import joined_requests
+from instrument.report.request_groups import joined_requests
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
 from instrument.trace.blame import called

@@ -22,7 +22,8 @@ import numpy as np
 
 from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect
 from instrument.report.endpoint_times import EndpointTimes
-from instrument.report.requests_view import joined_requests, requests
+from instrument.report.request_groups import joined_requests
+from instrument.report.requests_view import requests
 from instrument.report.section import Section, View
 from instrument.report.table import bounded, name_of_site, wrapped
 from instrument.report.view import Options, Recording

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import GAUGES, HOST, UNTIMED, Gauge, Gpu, Sample
+from instrument.report.request_groups import GroupShare, group_shares, shares_section
 from instrument.report.section import Coverage, Section, View, none_held
 from instrument.report.table import (
     GAP,
@@ -238,6 +239,7 @@ class DeviceView(View):
     requests_cut: int
     requests_without: int
     is_ours: bool
+    shares: tuple[GroupShare, ...]
     _options: Options
 
     TITLE = "Device"
@@ -252,7 +254,8 @@ class DeviceView(View):
     def sections(self) -> list[Section]:
         gauges = [] if self.gauges is None else [self.gauges.section()]
         of_each = [section for device in self.devices for section in _device_sections(device, self)]
-        return [*gauges, *of_each, *self._untimed_section()]
+        shares = [shares_section(self.shares, self._options)] if self.shares else []
+        return [*gauges, *of_each, *shares, *self._untimed_section()]
 
     def foot(self) -> list[str]:
         return _notes(self) if self.devices else []
@@ -312,6 +315,7 @@ def device(recording: Recording, options: Options) -> DeviceView:
         requests_cut=use.requests_cut,
         requests_without=use.requests_without,
         is_ours=facts.origin.recorder != "other",
+        shares=group_shares(recording, options) if use.devices else (),
         _options=options,
     )
 
@@ -359,7 +363,7 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
         clock = (f"Place on the host's clock: known within {spread} us",)
     outside = tuple[str, ...]()
     if use.outside:
-        are = "interval is outside of the window and is" if use.outside == 1 else "intervals are outside of it and are"
+        are = "stretch lies outside of the window and is" if use.outside == 1 else "stretches lie outside of it and are"
         outside = (f"{use.outside} {are} not counted.",)
     left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
     counted = ", ".join(f"{count} {why}" for count, why in left_out if count)
@@ -371,12 +375,12 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
         ),
         Section(
             f"Streams of GPU {use.device}", use.streams,
-            "stream=Stream|intervals=Intervals|busy_ns=Busy|window_ratio=Of window|summed_ns=Sum",
+            "stream=Stream|intervals=Stretches|busy_ns=Busy|window_ratio=Of window|summed_ns=Sum",
             (f"Streams busy at once, in the busy time: {mean} in the mean, {use.most_streams} at most",),
             widths=(20, *[COLUMN_WIDTH] * 3, 0),
         ),
         Section(
-            f"Labels on GPU {use.device}", use.labels, "label=Label|intervals=Intervals|summed_ns=Sum", clock,
+            f"Labels on GPU {use.device}", use.labels, "label=Label|intervals=Stretches|summed_ns=Sum", clock,
             widths=COLUMN_WIDTH,
         ),
         Section(
@@ -431,5 +435,5 @@ def _notes(view: DeviceView) -> list[str]:
     if any(label.label == "stale" for use in view.devices for label in use.labels):
         lines.append("Stale stretches have the right length and an uncertain place: sums hold, unions may not.")
     if any(name.summed_ns < SHORT_NS * name.calls for name in names):
-        lines.append("Intervals below 0.01 ms may be measured several times too long: events take time themselves.")
+        lines.append("Stretches below 0.01 ms may read several times too long: events take time themselves.")
     return lines

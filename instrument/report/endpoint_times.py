@@ -16,7 +16,6 @@ from operator import attrgetter
 import numpy as np
 
 from instrument.recorder.outcomes import STATUS
-from instrument.recording.distributions import OTHER, group_of
 from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import (
     BLOCKED_AT,
@@ -28,6 +27,7 @@ from instrument.recording.spans import (
     OUTCOME,
     is_blocked_loop,
 )
+from instrument.report.request_groups import ENDPOINT, grouped, values_of
 from instrument.report.table import bounded, row_name, share
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
@@ -302,15 +302,10 @@ class CompleteRequests:
 
     def groups(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
         """Return the requests by the value of the grouping attribute. One row has all small groups."""
-        if not options.requests_by:
+        if options.requests_by in ("", ENDPOINT):
             return ()
-        values = list(map(group_of, trace.attributes.values(options.requests_by, self.rows)))
-        counts = Counter(value for value in values if value is not None)
-        largest = [value for value, _ in counts.most_common(options.at_most)]
-        number = {value: place for place, value in enumerate(largest)}
-        last = len(largest)
-        groups = [NONE if value is None else number.get(value, last) for value in values]
-        return tuple(self._times_of_groups(np.array(groups, dtype=np.int64), [*largest, OTHER], options))
+        names, groups = grouped(values_of(trace, self.rows, options.requests_by), options.at_most)
+        return tuple(self._times_of_groups(groups, names, options))
 
     def rest(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
         """Return the row of the requests of several endpoints together."""

@@ -36,8 +36,8 @@ from instrument.report.like_requests import (
     medians_alike,
     usual_most_ns,
 )
+from instrument.report.request_groups import joined_requests
 from instrument.report.request_life import places_of_request
-from instrument.report.requests_view import joined_requests
 from instrument.report.section import Section, View
 from instrument.report.table import in_unit, safe, shorten, tenths, wrapped
 from instrument.report.view import Options, Recording

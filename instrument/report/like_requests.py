@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
 from instrument.report.comparison import size_numbers, sizes_in
-from instrument.report.requests_view import joined_requests
+from instrument.report.request_groups import joined_requests
 from instrument.report.view import Recording
 from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE

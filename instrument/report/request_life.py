@@ -16,7 +16,8 @@ from instrument.errors import TraceError
 from instrument.profile.document import nearest
 from instrument.recorder.span_attributes import key_text
 from instrument.report.endpoint_times import request_outcome
-from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_device_ledger, request_ledger
+from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger
+from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (
     LINE,
     in_unit,

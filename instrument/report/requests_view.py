@@ -41,6 +41,15 @@ from instrument.report.endpoint_times import (
     request_outcome,
 )
 from instrument.report.function_times import topmost_by_name
+from instrument.report.request_groups import (
+    GroupShare,
+    complete_requests,
+    group_shares,
+    joined_requests,
+    request_device_ledger,
+    request_ledger,
+    shares_section,
+)
 from instrument.report.section import Coverage, Section, View, none_held
 from instrument.report.table import (
     LINE,
@@ -54,14 +63,14 @@ from instrument.report.table import (
     tenths,
     wrapped,
 )
-from instrument.report.utilisation import EndpointUse, request_of_spans, requests_within, utilisation
+from instrument.report.utilisation import EndpointUse, request_of_spans, utilisation
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
-from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import UNKNOWN, DeviceLedger, Ledger, device_ledger, ledger
+from instrument.trace.joined import Joined
+from instrument.trace.ledger import UNKNOWN
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 
@@ -143,6 +152,7 @@ class RequestTimes(View):
     slowest: tuple[SlowRequest, ...]
     blocked: BlockedLoops | None
     device_shares: tuple[EndpointShare, ...]
+    shares: tuple[GroupShare, ...]
     _served_ns: int
     """The time from the begin of the first request to the end of the last request."""
     _options: Options
@@ -153,7 +163,7 @@ class RequestTimes(View):
         return [
             Section(
                 "Endpoints", self.endpoints,
-                f"name=Request|{'counted=Ended|requests=Kept' if self.is_part else 'requests=Count'}|"
+                f"name=Request|{'counted=Ended|requests=Held' if self.is_part else 'requests=Count'}|"
                 f"errors=Errors{cancelled}|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
                 ("Of all: of the sum of the walls of all requests.",),
@@ -194,6 +204,7 @@ class RequestTimes(View):
             ),
             *(by_endpoint(f"Device {device.device}", device.endpoints) for device in self.devices),
             device_share_section(self.device_shares),
+            shares_section(self.shares, self._options),
             Section(
                 "Slowest requests", self.slowest,
                 "name=Request|wall_ns=Wall|error=Error|outcome=Outcome|begin_ns=Begin|began=Began|span_id=Span|"
@@ -254,8 +265,8 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     """
     trace = recording.columns
     joined = recording.once(joined_requests)
-    whole, cut = requests_within(trace, joined.owner, recording.trace.held)
-    table = recording.once(complete_requests)
+    whole, cut = recording.once(complete_requests)
+    table = CompleteRequests.of(trace, joined, recording.once(request_ledger), whole)
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _counts_by_name(recording, joined)
     endpoints = table.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
@@ -282,17 +293,13 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         slowest=_slowest_requests(table, recording, options),
         blocked=blocked_loops(trace, options),
         device_shares=tuple(_device_shares(recording, whole, options)),
+        shares=group_shares(recording, options),
         _served_ns=int(trace.end_ns[whole].max() - trace.start_ns[whole].min()) if len(whole) else 0,
         _options=options,
     )
 
 
 # From spans to times.
-
-
-def joined_requests(recording: Recording) -> Joined:
-    """Return the requests of a recording, joined by their keys."""
-    return join(recording.columns, recording.trace.apart_ns, recording.once(request_of_spans))
 
 
 def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
@@ -311,18 +318,6 @@ def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int
     return {name: (totals.calls, totals.errors) for name, totals in totals_by_name.items() if name not in parts}
 
 
-def complete_requests(recording: Recording) -> CompleteRequests:
-    """Return the requests within the window that have all of their spans."""
-    joined = recording.once(joined_requests)
-    whole, _ = requests_within(recording.columns, joined.owner, recording.trace.held)
-    return CompleteRequests.of(recording.columns, joined, recording.once(request_ledger), whole)
-
-
-def request_ledger(recording: Recording) -> Ledger:
-    """Return the ledger of the requests of a recording."""
-    return ledger(recording.columns, recording.once(joined_requests))
-
-
 def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
     if not len(recording.columns.device):
         return ()
@@ -331,11 +326,6 @@ def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]
         for use in recording.once(utilisation).devices
         if use.endpoints
     )
-
-
-def request_device_ledger(recording: Recording) -> DeviceLedger:
-    """Return the device time of each request."""
-    return device_ledger(recording.columns, recording.once(joined_requests))
 
 
 def _device_shares(recording: Recording, whole: Int64s, options: Options) -> list[EndpointShare]:

@@ -37,8 +37,8 @@ class Options:
     with less time to that row. `sorted_by` names a column. A view without it sorts by the nearest column, as `SortKey`
     defines it. `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times.
     `skip_first` leaves that many first iterations out of averages over iterations. `unit` is that of times in text.
-    `requests_by` names an attribute that groups requests, in up to `at_most` rows and one row of the rest. Raises
-    `ValueError` for an unknown value.
+    `requests_by` names an attribute that groups requests, or `endpoint`, in up to `at_most` groups and one of the rest.
+    Raises `ValueError` for an unknown value.
     """
 
     tracer_option: str = "Default"

@@ -174,7 +174,7 @@ def summary(**options: Any) -> str:
     - `rows`: the most rows of each table, None for `most` or for all; `least_ns`: leaves out rows with less time, in ns
     - `threads`: merged, apart or both; `unit`: of times, s, ms, us or ns
     - `corrected`: self times less what the probes below a span cost; `skip_first`: iterations left out of means
-    - `requests_by`: an attribute that `requests` has a table by; `at_most`: its rows, before one of the others
+    - `requests_by`: endpoint, or an attribute, by which views group requests; `at_most`: groups before one of the rest
 
     Raises `StateError` where no session runs, `ValueError` for an unknown view or value, `TypeError` for an unknown
     option, and `TraceError` for a file of another process or time.

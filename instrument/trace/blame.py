@@ -17,10 +17,10 @@ from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop, is_collection
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest, rows_of
-from instrument.trace.groups import Groups
+from instrument.trace.groups import Groups, numbered
 from instrument.trace.intervals import Union, union
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, timeline
+from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, last_before, timeline
 
 BETWEEN = (QUEUE, STALL)
 """The parts in which a request waits for the threads that run its batches."""
@@ -171,21 +171,35 @@ def _names_and_rows(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
     shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
     is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
     places = np.flatnonzero(is_blocked)
-    for index, blocking_name in zip(places.tolist(), trace.attributes.values(BLOCKED_BY, rows[places]), strict=True):
+    names, blocking = trace.attributes.values(BLOCKED_BY, rows[places]), blocking_rows(trace, rows[places])
+    for index, blocking_name, row in zip(places.tolist(), names, blocking.tolist(), strict=True):
         if blocking_name:
-            row = int(rows[index])
-            shown[index] = str(blocking_name), _blocking(trace, row, str(blocking_name))
+            shown[index] = str(blocking_name), row
     return shown
 
 
-def _blocking(trace: Columns, blocked_row: int, name: str) -> int:
-    """Return the row of the named span that blocked a loop, the loop's own row if there is none."""
-    is_named = trace.of_sites([site.name == name for site in trace.sites])
-    candidates = np.flatnonzero(is_named & (trace.thread_id == trace.thread_id[blocked_row]))
-    start_ns, end_ns = trace.start_ns[blocked_row], trace.end_ns[blocked_row]
-    common_ns = np.minimum(trace.end_ns[candidates], end_ns) - np.maximum(trace.start_ns[candidates], start_ns)
-    candidates = candidates[2 * common_ns > end_ns - start_ns]
-    return int(candidates[np.argmax(trace.start_ns[candidates])]) if len(candidates) else blocked_row
+def blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
+    """Return the row of the span that blocked each loop, the loop's own row if there is none.
+
+    It is the innermost span of that name which ran on the loop's thread at the middle of the stretch."""
+    names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
+    of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)
+    candidates = np.flatnonzero(of_site[trace.site] != NONE)
+    candidates = candidates[np.isin(trace.thread_id[candidates], trace.thread_id[blocked_rows])]
+    number_of_row = np.array([numbers.get(name, NONE) for name in names], dtype=np.int64)
+    threads = np.concatenate([trace.thread_id[candidates], trace.thread_id[blocked_rows]])
+    groups, _ = numbered(
+        threads - threads.min(initial=0), np.concatenate([of_site[trace.site[candidates]], number_of_row]) + 1
+    )
+    order = np.lexsort((trace.start_ns[candidates], groups[: len(candidates)]))
+    candidates = candidates[order]
+    middles = trace.start_ns[blocked_rows] + trace.total_ns[blocked_rows] // 2
+    last = last_before(groups[: len(candidates)][order], trace.start_ns[candidates], groups[len(candidates) :], middles)
+    blocking = np.append(candidates, NONE)[last]
+    return np.where(
+        (last != NONE) & (number_of_row != NONE) & (trace.end_ns[blocking] > middles), blocking, blocked_rows
+    )
 
 
 def _request_of_span(joined: Joined, row: int) -> int:

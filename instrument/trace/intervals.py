@@ -91,6 +91,16 @@ class Unions(NamedTuple):
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
         return np.asarray(before[index] - is_own * np.maximum(last_ends - times, 0))
 
+    def reached(
+        self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
+    ) -> tuple[Int64s, Int64s]:  # fmt: skip
+        """Return the places of the first own interval that overlaps each given one, and of the first after it."""
+        own_starts, own_ends, starts, ends = _on_one_axis(
+            (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
+        )
+        firsts = np.searchsorted(own_ends, starts, side="right")
+        return firsts, np.searchsorted(own_starts, np.where(starts < ends, ends, ends + 1))
+
     def overlapping(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
@@ -98,11 +108,7 @@ class Unions(NamedTuple):
 
         An empty interval overlaps the interval that contains it.
         """
-        own_starts, own_ends, starts, ends = _on_one_axis(
-            (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
-        )
-        firsts = np.searchsorted(own_ends, starts, side="right")
-        stops = np.searchsorted(own_starts, np.where(starts < ends, ends, ends + 1))
+        firsts, stops = self.reached(groups, starts, ends)
         counts = np.maximum(stops - firsts, 0)
         interval = np.repeat(np.arange(len(groups)), counts)
         return interval, np.arange(len(interval)) + (firsts - np.cumsum(counts) + counts)[interval]

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.recording.spans import BATCH_KEYS, KEY, OUTCOME, Site
 from instrument.trace.columns import Bools, Columns, Int64s
@@ -91,12 +90,14 @@ def shares(served: Served, amounts: Int64s) -> Int64s:
     sums = np.add.reduceat(served.weight, firsts)[number]
     until = np.cumsum(served.weight)
     until -= (until - served.weight)[firsts][number]
-    weights: NDArray[np.int64] = np.stack([until, until - served.weight])
-    if int(lengths.max()) * int(sums.max()) < 1 << 62:
-        upto = lengths * weights // sums
-    else:
-        upto = (lengths.astype(object) * weights.astype(object) // sums.astype(object)).astype(np.int64)
-    return np.asarray(upto[0] - upto[1])
+    return portion(lengths, until, sums) - portion(lengths, until - served.weight, sums)
+
+
+def portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
+    """Return `amounts * weights // sums`, exact where the products exceed 64 bits. Sums are positive."""
+    if int(amounts.max(initial=0)) * int(sums.max(initial=0)) < 1 << 62:
+        return np.asarray(amounts * weights // sums)
+    return np.asarray(amounts.astype(object) * weights.astype(object) // sums.astype(object), dtype=np.int64)
 
 
 def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
@@ -234,9 +235,9 @@ def served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Interva
     return batches, _between(trace, joined, _work(trace, joined), batches, of_all_keys=False)
 
 
-def ledger(trace: Columns, joined: Joined) -> Ledger:
-    """Return the parts of each request's time."""
-    all_turns = turns_of(trace, joined)
+def ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
+    """Return the parts of each request's time. `all_turns` are the turns of its requests, if known."""
+    all_turns = turns_of(trace, joined) if all_turns is None else all_turns
     rows = distinct(joined.served.batch)
     spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
     given_ns = shares(
@@ -245,7 +246,7 @@ def ledger(trace: Columns, joined: Joined) -> Ledger:
     numbers = {name: number for number, name in enumerate(all_turns.names)}
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
     is_own = all_turns.pair == NONE
-    pairs, own_shares, waiting = _in_batches(given_ns, all_turns.pair[~is_own], all_turns.length_ns[~is_own])
+    pairs, own_shares, waiting = own_and_waiting(given_ns, all_turns.pair[~is_own], all_turns.length_ns[~is_own])
     of_batches = joined.served.request[pairs]
     waits = numbers.setdefault(WAITING, len(numbers))
     request = np.concatenate([all_turns.request[is_own], of_batches, of_batches])
@@ -299,7 +300,7 @@ def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
     return moments
 
 
-def _in_batches(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def own_and_waiting(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the pairs with turns in batches, the own share in each pair's turns, and the waiting time in them."""
     groups, firsts = numbered(pairs)
     spent = Groups(groups, len(firsts)).sums(lengths)
@@ -418,10 +419,10 @@ def _queues(
     order = np.lexsort((edges, owners))
     owners, edges = owners[order], edges[order]
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
-    last = _last_before(owners, edges, requests, upto)
+    last = last_before(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
     from_ns = np.where(last == NONE, begins, edges[last] if len(edges) else begins)
-    newest = _last_before(hand_offs.request, hand_offs.start_ns, requests, upto)
+    newest = last_before(hand_offs.request, hand_offs.start_ns, requests, upto)
     handed_over = np.flatnonzero(newest != NONE)
     from_ns[handed_over] = _hand_off_times(trace, hand_offs, newest[handed_over], upto[handed_over])
     return requests, np.maximum(from_ns, begins), upto, 0
@@ -434,7 +435,7 @@ def _lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: 
     is_lost[batches.request] = False
     requests = np.flatnonzero(is_lost)
     ends = trace.end_ns[rows[requests]]
-    newest = _last_before(hand_offs.request, hand_offs.start_ns, requests, ends)
+    newest = last_before(hand_offs.request, hand_offs.start_ns, requests, ends)
     handed_over = np.flatnonzero(newest != NONE)
     requests, ends = requests[handed_over], ends[handed_over]
     from_ns = _hand_off_times(trace, hand_offs, newest[handed_over], ends)
@@ -463,7 +464,7 @@ def _further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batche
     of_hand_offs = key_spans.request * len(numbers) + of_span[with_key]
     order = np.lexsort((np.arange(len(with_key)), key_spans.start_ns, of_hand_offs))
     key_spans = Intervals(*(column[order] for column in key_spans))
-    newest = _last_before(of_hand_offs[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
+    newest = last_before(of_hand_offs[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
     queued = np.flatnonzero(newest != NONE)
     firsts = firsts[queued]
     upto = batches.start_ns[firsts]
@@ -500,7 +501,7 @@ def _transports(
     arrivals = accepted.start_ns[first[before]]
     requests = batches.request[firsts[before]]
     ends = np.lexsort((own_work.end_ns, own_work.request))
-    last_work = _last_before(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
+    last_work = last_before(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
     departing = np.flatnonzero(last_work != NONE)
     parts.append((requests[departing], own_work.end_ns[ends][last_work[departing]], arrivals[departing], 2))
     return parts
@@ -513,7 +514,7 @@ def _next_after(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> I
     return _last_seen(order, len(queries), all_groups)
 
 
-def _last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
+def last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
     """Return the place of each queried group's last time up to `at`, -1 without one. Times are sorted."""
     all_groups = np.concatenate([queries, groups])
     is_query = np.arange(len(all_groups)) < len(queries)

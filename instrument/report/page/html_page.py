@@ -73,8 +73,8 @@ MOST_TABLES = 20
 """The most tables of one view, such as those of functions in `ops`. The rest is only counted."""
 
 ON_PAGE = (
-    "requests", "batches", "events", "phases", "overview", "classes", "ops", "instances", "operators", "user",
-    "kernels", "device", "copies", "memory", "distribution", "startup", "benchmark", "cost",
+    "requests", "batches", "neighbours", "events", "phases", "overview", "classes", "ops", "instances", "operators",
+    "user", "kernels", "device", "copies", "memory", "distribution", "startup", "benchmark", "cost",
 )  # fmt: skip
 """The views in the order of the page. `brief` is not among them: its numbers are at the top."""
 
@@ -177,7 +177,6 @@ def page_document(
     shown = brief(recording, replace(options, rows=None))
     return {
         "about": _about(recording, shown, header, options.unit),
-        "headlines": [headline.text for headline in shown.headlines],
         "figures": _figures(recording, shown, options.unit),
         "endpoints": _endpoints(shown, options.unit),
         "text": "\n".join(shown.lines()).strip("\n"),

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.endpoint_times import IN_ORDER
+from instrument.report.request_groups import joined_requests, request_ledger
 from instrument.report.request_life import places_of_request
-from instrument.report.requests_view import SlowRequest, blame_text, joined_requests, request_ledger
+from instrument.report.requests_view import SlowRequest, blame_text
 from instrument.report.table import safe, shorten, where_of
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s

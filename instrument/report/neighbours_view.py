@@ -1,0 +1,252 @@
+"""The `neighbours` view: the bill of the waits of requests, by the groups that waited and those that they waited for.
+
+The rules of the bill are those of `instrument.trace.bill`. Each nanosecond that a group suffered was inflicted by one
+group, or by nobody. The queue time of the others without a group comes from a replay (`instrument.trace.replay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from instrument.recording.histogram import percentiles_of
+from instrument.report.batches_view import NO_BATCH
+from instrument.report.request_groups import (
+    ENDPOINT,
+    complete_requests,
+    joined_requests,
+    request_groups,
+    request_ledger,
+    request_turns,
+)
+from instrument.report.section import Coverage, Section, View
+from instrument.report.table import bounded, in_unit, remaining_row, safe, share, shorten, wrapped
+from instrument.report.view import Options, Recording
+from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account
+from instrument.trace.columns import Int64s
+from instrument.trace.groups import Groups
+from instrument.trace.replay import Engine, Replay
+
+NOBODY = "(nobody)"
+"""The name of the time in which no recorded batch ran, and no known request blocked a loop."""
+
+REPLAYED = 3
+"""The number of groups without which the queues are replayed: those that inflicted most on others."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWaits:
+    """The waits of the requests of a group, by those who caused them, and the waits that the group caused."""
+
+    name: str
+    requests: int
+    suffered_ns: int
+    by_others_ns: int
+    by_itself_ns: int
+    by_nobody_ns: int
+    inflicted_ns: int
+    remaining: int = 0
+
+    @property
+    def mean_ns(self) -> float:
+        """The wait of a request."""
+        return self.suffered_ns / self.requests
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """The waits of the requests of a group for those of another group, by way. `ratio` is of all its waits."""
+
+    name: str
+    cause: str
+    mean_ns: float | None
+    summed_ns: int
+    ratio: float | None
+    queued_ns: int
+    shared_ns: int
+    between_ns: int
+    blocked_ns: int
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """The queue time of the other requests, as recorded, and as predicted without a group."""
+
+    name: str
+    requests: int
+    mean_ns: float
+    mean_without_ns: float
+    p99_ns: int
+    p99_without_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourBill(View):
+    """The view: groups by what they inflicted, delays by their sum, and predictions.
+
+    `replayed_ns` is the mean queue time of a replay with all requests, None without one, `queue_ns` the recorded one.
+    """
+
+    coverage: Coverage
+    groups: tuple[GroupWaits, ...]
+    delays: tuple[Delay, ...]
+    predictions: tuple[Without, ...]
+    suffered_ns: int
+    inflicted_ns: int
+    nobody_ns: int
+    queue_ns: float | None
+    replayed_ns: float | None
+    _options: Options
+
+    TITLE = "Neighbours"
+
+    def sections(self) -> list[Section]:
+        by = self._options.requests_by or ENDPOINT
+        return [
+            Section(
+                f"Waits by {by}", self.groups,
+                "name=Value|requests=Requests|mean_ns=Each|suffered_ns=Suffered|by_others_ns=By others|"
+                "by_itself_ns=By itself|by_nobody_ns=By nobody|inflicted_ns=Inflicted",
+                (
+                    "Each: the wait of a request for others: in queues, in batches, between batches, and for blocked",
+                    "loops. Suffered: its sum. By nobody: no recorded batch ran. Inflicted: on all, itself included.",
+                ),
+            ),
+            Section(
+                "Who delayed whom", self.delays,
+                "name=Waited|cause=For|mean_ns=Each|summed_ns=Sum|ratio=Of waits|queued_ns=Queue|shared_ns=In a step|"
+                "between_ns=Between|blocked_ns=Loop",
+                (
+                    "Queue: behind batches of the cause. In a step: their part of a batch with both. Between: a",
+                    "batch without the one that waited, after its first. Loop: they blocked its event loop.",
+                ),
+            ),
+            Section(
+                "Queues of the others", self.predictions,
+                "name=Without|requests=Others|mean_ns=Mean|mean_without_ns=Without|p99_ns=p99|p99_without_ns=Without",
+                ("Mean and p99 of the queue time of the other requests, and predicted without these: by a replay.",),
+            ),
+        ]  # fmt: skip
+
+    def sentence(self) -> str:
+        """Return the largest delay of a group by another one in plain words, "" without any."""
+        delay = next((row for row in self.delays if row.cause not in (row.name, NOBODY) and row.mean_ns), None)
+        if delay is None:
+            return ""
+        name, cause = (shorten(safe(text) or "(no name)", 40) for text in (delay.name, delay.cause))
+        unit = self._options.unit
+        return f"Requests of {name} waited {in_unit(delay.mean_ns, unit)} {unit} each for requests of {cause}."
+
+    def head(self) -> list[str]:
+        return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *wrapped(self.sentence())]
+
+    def nothing(self) -> list[str]:
+        return [] if self.suffered_ns else self.coverage.none_held("wait in a queue or a batch", NO_BATCH)
+
+    def foot(self) -> list[str]:
+        unit = self._options.unit
+        suffered, inflicted, nobody = (
+            f"{in_unit(time_ns, unit)} {unit}" for time_ns in (self.suffered_ns, self.inflicted_ns, self.nobody_ns)
+        )
+        lines = [f"Suffered {suffered} = inflicted {inflicted} + by nobody {nobody}"]
+        if self.replayed_ns is not None and not self.predictions:
+            replayed, recorded = (f"{in_unit(time_ns, unit)} {unit}" for time_ns in (self.replayed_ns, self.queue_ns))
+            lines += wrapped(
+                f"Not predicted: a replay of all requests has a mean queue time of {replayed}, and recorded were "
+                f"{recorded}. The engine works otherwise than the replay."
+            )
+        return lines
+
+
+def neighbours(recording: Recording, options: Options) -> NeighbourBill:
+    """Return the view of the kept spans. `requests_by` groups the requests, by endpoint without it.
+
+    `rows` and `least_ns` bound the tables of groups and delays.
+    """
+    trace, joined = recording.columns, recording.once(joined_requests)
+    grouped = request_groups(recording, options)
+    names, group = grouped.names, grouped.group
+    is_charged = np.zeros(len(joined.rows), dtype=np.bool_)
+    is_charged[joined.of[recording.once(complete_requests)[0]]] = True
+    account = Account(trace, joined, recording.once(request_turns), group, len(names), is_charged)
+    bill = account.bill(recording.once(request_ledger))
+    sums = bill.charged_ns.sum(axis=0)
+    requests = Groups(group[is_charged], len(names)).sizes().tolist()
+    inflicted = sums.sum(axis=0).tolist()
+    groups = [
+        GroupWaits(name, requests[place], suffered, suffered - row[place] - row[-1], row[place], row[-1], ran)
+        for place, (name, suffered, row, ran) in enumerate(
+            zip(names, bill.suffered_ns.tolist(), sums.tolist(), inflicted[:-1], strict=True)
+        )
+    ]
+    groups.sort(key=lambda row: (-row.inflicted_ns, row.name))
+    delays = [
+        Delay(
+            name, cause, share(sum(ways), requests[place]), sum(ways), share(sum(ways), int(bill.suffered_ns[place])),
+            ways[BEHIND], ways[SHARED], ways[BETWEEN], ways[BLOCKED],
+        )
+        for place, name in enumerate(names)
+        for column, cause in enumerate((*names, NOBODY))
+        if any(ways := bill.charged_ns[:, place, column].tolist())
+    ]  # fmt: skip
+    delays.sort(key=lambda row: (-row.summed_ns, row.name, row.cause))
+    on_others = np.array(inflicted[:-1], dtype=np.int64) - np.diagonal(sums)
+    every, predictions = _without(recording, account, group, on_others, names)
+    return NeighbourBill(
+        coverage=Coverage.of_recording(recording),
+        groups=bounded([row for row in groups if row.requests], options, lambda row: row.suffered_ns, _rest_of_groups),
+        delays=bounded(delays, options, lambda row: row.summed_ns, _rest_of_delays),
+        predictions=predictions,
+        suffered_ns=sum(bill.suffered_ns.tolist()),
+        inflicted_ns=sum(inflicted[:-1]),
+        nobody_ns=inflicted[-1],
+        queue_ns=None if every is None else float(every.queue_ns.mean()),
+        replayed_ns=None if every is None else float(every.replayed_ns.mean()),
+        _options=options,
+    )
+
+
+def _without(
+    recording: Recording, account: Account, group: Int64s, on_others: Int64s, names: Sequence[str]
+) -> tuple[Replay | None, tuple[Without, ...]]:
+    """Return the replay of all requests, and the queue time of the others without each of the worst groups."""
+    joined = recording.once(joined_requests)
+    causes = [place for place in np.argsort(-on_others, kind="stable").tolist() if on_others[place]][:REPLAYED]
+    if not causes:
+        return None, ()
+    engine = Engine(recording.columns, joined, recording.once(request_turns), account.lanes)
+    every = engine.replay(np.ones(len(joined.rows), dtype=np.bool_))
+    if not every.is_sound:
+        return every, ()
+    rows = []
+    for cause in causes:
+        is_other = group[every.place] != cause
+        alone = engine.replay(group != cause)
+        recorded_ns, replayed_ns = np.sort(every.queue_ns[is_other]), np.sort(every.replayed_ns[is_other])
+        falls = float(replayed_ns.mean() - alone.replayed_ns.mean())
+        p99_ns, with_ns, rest_ns = (
+            percentiles_of(np.sort(times).tolist(), (0.99,))[0]
+            for times in (recorded_ns, replayed_ns, alone.replayed_ns)
+        )
+        mean_ns = float(recorded_ns.mean())
+        rows.append(
+            Without(
+                names[cause], len(recorded_ns), mean_ns, max(mean_ns - falls, 0.0), p99_ns,
+                max(p99_ns - (with_ns - rest_ns), 0),
+            )
+        )  # fmt: skip
+    return every, tuple(rows)
+
+
+def _rest_of_groups(rows: Sequence[GroupWaits]) -> GroupWaits:
+    return remaining_row(
+        rows, ("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns")
+    )
+
+
+def _rest_of_delays(rows: Sequence[Delay]) -> Delay:
+    row = remaining_row(rows, ("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"))
+    return replace(row, name="")

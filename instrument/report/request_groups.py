@@ -1,0 +1,173 @@
+"""The requests of a recording, joined with what served them, and their groups by endpoint or by an attribute.
+
+Groups share batches and devices: a batch's time belongs to its members by their weights, as in
+`instrument.trace.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
+
+from instrument.recording.distributions import OTHER, group_of
+from instrument.report.section import Section
+from instrument.report.table import bounded, remaining_row, share
+from instrument.report.utilisation import request_of_spans, requests_within
+from instrument.report.view import Options, Recording
+from instrument.trace.columns import Columns, Int64s
+from instrument.trace.forest import NONE
+from instrument.trace.groups import Groups
+from instrument.trace.joined import Joined, join
+from instrument.trace.ledger import DeviceLedger, Ledger, Turns, device_ledger, ledger, turns_of
+
+ENDPOINT = "endpoint"
+"""The value of `requests_by` for groups by endpoint, the default of views that need groups."""
+
+TOKENS = {"input_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai.usage.output_tokens"}
+
+
+def joined_requests(recording: Recording) -> Joined:
+    """Return the requests of a recording, joined by their keys."""
+    return join(recording.columns, recording.trace.apart_ns, recording.once(request_of_spans))
+
+
+def complete_requests(recording: Recording) -> tuple[Int64s, int]:
+    """Return the rows of the requests within the window, and the number of requests over an edge of it."""
+    return requests_within(recording.columns, recording.once(joined_requests).owner, recording.trace.held)
+
+
+def request_turns(recording: Recording) -> Turns:
+    """Return the turns of the requests of a recording."""
+    return turns_of(recording.columns, recording.once(joined_requests))
+
+
+def request_ledger(recording: Recording) -> Ledger:
+    """Return the ledger of the requests of a recording."""
+    return ledger(recording.columns, recording.once(joined_requests), recording.once(request_turns))
+
+
+def request_device_ledger(recording: Recording) -> DeviceLedger:
+    """Return the device time of each request."""
+    return device_ledger(recording.columns, recording.once(joined_requests))
+
+
+@dataclass(frozen=True)
+class RequestGroups:
+    """The groups of requests by name, and the group of each request by its place."""
+
+    names: tuple[str, ...]
+    group: Int64s
+
+
+def request_groups(recording: Recording, options: Options) -> RequestGroups:
+    """Return the groups of all requests by `requests_by`, with a last group of requests without the attribute."""
+    trace, rows = recording.columns, recording.once(joined_requests).rows
+    if options.requests_by in ("", ENDPOINT):
+        names, of_site = trace.numbered_sites(attrgetter("name"))
+        used, group = np.unique(of_site[trace.site[rows]], return_inverse=True)
+        return RequestGroups(tuple(names[number] for number in used.tolist()), group.astype(np.int64))
+    names_of_values, group = grouped(values_of(trace, rows, options.requests_by), options.at_most)
+    has_none = bool((group == NONE).any())
+    names = [*names_of_values, *[f"(no {options.requests_by})"] * has_none]
+    return RequestGroups(tuple(names), np.where(group == NONE, len(names_of_values), group))
+
+
+def values_of(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
+    """Return the value of an attribute of requests. The end of its name is enough: `tenant` for a header `x-tenant`."""
+    if not len(trace.attributes.having(attribute)):
+        names = dict.fromkeys(name for row in rows[:ROWS_WITH_NAMES].tolist() for name in trace.attributes[row])
+        ends = tuple(f"{mark}{attribute}" for mark in ".-_")
+        attribute = next((name for name in names if name.endswith(ends)), attribute)
+    return list(map(group_of, trace.attributes.values(attribute, rows)))
+
+
+ROWS_WITH_NAMES = 1_000
+"""The number of requests in which the end of an attribute's name is looked for."""
+
+
+def grouped(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
+    """Return the names of the largest groups and of the group of the rest, and the group of each value or `NONE`."""
+    values = list(values)
+    counts = Counter(value for value in values if value is not None)
+    largest = [value for value, _ in counts.most_common(at_most)]
+    number = {value: place for place, value in enumerate(largest)}
+    group = [NONE if value is None else number.get(value, len(largest)) for value in values]
+    return [*largest, *[OTHER] * (len(counts) > len(largest))], np.array(group, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    """The requests of a group with their shares of batches and devices, and their tokens where they were recorded."""
+
+    name: str
+    requests: int
+    batches_ns: int
+    batches_ratio: float | None
+    device_ns: int
+    device_ratio: float | None
+    input_tokens: int | None
+    output_tokens: int | None
+    remaining: int = 0
+
+
+def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ...]:
+    """Return the shares of the groups of complete requests, () without `requests_by`."""
+    if not options.requests_by:
+        return ()
+    trace, joined = recording.columns, recording.once(joined_requests)
+    groups, (whole, _) = request_groups(recording, options), recording.once(complete_requests)
+    places = joined.of[whole]
+    count, of_places = len(groups.names), Groups(groups.group[places], len(groups.names))
+    given_ns = recording.once(request_ledger).given_ns
+    pairs = np.flatnonzero(joined.served.request != NONE)
+    in_batches = Groups(joined.served.request[pairs], len(joined.rows)).sums(given_ns[pairs])
+    on_device = np.zeros(len(joined.rows), dtype=np.int64)
+    if len(trace.device):
+        times = recording.once(request_device_ledger)
+        on_device = times.own_ns + times.shared_ns
+    batches_ns, device_ns = of_places.sums(in_batches[places]), of_places.sums(on_device[places])
+    tokens = [_tokens(trace, whole, of_places, name, count) for name in TOKENS.values()]
+    sizes = of_places.sizes().tolist()
+    all_batches_ns, all_device_ns = int(batches_ns.sum()), int(device_ns.sum())
+    rows = [
+        GroupShare(
+            name, size, batch_ns, share(batch_ns, all_batches_ns), work_ns, share(work_ns, all_device_ns), *of_group
+        )
+        for name, size, batch_ns, work_ns, *of_group in zip(
+            groups.names, sizes, batches_ns.tolist(), device_ns.tolist(), *tokens, strict=True
+        )
+        if size
+    ]
+    rows.sort(key=lambda row: (-row.batches_ns, -row.device_ns, -row.requests, row.name))
+
+    def rest(omitted: Sequence[GroupShare]) -> GroupShare:
+        row = remaining_row(omitted, ("requests", "batches_ns", "device_ns"))
+        ratios = (share(row.batches_ns, all_batches_ns), share(row.device_ns, all_device_ns))
+        return replace(row, batches_ratio=ratios[0], device_ratio=ratios[1])
+
+    return bounded(rows, options, lambda row: row.batches_ns, rest)
+
+
+def _tokens(trace: Columns, rows: Int64s, groups: Groups, name: str, count: int) -> list[int | None]:
+    values = trace.attributes.values(name, rows) if len(trace.attributes.having(name)) else []
+    if not values:
+        return [None] * count
+    numbers = [value if isinstance(value, int) and 0 <= value < 1 << 62 else 0 for value in values]
+    return [int(value) for value in groups.sums(np.array(numbers, dtype=np.int64)).tolist()]
+
+
+def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:
+    """Return the table of the shares of groups."""
+    columns = ["name=Value", "requests=Requests"]
+    for name, heading in (("batches", "Batches"), ("device", "Device")):
+        if any(getattr(row, f"{name}_ns") for row in shares):
+            columns += [f"{name}_ns={heading}", f"{name}_ratio=Of all"]
+    for name, heading in (("input_tokens", "Tokens in"), ("output_tokens", "Tokens out")):
+        if any(getattr(row, name) for row in shares):
+            columns.append(f"{name}={heading}")
+    notes = ("The shares of batches and of device time that the requests got, by their weights.",)
+    return Section(f"Shares by {options.requests_by}", shares, "|".join(columns), notes)

@@ -1,0 +1,165 @@
+"""A replay of recorded arrivals through a model of their engine, to predict queues without some of the requests.
+
+The engine serves the requests in the order of their arrival. Up to its largest recorded number are in service at once.
+A request in service takes part in batches of the recorded names and weights, one after another. A batch takes a time
+that is linear in its members and its weight, fitted to the recorded batches of its name. It is multiplied by the ratio
+that the recorded batch of its heaviest member had to that line. Blocked loops stop the engine for their length. A
+request reaches the engine after the shortest recorded queue time. An engine with another order, or one that waits for
+batches to fill, is not reproduced (`Replay.is_sound`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+
+from instrument.trace.bill import Lanes
+from instrument.trace.columns import Bools, Columns, Int64s
+from instrument.trace.forest import NONE, nearest_above
+from instrument.trace.groups import Groups, distinct, firsts_of, numbered
+from instrument.trace.intervals import FARTHEST, Union, at_once
+from instrument.trace.joined import Joined
+from instrument.trace.ledger import QUEUE, Turns
+
+MOST_PAIRS = 100_000
+"""The number of batches of requests that are replayed: those of the first requests."""
+
+TOLERANCE = 0.1
+"""The largest difference of the mean queue time, as a share, at which a replay of all requests is sound."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The replayed requests by arrival: their places, and their queue times as recorded and as replayed."""
+
+    place: Int64s
+    queue_ns: Int64s
+    replayed_ns: Int64s
+
+    @property
+    def is_sound(self) -> bool:
+        """True if the model reproduces the mean of the recorded queue times."""
+        recorded = float(self.queue_ns.mean()) if len(self.queue_ns) else 0.0
+        return recorded > 0 and abs(float(self.replayed_ns.mean()) - recorded) <= TOLERANCE * recorded
+
+
+class Engine:
+    """The model of the engine that served the requests of a trace."""
+
+    def __init__(self, trace: Columns, joined: Joined, all_turns: Turns, lanes: Lanes) -> None:
+        served = joined.served
+        self._lanes = lanes
+        is_main = _main_batches(trace, served.batch)
+        pairs = np.flatnonzero((served.request != NONE) & is_main[served.batch])
+        pairs = pairs[np.lexsort((trace.start_ns[served.batch[pairs]], served.request[pairs]))]
+        first = firsts_of(served.request[pairs])
+        self._place = served.request[pairs[first]]
+        begins = trace.start_ns[served.batch[pairs[first]]]
+        is_queue = np.flatnonzero(all_turns.part == all_turns.names.index(QUEUE))
+        queued = Groups(all_turns.request[is_queue], len(joined.rows)).sums(all_turns.length_ns[is_queue])
+        self._queue_ns = queued[self._place].astype(np.int64)
+        self._latency_ns = int(self._queue_ns.min(initial=FARTHEST))
+        self._arrival = begins - self._queue_ns + self._latency_ns
+        last = np.append(first[1:], len(pairs))
+        order = np.argsort(self._arrival, kind="stable")
+        order = order[np.cumsum((last - first)[order]) <= MOST_PAIRS]
+        self._place, self._queue_ns, self._arrival = self._place[order], self._queue_ns[order], self._arrival[order]
+        batches = distinct(served.batch[is_main[served.batch]])
+        names, _ = numbered(trace.site[batches])
+        of_pair = np.searchsorted(batches, served.batch).clip(max=max(len(batches) - 1, 0))
+        members = np.flatnonzero(is_main[served.batch])
+        by_batch = Groups(of_pair[members], len(batches))
+        sizes, weights = by_batch.sizes(), by_batch.sums(served.weight[members])
+        of_names = Groups(names, int(names.max(initial=-1)) + 1).members()
+        self._costs = [_Costs(sizes[rows], weights[rows], trace.total_ns[batches[rows]]) for rows in of_names]
+        ratios = np.ones(len(batches))
+        for rows, cost in zip(of_names, self._costs, strict=True):
+            ratios[rows] = cost.ratios
+        self._gap_ns = _gap_ns(trace, batches)
+        ends = np.maximum.reduceat(trace.end_ns[served.batch[pairs]], first) if len(first) else begins
+        self._slots = max(at_once([Union(begins, ends)])[1], 1)
+        columns = names[of_pair[pairs]], served.weight[pairs], ratios[of_pair[pairs]]
+        steps = list(zip(*(column.tolist() for column in columns), strict=True))
+        self._steps = [steps[begin:end] for begin, end in zip(first[order].tolist(), last[order].tolist(), strict=True)]
+
+    def replay(self, is_present: Bools) -> Replay:
+        """Return the replay of the requests that are present, by their places."""
+        present = np.flatnonzero(is_present[self._place])
+        arrivals, costs = self._arrival.tolist(), self._costs
+        stops = self._stops(is_present)
+        waiting, active, now_ns = deque(present.tolist()), list[list[int]](), 0.0
+        queues = dict.fromkeys(present.tolist(), 0.0)
+        while waiting or active:
+            if not active:
+                now_ns = max(now_ns, arrivals[waiting[0]])
+            while stops and stops[0][0] <= now_ns:
+                now_ns += stops.popleft()[1]
+            while waiting and len(active) < self._slots and arrivals[waiting[0]] <= now_ns:
+                active.append([waiting.popleft(), 0])
+            batches: dict[int, list[tuple[int, float, list[int]]]] = {}
+            for item in active:
+                name, weight, ratio = self._steps[item[0]][item[1]]
+                batches.setdefault(name, []).append((weight, ratio, item))
+            for name, members in batches.items():
+                cost = costs[name]
+                for at in range(0, len(members), cost.most):
+                    some = members[at : at + cost.most]
+                    for _, _, item in some:
+                        if item[1] == 0:
+                            queues[item[0]] = now_ns - arrivals[item[0]]
+                        item[1] += 1
+                    ratio = max(some, key=itemgetter(0))[1]
+                    now_ns += ratio * cost.of(len(some), sum(weight for weight, _, _ in some)) + self._gap_ns
+            active = [item for item in active if item[1] < len(self._steps[item[0]])]
+        replayed = np.array([queues[number] for number in present.tolist()], dtype=np.float64)
+        replayed_ns = np.round(replayed).astype(np.int64) + self._latency_ns
+        return Replay(self._place[present], self._queue_ns[present], replayed_ns)
+
+    def _stops(self, is_present: Bools) -> deque[tuple[int, int]]:
+        """Return the begin and length of the stretches in which no absent request blocked the engine's loop."""
+        lanes = self._lanes
+        has_batches = np.isin(lanes.pieces.groups, lanes.pieces.groups[~lanes.is_blocked])
+        is_stop = lanes.is_blocked & has_batches & np.append(is_present, [True])[lanes.blocker]
+        starts, ends = lanes.pieces.starts[is_stop], lanes.pieces.ends[is_stop]
+        return deque(sorted(zip(starts.tolist(), (ends - starts).tolist(), strict=True)))
+
+
+def _main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
+    """Return True for the batches of the thread with the most, without those below another batch."""
+    is_batch = np.zeros(len(trace), dtype=np.bool_)
+    is_batch[batch_rows] = True
+    is_batch &= nearest_above(trace.parent, is_batch) == NONE
+    threads, counts = np.unique(trace.thread_id[is_batch], return_counts=True)
+    return is_batch & (trace.thread_id == threads[np.argmax(counts)]) if len(threads) else is_batch
+
+
+class _Costs:
+    """The cost of batches of a name, linear in members and weight. `ratios` are those of the recorded times to it."""
+
+    def __init__(self, sizes: Int64s, weights: Int64s, took_ns: Int64s) -> None:
+        self.most = int(sizes.max())
+        columns = np.stack([np.ones(len(sizes)), sizes, weights], axis=1)
+        took, scale = np.maximum(took_ns, 1).astype(np.float64), columns.max(axis=0).clip(min=1)
+        # Relative errors count: a short batch as much as a long one.
+        fitted = np.linalg.lstsq(columns / scale / took[:, None], np.ones(len(took)), rcond=1e-9)[0] / scale
+        self._base, self._per_member, self._per_weight = fitted.tolist()
+        modelled = columns @ fitted
+        self.ratios = np.where(modelled > 0, took / np.where(modelled > 0, modelled, 1), 1).clip(max=1e3)
+
+    def of(self, members: int, weight: int) -> float:
+        """Return the modelled time of a batch in ns."""
+        modelled: float = self._base + self._per_member * members + self._per_weight * weight
+        return max(modelled, 0.0)
+
+
+def _gap_ns(trace: Columns, batches: Int64s) -> float:
+    """Return the mean time between two batches of a thread, without the gaps longer than a batch."""
+    order = np.lexsort((trace.start_ns[batches], trace.thread_id[batches]))
+    rows = batches[order]
+    gaps = trace.start_ns[rows[1:]] - trace.end_ns[rows[:-1]]
+    is_gap = (trace.thread_id[rows[1:]] == trace.thread_id[rows[:-1]]) & (gaps >= 0)
+    is_gap &= gaps <= float(np.median(trace.total_ns[batches])) if len(batches) else False
+    return float(gaps[is_gap].mean()) if is_gap.any() else 0.0
