@@ -408,7 +408,7 @@ class _LivesRun:
         every_ns = 100_000_000
         for at_ns in range(10**9 + every_ns, end_ns + every_ns, every_ns):
             overlap_ns = max(0, min(at_ns, self.at_ns + self.size_ns) - max(at_ns - every_ns, self.at_ns))
-            for name, incident in (("cpu_pressure", "processor contention"), ("memory_pressure", "memory pressure")):
+            for name, incident in (("cpu_wait", "processor contention"), ("memory_pressure", "memory pressure")):
                 planted = 100 * overlap_ns / every_ns * (1 - 1 / CROWDED) if self._is(incident) else 0.0
                 samples.append(Sample(name, HOST, at_ns, planted + rng.expovariate(2)))
         return samples

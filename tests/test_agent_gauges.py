@@ -22,6 +22,7 @@ from instrument.agent.exports import ELSEWHERE, EXPORTER
 from instrument.agent.gauge_thread import SILENT_S, GaugeThread
 from instrument.device.gauges import GaugeSources
 from instrument.recorder.recorder import RECORDER
+from instrument.recording.spans import GAUGES as EVERY_GAUGE
 from instrument.recording.spans import HOST
 from instrument.runtime import packets, run_folder
 from instrument.trace import file
@@ -30,6 +31,7 @@ __all__ = ["folder"]
 
 CALLS = "instrument.call.duration"
 GAUGES = "device: {cuda: off, host: 50ms}\n"
+HOSTS = [*EVERY_GAUGE][:7]
 OTLP = "export: {otlp: {endpoint: 'http://127.0.0.1:%d'}}\n"
 FUNCTIONS = "service: shop\nfunctions: [{match: 'engine:step'}]\n"
 
@@ -139,7 +141,7 @@ def test_the_agent_tells_of_a_process_all_that_it_reads_of_itself() -> None:
         for _, name, _, value in rows:
             found.setdefault(name, []).append(value)
     own, outside = told["off"], told["auto"]
-    assert set(outside) == set(own) == {"cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu"}
+    assert set(outside) == set(own) == set(HOSTS)
     assert outside["cores"][-1] == own["cores"][-1]
     assert max(outside["process_cpu"]) > 0
     for name in ("process_memory", "process_memory_peak"):
@@ -153,8 +155,7 @@ def test_the_gauges_of_a_short_session_are_read_as_it_ends(agent: str) -> None:
     service = serve(f"{FUNCTIONS}device: {{cuda: off, host: 1h}}\nagent: {agent}\n")
     do(service, "until(threads)")
     rows = json.loads(do(service, STOP))
-    names = ["cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu"]
-    assert [name for _, name, *_ in rows] == names
+    assert [name for _, name, *_ in rows] == sorted(HOSTS)
     end(service)
 
 

@@ -582,9 +582,7 @@ def test_the_host_is_read_without_any_gpu_where_the_profile_asks_for_it(monkeypa
     finally:
         instrument.stop()
     samples = session.trace().samples
-    assert {(s.name, s.device) for s in samples} == {
-        (name, HOST) for name in ("cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu")
-    }
+    assert {(s.name, s.device) for s in samples} == {(name, HOST) for name in [*GAUGES][:7]}
     assert samples == sorted(samples, key=lambda s: (s.at_ns, s.device, s.name))
     told = [s for s in samples if s.value is not None]
     assert all(s.value is not None and s.value >= 0 for s in told)
@@ -619,6 +617,28 @@ def test_the_host_agrees_with_psutil() -> None:
     assert abs(values["process_memory"] - resident) < 64 << 20
     assert values["cores"] is not None
     assert 0 < values["cores"] <= len(psutil.Process().cpu_affinity())
+
+
+def test_waits_for_a_processor_and_for_memory_are_read_as_shares_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_proc(tmp_path, monkeypatch, "", cgroup="0::/box\n")
+    threads, group = tmp_path / "proc/self/task", tmp_path / "cgroup/box"
+    group.mkdir(parents=True)
+
+    def waited(memory_us: int, **wait_ns: int) -> None:
+        (group / "memory.pressure").write_text(f"some avg10=0.00 total={memory_us}\nfull avg10=0.00 total=7\n")
+        for name, ns in wait_ns.items():
+            (threads / name).mkdir(parents=True, exist_ok=True)
+            (threads / name / "schedstat").write_text(f"5 {ns} 1\n")
+
+    waited(0, main=5 * MS)
+    host = Host()
+    waited(100_000, main=255 * MS, worker=250 * MS)
+    values = host.read(host._at_ns + 1000 * MS, rarely=False)
+    assert (values["cpu_wait"], values["memory_pressure"]) == (50.0, 10.0)
+    values = host.read(host._at_ns + 1000 * MS, rarely=False)
+    assert (values["cpu_wait"], values["memory_pressure"]) == (0.0, 0.0)
 
 
 def test_the_peak_of_resident_memory_outlives_what_no_reading_saw() -> None:
@@ -753,9 +773,7 @@ def test_readings_that_another_process_writes_are_those_of_the_process() -> None
 def test_the_thread_ends_with_a_last_reading_and_a_second_stop_does_nothing() -> None:
     gauges = begin(Device(nvml_ns=None, host_ns=3600 * 10**9))
     gauges.stop()
-    assert {s.name for s in gauges.samples(0, 1 << 62)} == {
-        "cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu"
-    }  # fmt: skip
+    assert {s.name for s in gauges.samples(0, 1 << 62)} == set([*GAUGES][:7])
     gauges.stop()
     assert gauges.thread_ns > 0
 

@@ -84,7 +84,7 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
 ) -> None:
     endpoint = collector.grpc_endpoint if protocol == "grpc" else collector.endpoint
     values = {name: 40 + place for place, name in enumerate(GAUGES)}
-    hosts = ("cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu")
+    hosts = list(GAUGES)[:7]
     samples = [sample(name, value, HOST if name in hosts else 1) for name, value in values.items()]
     samples.sort(key=lambda s: (s.device, s.name))
     with exporting(Otlp(endpoint, protocol, timeout_ns=5 * SECOND, compression=compression)) as exporter:
@@ -100,6 +100,8 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
         ("process.cpu.utilization", "1", "gauge"),
         ("process.memory.usage", "By", "updown"),
         ("instrument.process.memory.peak", "By", "gauge"),
+        ("instrument.process.cpu.wait", "1", "gauge"),
+        ("instrument.process.memory.pressure", "1", "gauge"),
         ("instrument.torch.memory.allocated", "By", "updown"),
         ("instrument.torch.memory.allocated_peak", "By", "gauge"),
         ("instrument.torch.memory.reserved", "By", "updown"),

@@ -11,7 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from instrument.device.nvml import Closed, Nvml, NvmlError
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recording.slot_ring import FindRoom, Readings
 from instrument.recording.spans import HOST, Gpu, Sample
-from instrument.runtime.control_groups import cores
+from instrument.runtime.control_groups import cores, memory_waits_us
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, Lock, local
@@ -462,6 +464,10 @@ _PROCESS_CLOCK = 2
 """Linux's `CPUCLOCK_SCHED` in the number of a process's clock, which `process_time` reads for this process."""
 
 
+MOST_THREADS = 256
+"""The most threads of a process whose waits for a processor are read."""
+
+
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
     """The process has ended."""
 
@@ -477,6 +483,7 @@ class Host:
         self._folder = PROC / ("self" if pid is None else str(pid))
         self._process_ns, self._at_ns = self._processor_ns(), time.monotonic_ns()
         self._busy, self._idle = self._system_times()
+        self._waits_ns, self._memory_waits_us = self._processor_waits(), memory_waits_us(self._pid)
 
     def read(self, now_ns: int, rarely: bool) -> Values:
         """Read the gauges. `rarely` adds those that seldom change."""
@@ -493,6 +500,13 @@ class Host:
         # The time of waits for disks may decrease (man 5 proc), so the sum may, too.
         share = 100 * (busy - self._busy) / passed if passed > 0 else None
         values["system_cpu"] = None if share is None else min(max(share, 0.0), 100.0)
+        waits_ns, waits_us = self._processor_waits(), memory_waits_us(self._pid)
+        new_ns = sum(max(ns - self._waits_ns.get(thread, 0), 0) for thread, ns in waits_ns.items())
+        values["cpu_wait"] = 100 * new_ns / elapsed_ns if waits_ns and elapsed_ns > 0 else None
+        values["memory_pressure"] = None
+        if waits_us is not None and self._memory_waits_us is not None and elapsed_ns > 0:
+            values["memory_pressure"] = 100_000 * max(waits_us - self._memory_waits_us, 0) / elapsed_ns
+        self._waits_ns, self._memory_waits_us = waits_ns, waits_us
         self._process_ns, self._at_ns, self._busy, self._idle = process_ns, now_ns, busy, idle
         return values
 
@@ -519,6 +533,17 @@ class Host:
             return None
         _, label, text = status.partition(b"\nVmHWM:")
         return int(text.split(None, 1)[0]) * 1024 if label else None
+
+    def _processor_waits(self) -> dict[str, int]:
+        """Read the time for which each thread waited for a processor so far; empty if unreadable.
+
+        The time in which a quota stopped the thread is part of it.
+        """
+        waits_ns = {}
+        with suppress(OSError, ValueError, IndexError):
+            for task in islice(os.scandir(self._folder / "task"), MOST_THREADS):
+                waits_ns[task.name] = int(Path(task.path, "schedstat").read_bytes().split()[1])
+        return waits_ns
 
     def _system_times(self) -> tuple[float, float]:
         """Read busy and idle time of all cores since the start of the machine, in ticks; zeros if unreadable."""

@@ -56,6 +56,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure("process_cpu", "process.cpu.utilization", "1", scale=0.01, per="cores"),
     Measure("process_memory", "process.memory.usage", "By", "updown"),
     Measure("process_memory_peak", "instrument.process.memory.peak", "By"),
+    Measure("cpu_wait", "instrument.process.cpu.wait", "1", scale=0.01),
+    Measure("memory_pressure", "instrument.process.memory.pressure", "1", scale=0.01),
     Measure("system_cpu", "system.cpu.utilization", "1", scale=0.01),
     Measure("utilization", "hw.gpu.utilization", "1", scale=0.01, attributes=(("hw.gpu.task", "general"),)),
     Measure("memory_active", "instrument.gpu.memory.active", "1", scale=0.01),

@@ -252,6 +252,10 @@ GAUGES: Mapping[str, Gauge] = {
     "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before"),
     "process_memory": Gauge("bytes", "resident memory of the process"),
     "process_memory_peak": Gauge("bytes", "most resident memory that the process ever had, as the system counts it"),
+    "cpu_wait": Gauge("%", "of one thread's time since the reading before, by all threads that waited for a processor"),
+    "memory_pressure": Gauge(
+        "%", "of the time since the reading before, in which a thread of the group waited for memory"
+    ),
     "system_cpu": Gauge("%", "of all cores of the machine, by all that runs on it since the reading before"),
     "utilization": Gauge("%", "of NVML's last sample period (1/6 s to 1 s), in which any kernel ran"),
     "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written"),

@@ -63,7 +63,7 @@ SPREAD = "all call paths alike"
 Key = tuple[str, str]
 """A cause, `LOAD` or `UNKNOWN_REST`, and its detail: a call path or a part of the request."""
 
-PRESSURES = {CONTENTION: ("cpu_throttled", "cpu_pressure"), MEMORY: ("memory_pressure",)}
+PRESSURES = {CONTENTION: ("cpu_wait",), MEMORY: ("memory_pressure",)}
 """The gauges that show a cause, in percent of the time between readings."""
 
 

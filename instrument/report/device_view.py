@@ -45,7 +45,9 @@ WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
 """The larger units for a gauge's units, each with its size in the gauge's unit."""
 
-_LABELS = dict.fromkeys(("cores", "process_cpu", "process_memory", "process_memory_peak"), "CPU(Process)")
+_LABELS = dict.fromkeys(
+    ("cores", "process_cpu", "process_memory", "process_memory_peak", "cpu_wait", "memory_pressure"), "CPU(Process)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,9 @@ MOSTLY = 0.5
 LEAST_SHARE = 0.05
 """The share of the typical time that is no excess."""
 
+MORE_STEPS = "more steps"
+"""The path of own work that is more than others of the endpoint had."""
+
 NEARLY = 0.75
 """The least share of a slowdown under pressure from which on the pressure accounts for all of it."""
 
@@ -166,9 +169,11 @@ class Explanation(View):
             return f"{took}. Inconclusive: {self.doubt}."
         kind = "like it" if self.is_like else "of its endpoint"
         typical = f"{took} where {in_unit(self.typical_ns, unit)} is typical of {self.alike} {kind}"
-        if self.verdict == TYPICAL:
-            return f"{typical}: within the usual spread, which reaches {in_unit(self.usual_most_ns, unit)} {unit}."
         lead = self.causes[0] if self.causes else None
+        if self.verdict == TYPICAL:
+            work = f", for its work ({lead.path})" if lead is not None and lead.path.startswith(MORE_STEPS) else ""
+            most = in_unit(self.usual_most_ns, unit)
+            return f"{typical}: within the usual spread, which reaches {most} {unit}{work}."
         part = max(self.parts, key=lambda part: part.excess_ns, default=None)
         more = f": {in_unit(part.excess_ns, unit)} {unit} more in {safe(part.name)}" if part else ""
         because = "" if lead is None else f" {_because(lead, unit)}"
@@ -322,7 +327,7 @@ def _with_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float)
     claims, doubts = evidence.claims()
     shares, rivals, remaining_ns = _accounted(claims, excess_ns)
     verdict, doubt = EXPLAINED, ""
-    if explanation.wall_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
+    if explanation.wall_ns - evidence.more_work_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
         verdict = TYPICAL
     elif not shares or shares[0].accounted_ns < MOSTLY * excess_ns:
         verdict, doubt = INCONCLUSIVE, "no cause accounts for most of the excess"
@@ -356,6 +361,8 @@ class _Evidence:
     ) -> None:  # fmt: skip
         self._recording, self._times, self._places, self._typical = recording, times, places, typical
         self._is_like = is_like
+        self.more_work_ns = 0.0
+        """The time of the steps that the request had beyond the typical number, known after `claims`."""
         self._of_requests, self._usual = (
             _mean([times.times_of(place) for place in side.tolist()]) for side in (places, typical)
         )
@@ -402,10 +409,10 @@ class _Evidence:
             for side in (self._places, self._typical)
         )
         if not self._is_like and steps > usual_steps:
-            more_ns = served_ns * (1 - usual_steps / steps)
-            path = f"more steps, {steps:.4g} where {usual_steps:.4g} are typical"
-            claims.append(_share_of(listed.OWN, path, more_ns, 0.0))
-            served_ns -= more_ns
+            self.more_work_ns = served_ns * (1 - usual_steps / steps)
+            path = f"{MORE_STEPS}, {steps:.4g} where {usual_steps:.4g} are typical"
+            claims.append(_share_of(listed.OWN, path, self.more_work_ns, 0.0))
+            served_ns -= self.more_work_ns
         if self._is_burst:
             spent_ns, usual_ns = queued_ns + served_ns, usually_queued_ns + usually_served_ns
             claims.append(_share_of(listed.BURST, "", spent_ns, usual_ns))

@@ -37,6 +37,20 @@ def memory_bytes() -> int | None:
     return min([*machine, *limits], default=None)
 
 
+def memory_waits_us(pid: int | None = None) -> int | None:
+    """Return the time so far in which a thread of the process's group waited for memory, in us; None if unknown.
+
+    Without such a number of the group it is that of the machine.
+    """
+    groups = [group / "memory.pressure" for controller, group in _groups(pid) if controller == ""]
+    for file in (*groups[:1], PROC / "pressure/memory"):
+        try:
+            return int(file.read_text("ascii").split("\n", 1)[0].rpartition("total=")[2])
+        except (OSError, ValueError):
+            continue
+    return None
+
+
 def _memory_of(file: Path) -> list[int]:
     try:
         return [int(file.read_text("ascii"))]
