@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import random
 import zlib
@@ -55,25 +56,9 @@ def document_of(trace: Trace, options: Options | None = None, request: str | Non
     return Elements(page_of(trace, options, request)).document
 
 
-def numbers_of(text: str) -> list[int]:
-    """The numbers of a column, read as its format says."""
-    found, value, shift = [], 0, 0
-    for byte in base64.b64decode(text):
-        value |= (byte & 127) << shift
-        shift += 7
-        if not byte & 128:
-            found.append(-(value >> 1) - 1 if value & 1 else value >> 1)
-            value = shift = 0
-    return found
-
-
-def summed_numbers_of(text: str) -> list[int]:
-    """The same of one that was written by differences."""
-    found, value = [], 0
-    for step in numbers_of(text):
-        value += step
-        found.append(value)
-    return found
+def summed(steps: list[int]) -> list[int]:
+    """The numbers of a column that was written by differences."""
+    return list(itertools.accumulate(steps))
 
 
 CHAT = Site("POST /v1/chat", "request", module="api.server", qualname="chat", suspends=True)

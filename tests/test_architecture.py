@@ -352,7 +352,7 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_605, 10),
     "recording": (4_034, 19),
-    "report": (14_243, 50),
+    "report": (14_196, 50),
     "runtime": (2_631, 18),
     "sessions": (6_889, 29),
     "trace": (9_158, 33),

@@ -19,7 +19,7 @@ import numpy as np
 from instrument.recording.spans import GAUGES, HOST
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import events
-from instrument.report.page.kept_spans import column_text, steps_text
+from instrument.report.page.kept_spans import steps
 from instrument.report.table import safe, shorten
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
@@ -104,9 +104,8 @@ class CallsTree:
         ]
 
 
-def _column(numbers: Iterable[int | None]) -> str:
-    values = [NEVER if number is None else min(number, GREATEST) for number in numbers]
-    return column_text(np.array(values, dtype=np.int64))
+def _column(numbers: Iterable[int | None]) -> list[int]:
+    return [NEVER if number is None else min(number, GREATEST) for number in numbers]
 
 
 def _parents(rows: Sequence[EventRow]) -> list[int]:
@@ -190,12 +189,12 @@ class DeviceLanes:
             "lanes": [f"GPU {device}, stream {stream}{f', {kind}' if kind else ''}" for device, stream, kind in order],
             "names": [names[number] for number in used.tolist()],
             "labels": list(map(safe, self._recording.columns.device.labels)),
-            "start": steps_text(stretches["start"]),
-            "length": column_text(stretches["length"]),
-            "lane": column_text(place[stretches["lane"]]),
-            "name": column_text(number.reshape(-1).astype(np.int64)),
-            "span": steps_text(stretches["span"]),
-            "label": column_text(stretches["label"]),
+            "start": steps(stretches["start"]),
+            "length": stretches["length"].tolist(),
+            "lane": place[stretches["lane"]].tolist(),
+            "name": number.reshape(-1).tolist(),
+            "span": steps(stretches["span"]),
+            "label": stretches["label"].tolist(),
             "gauges": self._gauges(),
         }
 
@@ -233,7 +232,7 @@ class DeviceLanes:
                 "name": shorten(safe(name), NAME),
                 "unit": GAUGES[name].unit if name in GAUGES else "",
                 "about": GAUGES[name].about if name in GAUGES else "",
-                "at": steps_text(np.array([at_ns - base_ns for at_ns, _ in some], dtype=np.int64)),
+                "at": steps(np.array([at_ns - base_ns for at_ns, _ in some], dtype=np.int64)),
                 "values": [float(f"{value:.4g}") for _, value in some],
             })  # fmt: skip
         return gauges

@@ -4,19 +4,17 @@ A page lists requests, without any the outermost steps, or else the topmost span
 then of the median request of each endpoint, then of the slowest ones. They are a request's spans in all processes, the
 batches that served it, and the spans below. A request with more spans than fit has the longest ones.
 
-Columns of whole numbers are varints: few bytes for small numbers, with any maximum.
+A sorted column is the differences of its numbers, which pack well.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
@@ -32,35 +30,11 @@ from instrument.trace.groups import Members, places_of
 from instrument.trace.joined import Served
 from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
 
-BITS = 7
-"""Bits of a number per byte. The eighth bit marks that more bytes follow."""
 
-
-def varints(numbers: NDArray[np.int64]) -> bytes:
-    """Return the numbers as varints in a row: lowest bits first, the sign in the lowest bit (LEB128, zigzag)."""
-    signed = np.asarray(numbers, dtype=np.int64)
-    unsigned = ((signed << 1) ^ (signed >> 63)).view(np.uint64)
-    lengths = np.ones(len(unsigned), dtype=np.int64)
-    for more in range(1, 10):
-        lengths += unsigned >= np.uint64(1 << (BITS * more))
-    ends = np.cumsum(lengths)
-    out = np.zeros(int(ends[-1]) if len(ends) else 0, dtype=np.uint8)
-    begins = ends - lengths
-    for place in range(int(lengths.max(initial=0))):
-        at = np.flatnonzero(lengths > place)
-        low = (unsigned[at] >> np.uint64(BITS * place)) & np.uint64(0x7F)
-        out[begins[at] + place] = low.astype(np.uint8) | ((lengths[at] > place + 1).astype(np.uint8) << BITS)
-    return out.tobytes()
-
-
-def column_text(numbers: NDArray[np.int64]) -> str:
-    """Return a column as base64 of `varints`."""
-    return base64.b64encode(varints(numbers)).decode("ascii")
-
-
-def steps_text(numbers: Int64s) -> str:
-    """Return a column as the differences of its numbers, which are small in a sorted column."""
-    return column_text(np.diff(numbers, prepend=np.int64(0)))
+def steps(numbers: Int64s) -> list[int]:
+    """Return the differences of a column's numbers, which are small in a sorted column."""
+    differences: list[int] = np.diff(numbers, prepend=np.int64(0)).tolist()
+    return differences
 
 
 MOST_LISTED = 10_000
@@ -255,9 +229,9 @@ class KeptSpans:
             times += parts_of_request.values()
         number = {place: at for at, place in enumerate(shown.tolist())}
         return {
-            "site": column_text(self._site_of(rows)),
-            "start": steps_text(trace.start_ns[rows] - self._recording.trace.start_ns),
-            "wall": column_text(trace.total_ns[rows]),
+            "site": self._site_of(rows).tolist(),
+            "start": steps(trace.start_ns[rows] - self._recording.trace.start_ns),
+            "wall": trace.total_ns[rows].tolist(),
             "error": self._errors_of(rows),
             "ids": list(map(str, trace.span_id[rows].tolist())),
             "keys": {
@@ -268,13 +242,13 @@ class KeptSpans:
             "traces": {
                 at: f"{trace.remote[row].trace_id:032x}" for at, row in enumerate(rows.tolist()) if row in trace.remote
             },
-            "span": column_text(self.number_of[rows]),
-            "has_spans": column_text(self._whole[shown].astype(np.int64)),
+            "span": self.number_of[rows].tolist(),
+            "has_spans": self._whole[shown].tolist(),
             "first": number.get(NONE if self.first is None else self.first, NONE),
             "part_names": list(map(safe, names)),
-            "part_count": column_text(np.array(counts, dtype=np.int64)),
-            "part": column_text(np.array(parts, dtype=np.int64)),
-            "part_ns": column_text(np.array(times, dtype=np.int64)),
+            "part_count": counts,
+            "part": parts,
+            "part_ns": times,
             "blame": self._blame(rows, slowest),
         }
 
@@ -290,14 +264,14 @@ class KeptSpans:
         parent = self.number_of[trace.parent[rows]]
         places = np.arange(len(rows))
         return {
-            "start": steps_text(trace.start_ns[rows] - self._recording.trace.start_ns),
-            "length": column_text(trace.total_ns[rows]),
-            "children": column_text(trace.total_ns[rows] - trace.self_ns[rows]),
-            "site": column_text(self._site_of(rows)),
-            "parent": column_text(np.where(parent == NONE, 0, places - parent)),  # how many spans before, 0 for none
-            "request": column_text(number_of_place[self.listed.of[rows]]),
+            "start": steps(trace.start_ns[rows] - self._recording.trace.start_ns),
+            "length": trace.total_ns[rows].tolist(),
+            "children": (trace.total_ns[rows] - trace.self_ns[rows]).tolist(),
+            "site": self._site_of(rows).tolist(),
+            "parent": np.where(parent == NONE, 0, places - parent).tolist(),  # how many spans before, 0 for none
+            "request": number_of_place[self.listed.of[rows]].tolist(),
             "error": self._errors_of(rows),
-            "lane": column_text(self._lanes_and_spans[1]),
+            "lane": self._lanes_and_spans[1].tolist(),
         }
 
     @cached_property
@@ -351,7 +325,7 @@ class KeptSpans:
             lanes.append((threads.setdefault(thread, len(threads)), ids.setdefault(task, len(ids) + 1) if task else 0))
         table = np.array(lanes, dtype=np.int64).reshape(-1, 2)
         thread_names = [shorten(safe(names.get(thread, "")), NAME) or f"thread {thread}" for thread in threads]
-        return {"threads": thread_names, "thread": column_text(table[:, 0]), "task": column_text(table[:, 1])}
+        return {"threads": thread_names, "thread": table[:, 0].tolist(), "task": table[:, 1].tolist()}
 
     def _turns(self) -> dict[str, Any]:
         """Return the turns of requests with spans. The time between turns is unknown."""
@@ -368,11 +342,11 @@ class KeptSpans:
         ends_before = np.where(is_first, 0, np.concatenate([[0], (starts + lengths)[:-1]])[: len(order)])
         return {
             "names": list(map(safe, turns.names)),
-            "count": column_text(counts.astype(np.int64)),
-            "part": column_text(turns.part[order]),
-            "span": column_text(np.where(turns.row[order] == NONE, NONE, self.number_of[turns.row[order]])),
-            "after": column_text(starts - ends_before),
-            "length": column_text(lengths),
+            "count": counts.tolist(),
+            "part": turns.part[order].tolist(),
+            "span": np.where(turns.row[order] == NONE, NONE, self.number_of[turns.row[order]]).tolist(),
+            "after": (starts - ends_before).tolist(),
+            "length": lengths.tolist(),
         }
 
     def _pairs(self) -> dict[str, Any]:
@@ -387,10 +361,10 @@ class KeptSpans:
         batches = served.batch[pairs]
         sizes = np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)
         return {
-            "count": column_text(np.bincount(served.request[pairs], minlength=len(self.listed.rows))[self.shown]),
-            "span": steps_text(self.number_of[batches]),
-            "given": column_text(given_ns[pairs]),
-            "size": column_text(sizes),
+            "count": np.bincount(served.request[pairs], minlength=len(self.listed.rows))[self.shown].tolist(),
+            "span": steps(self.number_of[batches]),
+            "given": given_ns[pairs].tolist(),
+            "size": sizes.tolist(),
         }
 
     def _attributes(self) -> dict[int, dict[str, str]]:

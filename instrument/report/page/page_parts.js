@@ -1,4 +1,4 @@
-// The document of the page, and its columns of numbers as `varints` writes them.
+// The document of the page, and its columns of numbers.
 
 /** What the page shows: JSON, deflated, in base64. */
 async function unpackedReport() {
@@ -14,30 +14,10 @@ if (typeof DecompressionStream === "undefined") {
 }
 const report = await unpackedReport();
 
-/** The numbers of a column: seven bits a byte, the lowest first, the sign in the lowest bit of all. */
-function numbersOf(text) {
-  const bytes = atob(text || "");
-  const found = [];
-  let value = 0, scale = 1;
-  for (let at = 0; at < bytes.length; at++) {
-    const byte = bytes.charCodeAt(at);
-    value += (byte & 127) * scale;
-    if (byte & 128) {
-      scale *= 128;
-      continue;
-    }
-    found.push(value % 2 ? -(value + 1) / 2 : value / 2);
-    value = 0;
-    scale = 1;
-  }
-  return Float64Array.from(found);
-}
-
 /** The numbers of a column that was written by their differences. */
-function summedNumbersOf(text) {
-  const found = numbersOf(text);
-  for (let at = 1; at < found.length; at++) found[at] += found[at - 1];
-  return found;
+function summedNumbersOf(steps = []) {
+  let sum = 0;
+  return steps.map((step) => (sum += step));
 }
 
 /** Where the numbers of each of some groups begin, and at last where they end. */
@@ -50,7 +30,7 @@ function beginsOf(counts) {
 /** All the columns of an object, by name; those of `summed` by their differences. */
 function columnsOf(object, names, summed = []) {
   const found = {};
-  for (const name of names) found[name] = (summed.includes(name) ? summedNumbersOf : numbersOf)(object[name]);
+  for (const name of names) found[name] = summed.includes(name) ? summedNumbersOf(object[name]) : object[name] ?? [];
   return found;
 }
 
