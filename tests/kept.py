@@ -12,7 +12,7 @@ from instrument.otlp.export_facts import UNMETERED, ExportFacts
 from instrument.otlp.packing import Ids
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.profile.model import Capture
-from instrument.recording.export_place import Progress
+from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Span
 from instrument.trace.sent_rows import Settled

@@ -20,7 +20,7 @@ from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, unti
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
 from instrument.cli import main
-from instrument.recording.export_place import SENT, ExportCheckpoint
+from instrument.recording.export_checkpoint import SENT, ExportCheckpoint
 from instrument.recording.mapped import Mapped
 from instrument.runtime import agent_launch, packets, run_folder
 

@@ -26,8 +26,8 @@ from instrument.otlp.exported import ExportedRun, RecordingExport
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
-from instrument.recording import export_place
-from instrument.recording.export_place import ExportCheckpoint
+from instrument.recording import export_checkpoint
+from instrument.recording.export_checkpoint import ExportCheckpoint
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Origin, Site
 from instrument.runtime import packets, run_folder
@@ -171,7 +171,7 @@ def test_what_is_unsent_of_a_process_that_has_ended_is_counted_where_its_agent_i
     (tmp_path / "next").mkdir()
     os.link(tmp_path / run_folder.UNSENT, tmp_path / "next" / run_folder.UNSENT)  # where this agent is killed now
     taken_over = Exports(table.selector, tmp_path / "next", lambda: None, table.said.append, table.leave)
-    assert export_place.told(taken_over.fates) == {
+    assert export_checkpoint.losses_by_name(taken_over.fates) == {
         "spans that an agent had perhaps not sent as it was killed": recorded
     }
     assert run_folder.unsent(tmp_path) == recorded
@@ -219,7 +219,7 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
         exported.close()
     with closing(ExportCheckpoint(recorder.memory_fd)) as place:
         fates = place.read().fates
-        assert export_place.unread(place) == 0
+        assert place.unread() == 0
     assert fates["missed"] > 0
     assert fates["seen"] + fates["missed"] == 40_000
 

@@ -21,8 +21,7 @@ from instrument.otlp.exported import ExportedRun, RecordingExport
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
-from instrument.recording.export_place import SENT, Progress
-from instrument.recording.meter_place import MeterPlace
+from instrument.recording.export_checkpoint import SENT, ExportCheckpoint, Progress
 from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import Origin, Site
 
@@ -327,8 +326,8 @@ def test_what_became_of_spans_is_written_without_the_metrics_that_wait_meanwhile
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[float] = []
-    write = MeterPlace.write
-    monkeypatch.setattr(MeterPlace, "write", lambda *arguments: written.append(0) or write(*arguments))
+    write = ExportCheckpoint.write_meter
+    monkeypatch.setattr(ExportCheckpoint, "write_meter", lambda *arguments: written.append(0) or write(*arguments))
     service.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
     service.recorder.wrap(lambda: None, ROUTED)()
     with collecting(service.behave, metrics=refuse_with(503)) as server:

@@ -23,8 +23,8 @@ from instrument import scope
 from instrument.errors import ExportError
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
-from instrument.recording import export_place
-from instrument.recording.export_place import ExportCheckpoint, Progress
+from instrument.recording import export_checkpoint
+from instrument.recording.export_checkpoint import ExportCheckpoint, Progress
 from instrument.runtime import packets, run_folder
 from instrument.sessions import handover, leaving, session_threads
 from instrument.sessions.profile_reload import Generations
@@ -81,7 +81,7 @@ def taken() -> ExportCheckpoint:
 
 def write(place: ExportCheckpoint, generation: int = 0, **fates: int) -> None:
     """Have the agent say how far it has come."""
-    progress = Progress(generation or export_place.counted(place)[0])
+    progress = Progress(generation or place.head().generation)
     progress.fates.update(fates)
     progress.settled_ns = time.monotonic_ns() + 60 * 10**9
     place.write(progress)
@@ -91,7 +91,7 @@ def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Colle
     session = begin(collector)
     place = taken()
     serve(3)
-    write(place, export_place.counted(place)[0] + 1, seen=9, kept=9, exported=9)
+    write(place, place.head().generation + 1, seen=9, kept=9, exported=9)
     found = session.flush(0)
     assert found is not None
     assert (found.settled, found.exported) == (False, 0)
@@ -317,4 +317,4 @@ def test_what_an_exporter_had_read_and_not_sent_is_counted_where_the_agent_gives
     place.close()
     session.exporting.hear_agent({"unexported": True})
     instrument.stop()
-    assert session.losses() == export_place.told({"unread": 3, "unanswered": 1, "abandoned": 2})
+    assert session.losses() == export_checkpoint.losses_by_name({"unread": 3, "unanswered": 1, "abandoned": 2})

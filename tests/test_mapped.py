@@ -39,7 +39,7 @@ from instrument.otlp.recording_reader import RecordingReader
 from instrument.profile.model import Capture
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
-from instrument.recording.export_place import Progress
+from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.mapped_facts import Detail, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -18,8 +17,8 @@ from typing import Any
 
 from instrument.agent.child import Child
 from instrument.agent.processes import Process, Run
-from instrument.recording import export_place
-from instrument.recording.export_place import ExportCheckpoint
+from instrument.recording.export_checkpoint import ExportCheckpoint, losses_by_name
+from instrument.recording.recording_head import generation_of
 from instrument.runtime import atomic, packets, run_folder
 
 EXPORTER = "instr-exporter"
@@ -82,7 +81,7 @@ class Exports:
     @property
     def lost(self) -> Mapping[str, int]:
         """Return the losses of ended processes, by the names that users see."""
-        return export_place.told(self.fates)
+        return losses_by_name(self.fates)
 
     def add(self, process: Process) -> None:
         """Export what a process records, or read it for scrapes, if it or somebody else asks for that."""
@@ -150,7 +149,7 @@ class Exports:
 
     def _begin_with(self, process: Process, memory: int) -> None:
         self._next += 1
-        self._recordings[self._next] = process, memory, export_place.generation_of(memory)
+        self._recordings[self._next] = process, memory, generation_of(memory)
         self._hand_over(self._next)
 
     def note_ended(self, process: Process) -> None:
@@ -311,9 +310,9 @@ class Exports:
         """Count what a process that has ended left unread, and unless that `is_told` what became of its spans."""
         if process.lives or not exports_spans(process):
             return
-        with suppress(OSError, struct.error), closing(ExportCheckpoint(memory)) as place:
+        with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
             self.fates.update({} if is_told else place.read().untold())
-            self.fates["unread"] += export_place.unread(place)
+            self.fates["unread"] += place.unread()
 
     def _restart_exporter(self) -> None:
         """Start another child after the end of the last one, which was a fault unless `is_ending`."""
@@ -353,8 +352,8 @@ class Exports:
         """Note the most spans of a process that may still be unsent."""
         if process in self._unsent or not exports_spans(process):
             return
-        with suppress(OSError, struct.error), closing(ExportCheckpoint(memory)) as place:
-            self._unsent[process] = place.read().unsettled + export_place.unread(place)
+        with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
+            self._unsent[process] = place.read().unsettled + place.unread()
             self._write_unsent()
 
     def _forget_note(self, process: Process) -> None:

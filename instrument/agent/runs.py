@@ -30,7 +30,7 @@ from instrument.agent.processes import (
     exit_fd_of_another,
     has_open_span,
     image_of,
-    rows_held,
+    rows_kept,
 )
 from instrument.agent.unseen import LOOK_S, ConnectionWatch, Unseen
 from instrument.runtime import run_folder
@@ -234,7 +234,7 @@ class Runs:
             is_part = process.has_recorded and not process.told_of_itself
             process.is_saving = is_part
             # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
-            by_agent = not facts.get("is_timed") and process.memory >= 0 and rows_held(process.memory) > MOST_ROWS
+            by_agent = not facts.get("is_timed") and process.memory >= 0 and rows_kept(process.memory) > MOST_ROWS
             if is_part and by_agent:
                 self._save(process)
             elif is_part:

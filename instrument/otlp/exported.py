@@ -25,8 +25,7 @@ from instrument.otlp.kept_files import KeptFiles
 from instrument.otlp.metering import Metering
 from instrument.otlp.recording_reader import DeviceTimes, RecordingReader
 from instrument.otlp.span_queue import Source
-from instrument.recording import export_place
-from instrument.recording.export_place import (
+from instrument.recording.export_checkpoint import (
     DERIVED_LOST,
     METRICS_LOST,
     SENT,
@@ -348,7 +347,7 @@ class RecordingExport:
 
     @property
     def fates(self) -> Mapping[str, int]:
-        """The fates of its rows, as `instrument.recording.export_place` names them."""
+        """The fates of its rows, as `instrument.recording.export_checkpoint` names them."""
         return self._progress.fates
 
     @property
@@ -410,7 +409,7 @@ class RecordingExport:
             if reading is not None:
                 fates[METRICS_LOST] += reading.metering.lost_at_end()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
-                fates["unread"] += export_place.unread(self._place)  # nobody counts it once this is reported
+                fates["unread"] += self._place.unread()  # nobody counts it once this is reported
             progress.is_told, progress.before = True, Progress().before
             if self.is_ours:
                 self._place.write(progress)

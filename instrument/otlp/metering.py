@@ -18,9 +18,8 @@ from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
 from instrument.recording.distributions import Snapshot
-from instrument.recording.export_place import ExportCheckpoint
+from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState
 from instrument.recording.mapped import Mapped
-from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
@@ -98,7 +97,7 @@ class Metering:
         self._reader = reader
         self._source = source
         self._exporter = exporter
-        self._place = MeterPlace(place)
+        self._place = place
         self._generation = mapped.generation
         self._service = origin_of(mapped.header).service
         self._lock = Lock()
@@ -124,7 +123,7 @@ class Metering:
         self.unsaved = 0
         """The number of requests whose queue time was counted after the state was last written."""
         self.change(facts)
-        self._catch_up(self._go_on(read_meter(place)))
+        self._catch_up(self._go_on(place.read_meter()))
         exporter.add_metrics(source)
 
     def _go_on(self, saved: MeterState | None) -> Mapping[int, int]:
@@ -302,7 +301,7 @@ class Metering:
             if not self.metrics.waits():
                 self._settled_ns = max(self._settled_ns, self._taken_ns)
             state = replace(self._state, settled_ns=self._settled_ns, told=self.metrics.state())
-            is_written = self._place.write(state)
+            is_written = self._place.write_meter(state)
         if not is_written and not self._is_said:
             self._is_said = True
             logger.warning("more metrics than a recording has room for: who exports it next may tell some anew")

@@ -139,7 +139,7 @@ class Metrics:
             }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another exporter. Raise one of `meter_place.DAMAGED` if it is malformed."""
+        """Go on from the state of another exporter. Raise one of `export_checkpoint.DAMAGED` if it is malformed."""
         begun_ns = {int(device): int(at_ns) for device, at_ns in state["begun_ns"]}
         newest = {(str(name), int(device)): float(value) for name, device, value in state["newest"]}
         lost = [{str(fate): int(count) for fate, count in of.items()} for of in state["lost"]]

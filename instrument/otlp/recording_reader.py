@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.otlp.export_facts import ExportFacts
-from instrument.recording.export_place import Progress
+from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.paths import CallTree

@@ -79,7 +79,7 @@ class Snapshots:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another exporter. Raise one of `meter_place.DAMAGED` if it is malformed."""
+        """Go on from the state of another exporter. Raise one of `export_checkpoint.DAMAGED` if it is malformed."""
         sent = {
             (str(name), labels_told(labels)): (
                 Distribution.of(value) if isinstance(value, list) else float(value),

@@ -333,7 +333,7 @@ class Meter:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with the counts of another meter. Raises one of `meter_place.DAMAGED` for a state that is none."""
+        """Begin with the counts of another meter. Raise one of `export_checkpoint.DAMAGED` for a damaged state."""
         start_ns, requests, calls = int(state["start_ns"]), series_told(state["requests"]), series_told(state["calls"])
         met = {
             labels_told(labels): Counter({int(index): int(count) for index, count in known})

@@ -144,9 +144,9 @@ SAMPLES = 131_072
 """Readings of gauges that are kept: an hour with one GPU, all of them once they take 8 MiB."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """The bytes of the export state, at the end of a recording; only its exporter writes them. See
-`instrument.recording.export_place`."""
+`instrument.recording.export_checkpoint`."""
 METER_BYTES = 16 * ALIGNED_BYTES
-"""The bytes of the metrics' state, before the export state. See `instrument.recording.meter_place`."""
+"""The bytes of the metrics' state, before the export state."""
 SMALL_RINGS = 4096
 """Threads that get a ring of the smallest size when the others have used up what there is."""
 

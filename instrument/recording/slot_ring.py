@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from instrument.recording import memory_layout as layout
 from instrument.recording.claim import GAUGES as CLAIMED
 from instrument.recording.claim import Claim
-from instrument.recording.export_place import generation_of
 from instrument.recording.memory_layout import SAMPLES
+from instrument.recording.recording_head import RecordingHead, generation_of
 from instrument.recording.spans import GAUGES, DeviceInterval, Sample
 from instrument.runtime.unpatched import Lock
 
@@ -288,14 +288,18 @@ class GaugePlace(Claim):
     def add(self, samples: Iterable[Sample]) -> bool:
         """Keep readings, in place of the oldest if need be. Return False if another session records there by now."""
         fd = self.fileno()
-        if fd < 0 or generation_of(fd) != self._generation:
+        try:
+            head = RecordingHead(fd)
+            part = head.part("samples")
+        except OSError:
             return False
-        part_at = layout.HEADER.fields["parts"][0] + layout.PARTS.index("samples") * layout.PART.size
-        offset, stride, slots, used, _ = Struct("<5Q").unpack(os.pread(fd, layout.PART.size, part_at))
-        if stride != _SAMPLE.size or not 0 < slots <= SAMPLES or offset + slots * stride > os.fstat(fd).st_size:
+        end = part.offset + part.slots * part.stride
+        if head.generation != self._generation or not 0 < part.slots <= SAMPLES or end > os.fstat(fd).st_size:
             return False
+        used = part.used
         for sample in samples:
-            os.pwrite(fd, _SAMPLE.pack(*_cells_of(sample)), offset + used % slots * stride)
+            os.pwrite(fd, _SAMPLE.pack(*_cells_of(sample)), part.offset + used % part.slots * part.stride)
             used += 1
-        os.pwrite(fd, _U64.pack(used), part_at + layout.PART.fields["used"][0])
+        table = layout.HEADER.fields["parts"][0] + layout.PARTS.index("samples") * layout.PART.size
+        os.pwrite(fd, _U64.pack(used), table + layout.PART.fields["used"][0])
         return True

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import ExportError
 from instrument.profile.model import Otlp
 from instrument.recorder.recorder import RECORDER
-from instrument.recording import export_place
+from instrument.recording.export_checkpoint import SENT
 from instrument.recording.remote_parents import noted
 from instrument.recording.spans import Span
 from instrument.runtime.cheap_start import LazyModule
@@ -366,7 +366,7 @@ class Exporting:
                 self._membership.send({"flush": True})
             progress = self.handover.progress()
             fates = progress.fates
-            sent_counts = {fate: fates[fate] for fate in export_place.SENT}
+            sent_counts = {fate: fates[fate] for fate in SENT}
             pending = fates["kept"] - sum(sent_counts.values())
             now, before, seen_rows = time.monotonic(), seen_rows, fates["seen"] + fates["missed"]
             is_awaited = seen_rows != before or pending or self._is_agent_starting()

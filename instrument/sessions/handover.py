@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from instrument.recording import export_place
-from instrument.recording.export_place import ExportCheckpoint, Progress
-from instrument.recording.meter_place import DAMAGED, MeterState, read_meter
+from instrument.recording import export_checkpoint
+from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import replace
 from instrument.sessions.own_export import OwnExport
@@ -69,7 +68,7 @@ class Handover:
     def leave_behind(self, count: int, *, is_reported: bool) -> None:
         """Note the spans that were not delivered as the session ended. `is_reported`: the agent can report losses."""
         reason = UNDELIVERED if is_reported else UNREPORTED
-        self.left = {export_place.UNREAD if self.is_given_up() else reason: count} if count else {}
+        self.left = {export_checkpoint.UNREAD if self.is_given_up() else reason: count} if count else {}
 
     def _opened(self) -> ExportCheckpoint:
         memory = self._memory()
@@ -108,10 +107,11 @@ class Handover:
         """Return the count of recorded rows whose metrics were taken, in whichever process."""
         try:
             with closing(self._opened()) as place:
-                state, (generation, ended_rows) = read_meter(place), export_place.counted(place)
+                state, head = place.read_meter(), place.head()
         except OSError:
             return 0
-        return ended_rows + sum(state.places.values()) if state is not None and state.generation == generation else 0
+        is_of_now = state is not None and state.generation == head.generation
+        return head.number("ended_rows") + sum(state.places.values()) if state is not None and is_of_now else 0
 
     def progress(self) -> Progress:
         """Return the progress of this session's export by another process."""
@@ -147,19 +147,19 @@ class Handover:
         else:
             progress = self.progress() if self.has_agent else Progress()
             fates = progress.untold() if self.is_given_up() else progress.fates
-        return {**export_place.told(fates), **self.left}
+        return {**export_checkpoint.losses_by_name(fates), **self.left}
 
 
 def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
     """Return the metrics of what is recorded now, by native thread ids; None for those of an earlier session."""
-    state = read_meter(place)
-    if state is None or state.generation != export_place.counted(place)[0]:
+    state, head = place.read_meter(), place.head()
+    if state is None or state.generation != head.generation:
         return None
-    threads = export_place.threads(place)
+    threads = {ring.number: ring.thread_id for ring in head.rings() if ring.thread_id}
     return replace(state, places={threads[ring]: row for ring, row in state.places.items() if ring in threads})
 
 
 def _of_session(place: ExportCheckpoint) -> Progress:
     """Return the progress of the export of what is recorded now. The recording may have that of an earlier session."""
     progress = place.read()
-    return progress if progress.generation == export_place.counted(place)[0] else Progress(before=progress.untold())
+    return progress if progress.generation == place.head().generation else Progress(before=progress.untold())

@@ -11,8 +11,7 @@ import pytest
 
 from instrument.recorder.meter import Books, Meter
 from instrument.recording import memory, memory_layout
-from instrument.recording.export_place import ExportCheckpoint
-from instrument.recording.meter_place import DAMAGED, MeterPlace, MeterState, read_meter
+from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState
 
 
 @pytest.fixture
@@ -29,26 +28,24 @@ def state(number: int, **meter: Any) -> MeterState:
 
 
 def test_what_was_written_last_is_read_by_the_next_one(place: ExportCheckpoint) -> None:
-    assert read_meter(place) is None
+    assert place.read_meter() is None
     for number in range(1, 4):
-        assert MeterPlace(place).write(state(number))
-        assert read_meter(place) == state(number)
+        assert place.write_meter(state(number))
+        assert place.read_meter() == state(number)
 
 
 def test_of_what_was_being_written_the_state_before_is_left(place: ExportCheckpoint) -> None:
-    writer = MeterPlace(place)
-    writer.write(state(1))
-    writer.write(state(2))
+    place.write_meter(state(1))
+    place.write_meter(state(2))
     at = os.fstat(place.fileno()).st_size - memory_layout.EXPORT_BYTES - memory_layout.METER_BYTES
     os.pwrite(place.fileno(), b"\xff", at + 50)
-    assert read_meter(place) == state(1)
+    assert place.read_meter() == state(1)
 
 
 def test_a_state_without_room_leaves_the_one_before(place: ExportCheckpoint) -> None:
-    writer = MeterPlace(place)
-    writer.write(state(1))
-    assert not writer.write(state(2, noise=random.Random(1).randbytes(1 << 20).hex()))
-    assert read_meter(place) == state(1)
+    place.write_meter(state(1))
+    assert not place.write_meter(state(2, noise=random.Random(1).randbytes(1 << 20).hex()))
+    assert place.read_meter() == state(1)
 
 
 def test_a_meter_that_goes_on_tells_what_the_one_before_had_counted(make_recorder: Any) -> None:

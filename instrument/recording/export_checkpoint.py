@@ -1,20 +1,24 @@
-"""The export state of a recording, which its exporter writes into it so that the next exporter can continue.
+"""The states of a recording's export and metrics, which its exporter writes into it so that the next can continue.
 
-One process at a time exports: it has a lock on the recording, which the system releases as that process ends. The state
-has two copies, written in turns, so that an exporter killed while it writes leaves the earlier copy.
+One process at a time exports: it has a lock on the recording, which the system releases as that process ends. Each
+state is JSON in two copies. That of the metrics has totals of requests by status, which the tally does not have, the
+points sent, and the next row of each ring.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import struct
 import zlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from struct import Struct
+from typing import Any
 
 from instrument.recording import memory_layout as layout
 from instrument.recording.claim import EXPORT, Claim
-from instrument.runtime.cheap_start import dataclass, field
+from instrument.recording.recording_head import RecordingHead
+from instrument.runtime.cheap_start import asdict, dataclass, field
 
 EXPORT_COUNTERS = (
     "seen", "intervals", "missed", "untimed",
@@ -46,10 +50,11 @@ OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
 METRICS_LOST = "metrics lost"
 """The counter of metric points that the collector did not take, in addition to the fates of spans."""
 
-_HEAD = struct.Struct(f"<QQQQQQ{2 * len(EXPORT_COUNTERS)}Q")
-_PLACE = struct.Struct("<QQ")
-_SLOT_BYTES = layout.EXPORT_BYTES // 2
-_MOST_PLACES = (_SLOT_BYTES - _HEAD.size) // _PLACE.size
+DAMAGED = (TypeError, ValueError, KeyError, AttributeError, OverflowError)
+"""The errors of reading a damaged state."""
+
+LARGEST_BYTES = 16 << 20
+"""The largest size of the metrics' state before compression."""
 
 
 @dataclass(slots=True)
@@ -98,110 +103,113 @@ def give_up(fates: MutableMapping[str, int]) -> None:
         fates[fate] = 0
 
 
+@dataclass(frozen=True, slots=True)
+class MeterState:
+    """The state of the metrics of one generation of a recording.
+
+    `meter` has the counts of the rows before `places`, and `told` those that a collector has. All that was counted
+    before `settled_ns`, on the monotonic clock, has been sent or given up.
+    """
+
+    generation: int
+    settled_ns: int
+    meter: Mapping[str, Any]
+    told: Mapping[str, Any]
+    places: Mapping[int, int]
+
+
+class _TwoCopies:
+    """A text in two places of a file, written in turns: a writer killed while it writes leaves the earlier copy."""
+
+    _HEAD = Struct("<QII")
+
+    def __init__(self, claim: Claim, at: int, size_bytes: int) -> None:
+        self._claim, self._at, self._room = claim, at, size_bytes // 2
+        self._turn = -1
+
+    def read(self) -> bytes:
+        """Return the newest sound copy, b"" without any."""
+        newest, self._turn = b"", 0
+        for copy in (0, 1):
+            data = os.pread(self._claim.fileno(), self._room, self._at + copy * self._room)
+            turn, crc, length = self._HEAD.unpack_from(data) if len(data) == self._room else (0, 0, 0)
+            text = data[self._HEAD.size :][:length]
+            if turn > self._turn and zlib.crc32(text, turn & 0xFFFFFFFF) == crc:
+                newest, self._turn = text, turn
+        return newest
+
+    def write(self, text: bytes) -> bool:
+        """Write over the older copy. Return False if there is no room for the text."""
+        if self._turn < 0:
+            self.read()
+        if self._HEAD.size + len(text) > self._room:
+            return False
+        self._turn += 1
+        head = self._HEAD.pack(self._turn, zlib.crc32(text, self._turn & 0xFFFFFFFF), len(text))
+        with suppress(OSError):
+            os.pwrite(self._claim.fileno(), head + text, self._at + self._turn % 2 * self._room)
+        return True
+
+
 class ExportCheckpoint(Claim):
-    """The reader and writer of a recording's export state. Raises `OSError` for a file that cannot be written."""
+    """The reader and writer of the states of a recording's export and metrics.
+
+    Raises `OSError` for a file that cannot be written, and for one that is no recording.
+    """
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, EXPORT)
-        self._at = os.fstat(self._fd).st_size - layout.EXPORT_BYTES
-        self._turn = 0
+        at = os.fstat(self._fd).st_size - layout.EXPORT_BYTES
+        self._progress = _TwoCopies(self, at, layout.EXPORT_BYTES)
+        self._meter = _TwoCopies(self, at - layout.METER_BYTES, layout.METER_BYTES)
 
     def read(self) -> Progress:
         """Return the last written state, an empty one if nobody has exported the recording."""
-        newest, newest_state = 0, Progress()
-        for turn in (0, 1):
-            data = os.pread(self.fileno(), _SLOT_BYTES, self._at + turn * _SLOT_BYTES)
-            number, progress = _unpacked(data)
-            if number > newest:
-                newest, newest_state, self._turn = number, progress, number
-        return newest_state
+        try:
+            facts = json.loads(self._progress.read())
+            return Progress(**{**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}})
+        except DAMAGED:
+            return Progress()
 
     def write(self, progress: Progress) -> None:
-        """Write the state over the older of the two copies."""
-        self._turn += 1
-        data = _packed(self._turn, progress)
-        with suppress(OSError):
-            os.pwrite(self.fileno(), data, self._at + self._turn % 2 * _SLOT_BYTES)
+        """Write the state of the export."""
+        facts = {**asdict(progress), "places": sorted(progress.places.items())}
+        self._progress.write(json.dumps(facts, separators=(",", ":")).encode())
+
+    def read_meter(self) -> MeterState | None:
+        """Return the last written state of the metrics; None if there is none, or both copies are damaged."""
+        try:
+            facts = json.loads(zlib.decompressobj().decompress(self._meter.read(), LARGEST_BYTES))
+            return MeterState(**{**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}})
+        except (zlib.error, RecursionError, *DAMAGED):
+            return None
+
+    def write_meter(self, state: MeterState) -> bool:
+        """Write the state of the metrics. Return False if it does not fit."""
+        facts = {
+            "generation": state.generation,
+            "settled_ns": state.settled_ns,
+            "meter": state.meter,
+            "told": state.told,
+            "places": [*state.places.items()],
+        }
+        return self._meter.write(zlib.compress(json.dumps(facts, separators=(",", ":")).encode(), 1))
+
+    def head(self) -> RecordingHead:
+        """Return the header of the recording as it is now."""
+        return RecordingHead(self.fileno())
+
+    def unread(self) -> int:
+        """Return the number of rows that no exporter has read; 0 if the exporter has reported the losses itself."""
+        progress, head = self.read(), self.head()
+        is_of_now = progress.generation == head.generation
+        if is_of_now and progress.is_told:
+            return 0
+        recorded = sum(ring.head for ring in head.rings() if ring.thread_id) + head.number("ended_rows")
+        return max(recorded - (progress.fates["seen"] + progress.fates["missed"] if is_of_now else 0), 0)
 
 
-def generation_of(fd: int) -> int:
-    """Return the generation of a recording now, 0 if it cannot be read."""
-    try:
-        return _number(os.pread(fd, layout.HEADER.size, 0), layout.HEADER, "generation")
-    except (OSError, struct.error):
-        return 0
-
-
-def counted(place: ExportCheckpoint) -> tuple[int, int]:
-    """Return the generation of a recording, and the number of rows of rings that were given up."""
-    head = os.pread(place.fileno(), layout.HEADER.size, 0)
-    return _number(head, layout.HEADER, "generation"), _number(head, layout.HEADER, "ended_rows")
-
-
-def threads(place: ExportCheckpoint) -> dict[int, int]:
-    """Return the native ids of the threads whose rows a recording has, by the numbers of their rings."""
-    return {number: thread for number, thread, _ in _rings(place)}
-
-
-def unread(place: ExportCheckpoint) -> int:
-    """Return the number of rows that no exporter has read; 0 if the exporter has reported the losses itself."""
-    progress, (generation, ended_rows) = place.read(), counted(place)
-    if progress.generation == generation and progress.is_told:
-        return 0
-    recorded = sum(head for _, _, head in _rings(place)) + ended_rows
-    read = progress.fates["seen"] + progress.fates["missed"] if progress.generation == generation else 0
-    return max(recorded - read, 0)
-
-
-def _rings(place: ExportCheckpoint) -> list[tuple[int, int, int]]:
-    """Return number, thread and head of each ring that is in use."""
-    head = os.pread(place.fileno(), layout.HEADER.size, 0)
-    parts = struct.unpack_from("<50Q", head, layout.HEADER.fields["parts"][0])
-    offset, stride, slots, used, _ = parts[5 * layout.PARTS.index("rings") :][:5]
-    size = min(stride * min(used, slots), os.fstat(place.fileno()).st_size)
-    data = os.pread(place.fileno(), size, offset)
-    before, rings = _number(head, layout.HEADER, "object_bytes"), []
-    for at in range(0, len(data) - stride + 1, stride):
-        ring = data[at + before : at + stride]
-        number, thread = _number(ring, layout.RING, "number"), _number(ring, layout.RING, "thread_id")
-        if number and thread and _number(ring, layout.RING, "generation") == _number(head, layout.HEADER, "generation"):
-            rings.append((number, thread, _number(ring, layout.RING, "head")))
-    return rings
-
-
-def _number(data: bytes, record: layout.Record, name: str) -> int:
-    at, code = record.fields[name]
-    return int(struct.unpack_from(f"<{code}", data, at)[0])
-
-
-def _packed(turn: int, progress: Progress) -> bytes:
-    places = sorted(progress.places.items())[-_MOST_PLACES:]
-    body = b"".join([
-        _HEAD.pack(
-            turn, 0, progress.generation, len(places), progress.settled_ns, progress.is_told,
-            *(max(fates[name], 0) for fates in (progress.fates, progress.before) for name in EXPORT_COUNTERS),
-        ),
-        *(_PLACE.pack(*place) for place in places),
-    ])  # fmt: skip
-    return body[:8] + zlib.crc32(body).to_bytes(8, "little") + body[16:]
-
-
-def _unpacked(data: bytes) -> tuple[int, Progress]:
-    if len(data) < _HEAD.size:
-        return 0, Progress()
-    turn, crc, generation, count, settled_ns, is_told, *fates = _HEAD.unpack_from(data)
-    body = data[: _HEAD.size + min(count, _MOST_PLACES) * _PLACE.size]
-    if not turn or count > _MOST_PLACES or zlib.crc32(body[:8] + bytes(8) + body[16:]) != crc:
-        return 0, Progress()
-    places = dict(_PLACE.iter_unpack(body[_HEAD.size :]))
-    now, before = (
-        dict(zip(EXPORT_COUNTERS, some, strict=True))
-        for some in (fates[: len(EXPORT_COUNTERS)], fates[len(EXPORT_COUNTERS) :])
-    )
-    return turn, Progress(generation, places, now, settled_ns, before, bool(is_told))
-
-
-def told(fates: Mapping[str, int]) -> Mapping[str, int]:
+def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:
     """Return the losses of an export by the names that reports give them; `fates` may have `unread` and `perhaps`."""
     names = {
         "spans rejected by the OTLP export": "rejected",
