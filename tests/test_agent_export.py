@@ -417,6 +417,9 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     (other,) = until(lambda: [one for one in agents() if one != agent])
     until(lambda: len(collector.taken) == 2 * spans_of(10))
     assert Counter(collector.taken) == {"serve": 20, "step": 180, "fail": 2}
+    until(
+        lambda: [place.read().fates["exported"] for place, _ in recordings()] == [2 * spans_of(10)]
+    )  # it has heard so
     (home,) = run_folder.found()
     with (home / agent_launch.BEGINNINGS).open("a") as beginnings:
         beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.AGENTS)

@@ -339,7 +339,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (289, 4),
-    "agent": (4_626, 19),
+    "agent": (4_566, 19),
     "chrome": (3_067, 9),
     "cli": (2_782, 16),
     "compat": (1_181, 6),
@@ -347,11 +347,11 @@ LINES_AND_FILES = {
     "docs": (0, 0),
     "instrumentors": (11_153, 43),
     "native": (9_128, 28),
-    "otlp": (5_005, 20),
+    "otlp": (4_958, 20),
     "profile": (2_482, 8),
     "proposal": (1_400, 5),
-    "recorder": (2_605, 10),
-    "recording": (4_034, 19),
+    "recorder": (2_570, 10),
+    "recording": (4_036, 19),
     "report": (14_196, 50),
     "runtime": (2_631, 18),
     "sessions": (6_889, 29),

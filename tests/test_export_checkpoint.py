@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from instrument.recorder.meter import Books, Meter
+from instrument.recorder.meter import Meter
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState
 
@@ -50,14 +50,11 @@ def test_a_state_without_room_leaves_the_one_before(place: ExportCheckpoint) -> 
 
 def test_a_meter_that_goes_on_tells_what_the_one_before_had_counted(make_recorder: Any) -> None:
     recorder = make_recorder()
-    books = Books(lambda: {"spans": 1}, lambda: {"probes": 2e9}, dict)
-    first = Meter(recorder, books)
-    first.begin(7)
-    one = first.snapshot(requests=True, marks=())
-    later = Meter(recorder, Books(dict, dict, dict))
-    later.begin(9)
+    first = Meter(recorder, 7)
+    one = first.snapshot(requests=True, marks=(), losses={"spans": 1}, costs_ns={"probes": 2e9}, queued={})
+    later = Meter(recorder, 9)
     later.go_on(first.state())
-    other = later.snapshot(requests=True, marks=())
+    other = later.snapshot(requests=True, marks=(), losses={}, costs_ns={}, queued={})
     assert (other.start_ns, [(metric.name, metric.series) for metric in other.metrics]) == (
         one.start_ns,
         [(metric.name, metric.series) for metric in one.metrics],
@@ -80,8 +77,7 @@ def test_a_meter_that_goes_on_tells_what_the_one_before_had_counted(make_recorde
     ],
 )
 def test_a_meter_takes_no_state_that_is_damaged(make_recorder: Any, what: dict[str, Any]) -> None:
-    meter = Meter(make_recorder(), Books(dict, dict, dict))
-    meter.begin(7)
+    meter = Meter(make_recorder(), 7)
     before = meter.state()
     with pytest.raises(DAMAGED):
         meter.go_on({**before, **what})

@@ -19,7 +19,7 @@ from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.otlp.exposition import BOUNDS_S, Metered, families_of_process, name_of, text_of
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
-from instrument.recorder.meter import Books, Meter
+from instrument.recorder.meter import Meter
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import HISTOGRAM, Distribution, Metric, Snapshot
 from instrument.recording.spans import HOST, Sample
@@ -137,7 +137,7 @@ def test_requests_are_told_apart_by_tenant_in_metrics_and_in_a_view_up_to_a_limi
 
 
 def test_who_goes_on_counting_tells_the_same_tenants_apart() -> None:
-    before, after = (Meter(RECORDER, Books(dict, dict, dict)) for _ in range(2))
+    before, after = (Meter(RECORDER, 0) for _ in range(2))
     for one in (before, after):
         one.by, one.at_most = "tenant", 1
     assert before._group({"tenant": "ada"}) == (("tenant", "ada"),)

@@ -16,8 +16,8 @@ from engine_service import beside_engine
 from otlp_collectors import Collector, collecting, take
 from test_agent import agents, begin, children_of, folder, until
 
-from instrument.recorder.meter import Books, Meter
-from instrument.recording.distributions import Distribution
+from instrument.recorder.meter import Meter
+from instrument.recording.distributions import Distribution, Metric
 from instrument.recording.rows import Row
 from instrument.recording.spans import Site, Span
 from instrument.runtime import run_folder
@@ -230,13 +230,10 @@ class _Rows:
     def site_of(self, row: Row) -> Site:
         return ROUTED
 
-    def cursor(self) -> Any:
-        raise AssertionError("nothing is watched")
-
     def open_rows(self) -> list[tuple[int, Row]]:
         return []
 
-    def lines(self, *, merged: bool = False) -> Any:
+    def totals(self, **_: Any) -> Any:
         raise AssertionError("no calls are counted")
 
 
@@ -246,9 +243,13 @@ def ended(error: str | None, attributes: dict[str, Any]) -> Span:
 
 
 def meter_of(*generations: str) -> Meter:
-    found = Meter(_Rows(), Books(dict, dict, dict))
+    found = Meter(_Rows(), 0)
     found.generations = generations
     return found
+
+
+def metrics_of(meter: Meter) -> list[Metric]:
+    return [*meter.snapshot(requests=False, marks=(), losses={}, costs_ns={}, queued={}).metrics]
 
 
 def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() -> None:
@@ -261,14 +262,13 @@ def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() 
         taken = meter_of(*routes)
         taken.go_on(counted.state())
         taken.count_served(own, 2, 4.0, None)
-        found = {one.name: one for one in taken.snapshot(requests=False, marks=(), joins=True).metrics}
+        found = {one.name: one for one in metrics_of(taken)}
         for name, total in ((TIME_IN_QUEUE, 42), ("instrument.request.batch.size", 6_500_000_000)):
             ((told, times),) = found[name].series.items()
             assert told == labels
             assert isinstance(times, Distribution)
             assert (times.count, times.sum_ns) == (2, total)
-        assert TIME_IN_QUEUE not in {one.name for one in taken.snapshot(requests=False, marks=()).metrics}
-        kept = {one.name: one.exemplars for one in counted.snapshot(requests=False, marks=(), joins=True).metrics}
+        kept = {one.name: one.exemplars for one in metrics_of(counted)}
         ((one,),) = kept[TIME_IN_QUEUE].values()
         assert (one.value_ns, one.at_ns, one.trace_id, one.span_id) == (40, 900, 7, 8)
 
@@ -278,6 +278,6 @@ def test_where_nothing_is_generated_the_time_in_the_queue_has_a_name_of_our_own(
     for streams, name in ((False, "instrument.request.time_in_queue"), (True, TIME_IN_QUEUE)):
         counted = meter_of()
         counted.count_served(own, 40, 1.0, None, streams=streams)
-        told = {one.name for one in counted.snapshot(requests=False, marks=(), joins=True).metrics if one.series}
+        told = {one.name for one in metrics_of(counted) if one.series}
         assert name in told
         assert len(told & {"instrument.request.time_in_queue", TIME_IN_QUEUE}) == 1

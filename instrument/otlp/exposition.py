@@ -28,7 +28,7 @@ from instrument.recording.distributions import (
     Snapshot,
     summed,
 )
-from instrument.recording.generations import FIRST_TOKEN, OUTPUT_TOKEN, QUEUE_TIME, REQUEST_DURATION
+from instrument.recording.gen_ai_metrics import FIRST_TOKEN, OUTPUT_TOKEN, QUEUE_TIME, REQUEST_DURATION
 from instrument.recording.histogram import bucket_middle
 from instrument.recording.spans import Gpu, Origin, Sample
 

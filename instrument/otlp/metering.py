@@ -7,7 +7,7 @@ process itself, goes on from there.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from instrument.otlp.export_facts import ExportFacts, facts_from
@@ -16,14 +16,12 @@ from instrument.otlp.exposition import Metered
 from instrument.otlp.metrics import DELAY_NS
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
-from instrument.recorder.meter import Books, Ended, Meter, endpoint_of, mark_of
+from instrument.recorder.meter import Ended, Meter
 from instrument.recording.distributions import Snapshot
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState
 from instrument.recording.mapped import Mapped
-from instrument.recording.paths import CallTree
 from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
-from instrument.recording.tally import Tally
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
 from instrument.trace.of_recording import origin_of
@@ -39,39 +37,6 @@ GAUGES_FOR_NS = 30 * 10**9
 
 RELEASE_S = 0.5
 """Seconds; the longest wait for a request of metrics that is being sent as another exporter takes over."""
-
-
-class _MeteredRows:
-    """A recording with the methods of a recorder that the meter calls."""
-
-    def __init__(self, mapped: Mapped, reader: RecordingReader) -> None:
-        self._mapped = mapped
-        self._reader = reader
-        self.site_of = reader.site_of
-        self.lost = 0
-        self.has_ended = False
-        self.marks: Collection[str] = ()
-        """Marks of the functions whose calls are counted."""
-
-    def cursor(self) -> _MeteredRows:
-        self._reader.watch()
-        return self
-
-    def read(self) -> Sequence[tuple[int, Sequence[Row]]]:
-        return [(0, self._reader.watched())]
-
-    def open_rows(self) -> Sequence[tuple[int, Row]]:
-        return [] if self.has_ended else self._reader.open_rows()
-
-    def totals(self, *, merged: bool = False) -> Tally:
-        return self._reader.totals(merged=merged, wanted=self._are_metered)
-
-    def _are_metered(self, tree: CallTree) -> Sequence[bool]:
-        """Return True for each site whose tally is counted. A tally may have thousands of paths."""
-        endpoints, asked_for = tree.by_site(endpoint_of), self.marks
-        if not asked_for:
-            return [bool(endpoint) for endpoint in endpoints]
-        return [bool(one) or mark in asked_for for one, mark in zip(endpoints, tree.by_site(mark_of), strict=True)]
 
 
 _GROUPS: dict[tuple[str, str], set[str]] = {}
@@ -102,16 +67,7 @@ class Metering:
         self._service = origin_of(mapped.header).service
         self._lock = Lock()
         self._facts = facts
-        self._rows = _MeteredRows(mapped, reader)
-        self._meter = Meter(
-            self._rows,
-            Books(
-                lambda: self._facts.metered.losses,
-                lambda: self._facts.metered.costs_ns,
-                lambda: {} if self._rows.has_ended else self._facts.metered.queued,
-            ),
-        )
-        self._meter.begin(facts.metered.start_ns)
+        self._meter = Meter(reader, facts.metered.start_ns)
         self.metrics = source.metrics = exporter.new_metrics(facts.metered.environ)
         self._ended: tuple[int, Ended] | None = None
         """Requests that had ended at a time. Some of them may be unread."""
@@ -145,7 +101,7 @@ class Metering:
         for rows in self._reader.between(places):
             self._meter.count([row for row in rows if is_request_root(row)])
             if self._meter.watches:
-                self._meter.count_parts(rows, self._streams)
+                self._meter.count_parts(rows, self._facts.metered.streams)
 
     def change(self, facts: ExportFacts) -> None:
         """Take over the newest facts of the process.
@@ -156,11 +112,9 @@ class Metering:
         self._meter.generations = facts.metered.routes
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
         self._meter.groups = _GROUPS.setdefault((self._service, facts.metered.by), set())
-        self._meter.watch(functions=facts.metered.watches)
-        self._meter.count_generators(self._streams)
-
-    def _streams(self) -> Collection[str]:
-        return self._facts.metered.streams
+        self._meter.watches = facts.metered.watches
+        if rows := self._reader.watched(goes_on=facts.metered.watches):
+            self._meter.count_parts(rows, facts.metered.streams)
 
     # ---------------------------------------------------------------- counting
 
@@ -236,30 +190,35 @@ class Metering:
         if (newest := facts_from(self._mapped.header.facts.get("export"))) is not None:
             self.change(newest)
         facts = self._facts.metered
-        self._rows.marks = self._meter.marks.union(facts.calls)
         if not (facts.asks and self._has_recorded()):
             return None
-        return self._meter.snapshot(requests=facts.requests, marks=facts.calls, joins=True)
+        return self._meter.snapshot(
+            requests=facts.requests,
+            marks=facts.calls,
+            losses=facts.losses,
+            costs_ns=facts.costs_ns,
+            queued=facts.queued,
+        )
 
     def metered(self) -> Metered | None:
         """Return the present metrics for a scrape. The collector gets nothing of them."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
         snapshot, header = self._snapshot(), self._mapped.header
-        samples = [] if self._rows.has_ended else self._mapped.samples(time.monotonic_ns() - GAUGES_FOR_NS)
+        samples = [] if self._meter.has_ended else self._mapped.samples(time.monotonic_ns() - GAUGES_FOR_NS)
         return Metered(origin_of(header), snapshot, samples, header.gpus)
 
     def _has_recorded(self) -> bool:
         """Return True where the process has recorded anything. Many processes only start others."""
         has_rows = sum(self._mapped.heads().values()) or self._mapped.ended_rows
-        return bool(has_rows or self._rows.open_rows())
+        return bool(has_rows or (not self._meter.has_ended and self._reader.open_rows()))
 
     # ---------------------------------------------------------------- the end
 
     def take_last(self) -> None:
         """Take the last metrics, once, after the process has ended and its recording was read."""
         if not self._has_last:
-            self._has_last = self._rows.has_ended = True
+            self._has_last = self._meter.has_ended = True
             until_ns = time.monotonic_ns()
             if self._facts.metered.asks:
                 self._ended = until_ns, self._meter.ended()

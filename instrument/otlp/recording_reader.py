@@ -63,14 +63,10 @@ class RecordingReader:
 
     # ---------------------------------------------------------------- what the meter asks
 
-    def watch(self) -> None:
-        """From now on, keep the rows of generators and of batches for `watched`."""
-        self._watched = [] if self._watched is None else self._watched
-
-    def watched(self) -> list[Row]:
-        """Return the rows of generators and of batches that have come since the last time."""
-        found, self._watched = self._watched or [], None if self._watched is None else []
-        return found
+    def watched(self, *, goes_on: bool) -> list[Row]:
+        """Return the rows of generators and batches since the last time; watch for later ones if it `goes_on`."""
+        rows, self._watched = self._watched or [], [] if goes_on else None
+        return rows
 
     def open_rows(self) -> list[tuple[int, Row]]:
         """Return the spans that are open now, as rows that have not ended."""

@@ -36,7 +36,7 @@ from instrument.recording.distributions import (
     told_labels,
     told_series,
 )
-from instrument.recording.generations import (
+from instrument.recording.gen_ai_metrics import (
     BATCH_SIZE,
     FIRST_TOKEN,
     JOINED,
@@ -56,9 +56,10 @@ from instrument.recording.generations import (
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, Site, Span
-from instrument.runtime.cheap_start import dataclass, late_pattern, replace
+from instrument.runtime.cheap_start import late_pattern, replace
 
 if TYPE_CHECKING:
+    from instrument.recording.paths import CallTree
     from instrument.recording.tally import Tally
 
 SCHEME = "url.scheme"
@@ -68,10 +69,7 @@ Ended = Mapping[Labels, Mapping[int, int]]
 
 
 class MeteredRows(Protocol):
-    """A source of rows: a process's own recorder, or another's recording."""
-
-    def cursor(self) -> Any:
-        """Return a cursor from now on, over all rows, or at least those with attributes."""
+    """The reader of a recording."""
 
     def open_rows(self) -> Iterable[tuple[int, Row]]:
         """Return the rows of open spans."""
@@ -79,39 +77,23 @@ class MeteredRows(Protocol):
     def site_of(self, row: Row) -> Site:
         """Return the site of a row."""
 
-    def totals(self, *, merged: bool = False) -> Tally:
-        """Return all totals up to now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """The counts that the process alone has, read for a snapshot.
-
-    `losses` are by reason, `costs_ns` by part, and `queued` has the waiting tasks by the executors' names.
-    """
-
-    losses: Callable[[], Mapping[str, int]]
-    costs_ns: Callable[[], Mapping[str, float]]
-    queued: Callable[[], Mapping[str, int]]
+    def totals(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
+        """Return the totals up to now of the sites that are wanted of a tree."""
 
 
 class Meter:
-    """A count of metrics. `count` and `snapshot` are for the one thread that reads the rings, in turn.
+    """A count of metrics from `start_ns` on. `count` and `snapshot` are for the one thread that reads the rings.
 
-    `generations` are the routes whose answers a model generates, as the profile has them; `watch` watches functions
-    that do so. Requests are grouped `by` an attribute, up to `at_most` values of it: the `groups`, which several meters
-    with common sums share.
+    `generations` are the routes whose answers a model generates, as the profile has them. With `watches` there are
+    metrics of functions that do so, and of batches. Requests are grouped `by` an attribute, up to `at_most` values of
+    it: the `groups`, which several meters with common sums share.
     """
 
-    def __init__(self, recorder: MeteredRows, books: Books) -> None:
+    def __init__(self, recorder: MeteredRows, start_ns: int) -> None:
         self._recorder = recorder
-        self._books = books
         self.generations: tuple[str, ...] = ()
         self.by, self.at_most = "", 0
-        self.begin(0)
-
-    def begin(self, start_ns: int) -> None:
-        """Begin anew, at the start of a session and in a forked child."""
+        self.watches = self.has_ended = False
         self._start_ns = start_ns
         self._requests: dict[Labels, Distribution] = {}
         self._generated = GenerationTimes()
@@ -122,7 +104,6 @@ class Meter:
         self._asked_for: set[str] = set()
         self._counters: dict[tuple[str, str], float] = {}
         self._exemplars: dict[Labels, Exemplars] = {}
-        self._watched: Any = None
         self.groups = set[str]()
 
     # ---------------------------------------------------------------- requests
@@ -202,26 +183,10 @@ class Meter:
     def _is_generation(self, endpoint: Labels) -> bool:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
 
-    def watch(self, *, functions: bool) -> None:
-        """Begin or end to look for functions whose items a model generates, and for batches."""
-        if not functions:
-            self._watched = None
-        elif self._watched is None:
-            self._watched = self._recorder.cursor()
-
-    def count_generators(self, marks: Callable[[], Collection[str]]) -> None:
-        """Count the items of generators of some marks since the last time, and the sizes of batches.
-
-        It reads every row, for they may be below any other. `marks` is called where there are generators.
-        """
-        if self._watched is not None:
-            self.count_parts([row for _, rows in self._watched.read() for row in rows if row[ATTRIBUTES]], marks)
-
-    def count_parts(self, rows: Sequence[Row], marks: Callable[[], Collection[str]]) -> None:
-        """Count rows with attributes of generators and batches."""
+    def count_parts(self, rows: Sequence[Row], marks: Collection[str]) -> None:
+        """Count the items of generators of some marks, and the sizes of batches, by their rows."""
         streams = [row for row in rows if FIRST_ITEM in (row[ATTRIBUTES] or ())]
-        known = marks() if streams else ()
-        counts = {site: mark_of(site) in known for site in map(self._recorder.site_of, streams)}
+        counts = {site: mark_of(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
             site = self._recorder.site_of(row)
             if counts[site]:
@@ -232,11 +197,6 @@ class Meter:
             if isinstance(keys := (row[ATTRIBUTES] or {}).get(BATCH_KEYS), list | tuple):
                 self._generated.add(BATCH_SIZE, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
 
-    @property
-    def watches(self) -> bool:
-        """True while it looks for functions whose items a model generates, and for batches."""
-        return self._watched is not None
-
     def _count_generation(
         self, known: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
     ) -> None:
@@ -245,9 +205,19 @@ class Meter:
 
     def ended(self) -> Ended:
         """Return the tally's counts of all ended requests, perhaps with some whose rows come later."""
-        totals = self._recorder.totals(merged=True)
+        totals = self._totals(())
         by_endpoint = totals.lines_by(totals.tree.by_site(endpoint_of))
         return {endpoint: Counter(totals.histogram(totals.nodes(lines))) for endpoint, lines in by_endpoint.items()}
+
+    def _totals(self, marks: Collection[str]) -> Tally:
+        """Return the totals of requests and of functions by their marks. A tally may have thousands of paths."""
+
+        def are_metered(tree: CallTree) -> Sequence[bool]:
+            endpoints = tree.by_site(endpoint_of)
+            site_marks = tree.by_site(mark_of) if marks else endpoints
+            return [bool(endpoint) or mark in marks for endpoint, mark in zip(endpoints, site_marks, strict=True)]
+
+        return self._recorder.totals(merged=True, wanted=are_metered)
 
     def settle(self, ended: Ended) -> None:
         """Count requests that the tally had before the reader's last look, and that the reader has not met."""
@@ -261,7 +231,7 @@ class Meter:
     def _active_requests(self) -> Metric:
         """Return the metric of open requests."""
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, self._met), 0))
-        for _, row in self._recorder.open_rows():
+        for _, row in () if self.has_ended else self._recorder.open_rows():
             labels = endpoint_of(self._recorder.site_of(row))
             if labels and row[SPAN_ID] == row[ROOT_ID]:
                 now[_without_route(labels)] += 1
@@ -277,11 +247,8 @@ class Meter:
             dict(self._active),
         )
 
-    def _queued_tasks(self) -> Metric | None:
-        """Return the metric of tasks that wait in executors, None where the process has none."""
-        waiting = self._books.queued()
-        if not waiting:
-            return None
+    def _queued_tasks(self, waiting: Mapping[str, int]) -> Metric:
+        """Return the metric of tasks that wait in executors, by the executors' names."""
         series: dict[Labels, float] = {}
         for name, count in waiting.items():
             labels: Labels = (("instrument.executor", name),)
@@ -292,11 +259,6 @@ class Meter:
 
     # ---------------------------------------------------------------- calls of functions
 
-    @property
-    def marks(self) -> frozenset[str]:
-        """The marks of the sites whose calls were ever asked for."""
-        return frozenset(self._asked_for)
-
     def _count_calls(self, marks: Collection[str]) -> None:
         """Bring the distributions of all sites that were ever asked for, by their marks, up to the tally.
 
@@ -305,7 +267,7 @@ class Meter:
         self._asked_for.update(marks)
         if not marks:
             return
-        totals = self._recorder.totals(merged=True)
+        totals = self._totals(self._asked_for)
         asked_for, tree = self._asked_for, totals.tree
         of_sites = zip(tree.by_site(_call_labels), tree.by_site(mark_of), strict=True)
         beyond: list[int] = []
@@ -349,10 +311,18 @@ class Meter:
 
     # ---------------------------------------------------------------- all together
 
-    def snapshot(self, *, requests: bool, marks: Collection[str], joins: bool = False) -> Snapshot:
+    def snapshot(
+        self,
+        *,
+        requests: bool,
+        marks: Collection[str],
+        losses: Mapping[str, int],
+        costs_ns: Mapping[str, float],
+        queued: Mapping[str, int],
+    ) -> Snapshot:
         """Return all metrics as they are now: of `requests`, where they are recorded, and of calls by sites' marks.
 
-        Metrics of requests over several processes are among them for a reader that `joins` these.
+        `losses` are by reason, `costs_ns` by part, and `queued` has the waiting tasks by the executors' names.
         """
         metrics = []
         if requests or self._requests:
@@ -360,28 +330,23 @@ class Meter:
             exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
             metrics.append(_durations("http.server.request.duration", about, self._requests, exemplars))
             metrics.append(self._active_requests())
-            if (queued := self._queued_tasks()) is not None:
-                metrics.append(queued)
-        if self.generations or self._watched is not None:
+            if queued and not self.has_ended:
+                metrics.append(self._queued_tasks(queued))
+        if self.generations or self.watches:
             metrics += self._generated.metrics(REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN)
-        if joins:
-            metrics += self.joined()
-        if self._watched is not None:
+        metrics += [metric for metric in self._generated.metrics(*JOINED) if metric.series]
+        if self.watches:
             metrics += [metric for metric in self._generated.metrics(BATCH_SIZE) if metric.series]
         self._count_calls(marks)
         if self._calls:
             about = "Time of a call, of the device's work, too, where it is timed."
             metrics.append(_durations("instrument.call.duration", about, self._calls))
         about = "What was recorded and not kept, by reason."
-        metrics.append(self._counted("instrument.losses", "{loss}", about, "instrument.reason", self._books.losses()))
-        spent_s = {part: spent_ns / 1e9 for part, spent_ns in self._books.costs_ns().items()}
+        metrics.append(self._counted("instrument.losses", "{loss}", about, "instrument.reason", losses))
+        spent_s = {part: spent_ns / 1e9 for part, spent_ns in costs_ns.items()}
         about = "Processor time of the instrumentation itself, as measured on this machine."
         metrics.append(self._counted("instrument.cost", "s", about, "instrument.part", spent_s))
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
-
-    def joined(self) -> list[Metric]:
-        """Return the metrics that `count_served` has counted."""
-        return [metric for metric in self._generated.metrics(*JOINED) if metric.series]
 
     def _counted(self, name: str, unit: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
         """Return a counter, which never falls, even where a cost is measured anew."""

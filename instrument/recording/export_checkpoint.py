@@ -18,7 +18,7 @@ from typing import Any
 from instrument.recording import memory_layout as layout
 from instrument.recording.claim import EXPORT, Claim
 from instrument.recording.recording_head import RecordingHead
-from instrument.runtime.cheap_start import asdict, dataclass, field
+from instrument.runtime.cheap_start import dataclass, field
 
 EXPORT_COUNTERS = (
     "seen", "intervals", "missed", "untimed",
@@ -173,8 +173,9 @@ class ExportCheckpoint(Claim):
 
     def write(self, progress: Progress) -> None:
         """Write the state of the export."""
-        facts = {**asdict(progress), "places": sorted(progress.places.items())}
-        self._progress.write(json.dumps(facts, separators=(",", ":")).encode())
+        facts = {name: getattr(progress, name) for name in Progress.__slots__}
+        facts["places"] = [*progress.places.items()]
+        self._progress.write(json.dumps(facts).encode())
 
     def read_meter(self) -> MeterState | None:
         """Return the last written state of the metrics; None if there is none, or both copies are damaged."""
@@ -186,13 +187,8 @@ class ExportCheckpoint(Claim):
 
     def write_meter(self, state: MeterState) -> bool:
         """Write the state of the metrics. Return False if it does not fit."""
-        facts = {
-            "generation": state.generation,
-            "settled_ns": state.settled_ns,
-            "meter": state.meter,
-            "told": state.told,
-            "places": [*state.places.items()],
-        }
+        facts = {name: getattr(state, name) for name in MeterState.__slots__}
+        facts["places"] = [*state.places.items()]
         return self._meter.write(zlib.compress(json.dumps(facts, separators=(",", ":")).encode(), 1))
 
     def head(self) -> RecordingHead:

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from instrument.recording.generations import GENERATION, says_generation
+from instrument.recording.gen_ai_metrics import GENERATION, says_generation
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import firsts_of, numbered

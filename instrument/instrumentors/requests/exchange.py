@@ -22,7 +22,7 @@ from instrument.instrumentors.requests.propagation import Caller, Extract, extra
 from instrument.profile.model import RequestsRule
 from instrument.recorder.outcomes import STATUS, outcome_of
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
-from instrument.recording.generations import OPERATION, is_among, operation_of
+from instrument.recording.gen_ai_metrics import OPERATION, is_among, operation_of
 from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
 from instrument.recording.spans import (
     ERROR_TYPE,
