@@ -1,7 +1,8 @@
 """Instrumentation for inference services, selected by one `profile.yaml`.
 
 In code, `profiled`, `scope` and `loader` name the spans of a service, and `annotate` adds attributes. `start`, `stop`,
-`summary` and `dump` control a session. `Profiler` records the steps of a loop. `load` reads traces as data frames.
+`summary` and `dump` control a session. `Profiler` records the steps of a loop. `load` reads traces in a notebook, and
+`compare` compares them.
 Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
 
 Importing this package starts nothing and changes nothing; each name is loaded as it is first asked for, and what a
@@ -16,7 +17,7 @@ TYPE_CHECKING = False  # `typing` is not loaded for a process that only starts
 if TYPE_CHECKING:
     from typing import Any
 
-    from instrument.cli.query_verb import LoadedTrace, load
+    from instrument.cli.notebook import LoadedTrace, compare, load
     from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
     from instrument.instrumentors.functions import profiled
     from instrument.instrumentors.loaders import loader
@@ -63,6 +64,7 @@ __all__ = [
     "annotate",
     "annotate_request",
     "bind",
+    "compare",
     "disable",
     "dump",
     "enable",
@@ -89,7 +91,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "cli.query_verb": "LoadedTrace load",
+    "cli.notebook": "LoadedTrace compare load",
     "errors": "ExportError InstrumentError ProfileError StateError TargetError TraceError",
     "instrumentors.functions": "profiled",
     "instrumentors.loaders": "loader",

@@ -219,6 +219,7 @@ def test_the_public_names_are_these() -> None:
         "annotate",
         "annotate_request",
         "bind",
+        "compare",
         "disable",
         "dump",
         "enable",
@@ -338,10 +339,10 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
-    "": (289, 4),
+    "": (291, 4),
     "agent": (4_566, 19),
     "chrome": (3_067, 9),
-    "cli": (2_782, 16),
+    "cli": (2_858, 17),
     "compat": (1_181, 6),
     "device": (3_711, 11),
     "docs": (0, 0),
@@ -352,10 +353,10 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_570, 10),
     "recording": (4_036, 19),
-    "report": (14_196, 50),
+    "report": (14_240, 50),
     "runtime": (2_631, 18),
     "sessions": (6_889, 29),
-    "trace": (9_158, 33),
+    "trace": (9_181, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -21,7 +21,7 @@ from otlp_spans import requests_in, tree
 import instrument
 from instrument import chrome
 from instrument.cli import convert_verb, main
-from instrument.cli.query_verb import LoadedTrace
+from instrument.cli.notebook import LoadedTrace
 from instrument.errors import InstrumentError, TraceError
 from instrument.otlp.json_lines import JSON, json_lines
 from instrument.otlp.packed_spans import SpanPacker

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -124,6 +125,21 @@ class RequestLife:
         for turn in self.turns:
             lines.append(self._bar(turn, unit))
         return [*lines, "", "Each instant is the turn of what began last; a bar is the turn's place in the wall.", ""]
+
+    def _repr_html_(self) -> str:
+        """Return the turns as a waterfall for a notebook."""
+        unit, wall_ns = self._options.unit, max(self.wall_ns, 1)
+        title = f"{self.name}: {in_unit(self.wall_ns, unit)} {unit} {' '.join(self.keys)}"
+        rows = []
+        for turn in self.turns:
+            begin, width = (100 * time_ns / wall_ns for time_ns in (turn.begin_ns, turn.length_ns))
+            bar = f"margin-left:{begin:.2f}%;width:{width:.2f}%;min-width:1px;height:.8em;background:#4f8fd9"
+            label = safe(turn.part if turn.name in ("", turn.part) else f"{turn.part}: {turn.name}")
+            rows.append(
+                f'<tr><td style="text-align:left">{escape(label)}</td><td>{in_unit(turn.length_ns, unit)}</td>'
+                f'<td style="width:60%;padding:0"><div style="{bar}"></div></td></tr>'
+            )
+        return f'<h4>{escape(safe(title))}</h4><table style="width:100%"><tbody>{"".join(rows)}</tbody></table>'
 
     def _bar(self, turn: Turn, unit: str) -> str:
         scale = BAR / max(self.wall_ns, 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, ClassVar
 
 from instrument.recording.spans import HOST, Cost
@@ -142,6 +143,13 @@ class Section:
             for indent, row in zip(indents, self.rows, strict=True)
         ]
 
+    def html(self, unit: str) -> str:
+        """Return the table as HTML."""
+        if self.paragraph is not None:
+            return f"<pre>{escape(chr(10).join(self.table(unit)))}</pre>"
+        header, rows = self.cells(unit)
+        return html_table(header, rows, f"{self.title}. {' '.join(self.notes)}".strip(". "))
+
     def described(self) -> Iterator[tuple[str, str, bool]]:
         """Yield the field and the heading of each column, and True for a column of the page alone."""
         for column in self.columns.split("|"):
@@ -161,7 +169,7 @@ class View:
 
     __slots__ = ()
 
-    TITLE: ClassVar[str]
+    TITLE: ClassVar[str] = "Summary"
 
     _options: Options
 
@@ -189,11 +197,31 @@ class View:
         """Return the lines below the last table."""
         return []
 
+    def _repr_html_(self) -> str:
+        """Return the tables for a notebook."""
+        text = "<br>".join(escape(line) for line in self.nothing() or self.head() if line)
+        shown = [section for section in self.sections() if section.rows and not self.nothing()]
+        tables = [section.html(self._options.unit) for section in shown]
+        return f"<h4>{escape(self.heading())}</h4><p>{text}</p>{''.join(tables)}"
+
     def lines(self) -> list[str]:
         """Return the text, times in the unit of the options. Names are escaped; no line holds a newline."""
         head = self.head()
         lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
         return lines + (self.nothing() or [*self.table_lines(), *self.foot()])
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+    """Return a table of texts as HTML. The first column is to the left, and a blank cell keeps its indent."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        name, *values = (escape(cell) for cell in cells)
+        name_cell = f'<{tag} style="text-align:left;white-space:pre">{name}</{tag}>'
+        return f"<tr>{name_cell}{''.join(f'<{tag}>{value}</{tag}>' for value in values)}</tr>"
+
+    body = "".join(line(cells, "td") for cells in rows)
+    label = f'<caption style="text-align:left">{escape(caption)}</caption>'
+    return f"<table>{label}<thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def section_lines(sections: Iterable[Section], unit: str) -> list[str]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
 from instrument.runtime import atomic
+from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
 from instrument.trace.text import clean, encode, encode_numbers, safe
 
@@ -118,6 +119,28 @@ left join (select span_id, map(list(cast(name as varchar)), list(time_ns)) as ph
   group by span_id) p using (span_id)
 order by s.start_ns, s.span_id
 """
+_BATCHES = """
+select s.span_id, s.name, s.thread, s.start_ns, s.end_ns, s.total_ns, s.unix_ns, count(*) as members,
+  sum(m.weight) as weight, list(cast(m.key as varchar) order by m.number) as keys,
+  list(m.weight order by m.number) as weights, list(m.share_ns order by m.number) as shares_ns
+from spans s join given_members m using (span_id) group by all order by s.start_ns, s.span_id
+"""
+
+
+def frame_of_batches(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
+    """Return the batches as a relation of DuckDB. The shares of a batch add up to the time that it had for itself."""
+    served, connection = joined.served, opened(facts, attributes=False)
+    members = {
+        "span_id": facts.columns.span_id[served.batch],
+        "number": np.arange(len(served.batch)),
+        "key": _texts(served.key),
+        "weight": served.weight / THOUSANDTHS,
+        "share_ns": ledger.given_ns,
+    }
+    connection.register("given_members", members)
+    return connection.sql(_BATCHES)
+
+
 _PARTS = {name: name.partition(" ")[0] for name in (QUEUE, SHARE, WAITING, STALL, TRANSPORT, UNKNOWN)}
 
 

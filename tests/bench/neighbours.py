@@ -20,12 +20,8 @@ import sys
 import time
 from pathlib import Path
 
-from instrument.report.neighbours_view import neighbours
-from instrument.report.view import Options, Recording
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from noisy_tenants import is_conserved, is_placebo_free, workload
-from simulated_engine import Service
+from noisy_tenants import KINDS, arrivals, bill_of, is_conserved, is_placebo_free, recorded, workload
 
 
 def main() -> None:
@@ -42,9 +38,9 @@ def main() -> None:
         f"{right}, a placebo within noise in {free}",
         flush=True,
     )
-    recording = Recording.of_trace(Service(1, requests=options.spans // 55, a_second=500).run())
+    recording = recorded(1, arrivals(0, KINDS[0], options.spans / 12_500))
     started = time.process_time()
-    neighbours(recording, Options())
+    bill_of(recording)
     most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     took_s = time.process_time() - started
     print(f"{len(recording.columns)} spans: {took_s:.2f} s of processor, {most_mb:.0f} MB with the simulation")
