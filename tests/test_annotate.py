@@ -25,7 +25,7 @@ from readback import spans_in
 import instrument
 from instrument import chrome
 from instrument.recorder import span_attributes
-from instrument.recorder.core import NAMES_OF_PLACE
+from instrument.recorder.span_status import NAMES_OF_PLACE, rename, set_status
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     BATCH_KEYS,
@@ -155,8 +155,8 @@ def test_outside_of_a_span_and_while_nothing_is_recorded_it_does_nothing(recorde
     recorder.annotate_innermost(x=1)
     recorder.annotate_innermost(x=object())
     recorder.annotate_request(x=1)
-    recorder.rename_open(None, "x")
-    recorder.set_status_open(None, "ok", None, None)
+    rename(recorder, None, "x")
+    set_status(recorder, None, "ok", None, None)
     recorder.on = False
     with recorder.make_scope("off") as span:
         span.annotate(x=1)
@@ -314,7 +314,7 @@ def test_a_span_has_so_many_attributes_and_no_more(recorder: Any) -> None:
 
 def test_a_renamed_span_and_what_is_below_it_count_under_the_new_name(recorder: Any) -> None:
     def call() -> None:
-        recorder.rename_open(None, "call of a kind")
+        rename(recorder, None, "call of a kind")
         with recorder.make_scope("below"):
             pass
 
@@ -373,7 +373,7 @@ def test_a_status_says_whether_a_span_failed(
     code, description, error_type = (status.get(name) for name in ("code", "description", "error_type"))
 
     def call() -> None:
-        recorder.set_status_open(None, code, description, error_type)
+        set_status(recorder, None, code, description, error_type)
         if raised:
             raise ValueError
 

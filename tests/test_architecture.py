@@ -315,7 +315,7 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
 
 
 MOST_METHODS = 40
-LARGE_CLASSES = {"Recorder", "Readback", "Runs", "Exporter"}
+LARGE_CLASSES = {"Runs"}
 """Classes that have more methods. None is added."""
 
 
@@ -346,16 +346,16 @@ LINES_AND_FILES = {
     "compat": (1_181, 6),
     "device": (3_711, 11),
     "docs": (0, 0),
-    "instrumentors": (11_153, 43),
+    "instrumentors": (11_162, 43),
     "native": (9_128, 28),
     "otlp": (4_958, 20),
     "profile": (2_482, 8),
     "proposal": (1_400, 5),
-    "recorder": (2_570, 10),
+    "recorder": (2_568, 11),
     "recording": (4_036, 19),
     "report": (14_240, 50),
     "runtime": (2_631, 18),
-    "sessions": (6_889, 29),
+    "sessions": (6_895, 29),
     "trace": (9_181, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

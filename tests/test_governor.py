@@ -369,7 +369,7 @@ def test_every_probe_is_muted_where_its_thread_is_over_the_budget_counted_and_co
     use, name = user_of(recorder, shape)
     if shape == "loader":
         use()
-        recorder.may_mute(next(iter(recorder.site_calls())), shape="wrapper")
+        recorder.may_mute(next(iter(recorder.call_counts.by_site())), shape="wrapper")
         recorder.reset()
     clock = Clock(recorder, BUDGET)
     called(use, 1_000)

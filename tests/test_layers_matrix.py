@@ -461,7 +461,7 @@ model(torch.ones(1, 2))
 RECORDER.begin(1 << 24, {})
 RECORDER.on = True
 model(torch.ones(1, 2))
-print([(site.name, site.instance, dict(site.attributes)) for site in RECORDER.site_calls()])
+print([(site.name, site.instance, dict(site.attributes)) for site in RECORDER.call_counts.by_site()])
 RECORDER.on = False
 from torch._dynamo.eval_frame import OptimizedModule
 assert hasattr(OptimizedModule.__call__, "__wrapped__")

@@ -263,9 +263,9 @@ def test_every_call_is_one_of_the_shape_of_its_sites_probe(make_recorder: Any, s
         recorder.note_shape(site, shape)
     record(recorder, chance)
     expected = Counter[str]()
-    for site, calls in recorder.site_calls().items():
+    for site, calls in recorder.call_counts.by_site().items():
         expected[shapes.get(site, "scope")] += calls
-    assert Counter(recorder.shape_calls()) == expected
+    assert Counter(recorder.call_counts.by_shape()) == expected
     assert expected.total() == recorder.calls
 
 
@@ -291,14 +291,14 @@ def test_paths_that_were_learnt_ahead_are_told_as_if_they_were_not(make_recorder
     for count in range(40):
         recorder.close(recorder.open(Site(f"f{count}", "op")))
         recorder.paths()  # as others do, who ask no more of them
-        recorder.learn_paths()
+        recorder.call_counts.learn_paths()
         known.append(len(recorder._paths._located.places))
         assert recorder.node_count * 8 <= known[-1] * 9
     assert len(set(known)) < 20
     tree = recorder.paths()
     assert [tree.sites[site].name for site in tree.site_of[1:]] == [f"f{count}" for count in range(40)]
     assert tree.facts().kinds[1:] == ["op"] * 40
-    assert recorder.shape_calls() == {"scope": 40}
+    assert recorder.call_counts.by_shape() == {"scope": 40}
 
 
 def test_a_session_learns_paths_ahead_of_the_first_report() -> None:

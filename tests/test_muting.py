@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from readback import spans_in
 
+from instrument.recorder import wrapping
 from instrument.recording.spans import Site
 
 CALLS = ("call", "fails", "scope", "kept scope", "attributes", "generator", "holding generator", "recursive")
@@ -273,7 +274,7 @@ class Machine:
 
     def check_counts(self) -> None:
         """Calls that were recorded and calls that passed are the calls that were made; nothing else happened."""
-        recorded = Counter({site.name: calls for site, calls in self.recorder.site_calls().items()})
+        recorded = Counter({site.name: calls for site, calls in self.recorder.call_counts.by_site().items()})
         passed = Counter({site.name: calls for site, calls in self.recorder.muted_calls().items()})
         assert recorded + passed == self.made
         assert (self.recorder.counts(), self.recorder.losses()) == ({}, {})
@@ -310,7 +311,7 @@ def test_a_call_that_passes_takes_and_gives_what_the_bare_one_does(recorder: Any
     passing = [recorder.wrap(wrapped, site)]
     if isinstance(wrapped, FunctionType):
         instances: tuple[dict[int, Site | None], ...] = ({id(layer): site}, {id(layer): None})
-        passing += [recorder.wrap_method(wrapped, sites, lambda _: None) for sites in instances]
+        passing += [wrapping.wrap_method(recorder, wrapped, sites, lambda _: None) for sites in instances]
     recorder.mute(site)
     for made in passing:
         for args, named in (((), {}), ((2,), {}), ((3, 1), {}), ((), {"key": str})):

@@ -353,7 +353,7 @@ RECORDER.on = True
 import served_late
 before = served_late.f
 assert (served_late.f(1), served.g(2)) == (1, 2)
-assert sorted(site.name for site in RECORDER.site_calls()) == ["f", "g"]
+assert sorted(site.name for site in RECORDER.call_counts.by_site()) == ["f", "g"]
 assert [verdict.state for verdict in selection.verdicts()] == ["attached", "attached"]
 undo()
 assert not hasattr(served_late.f, "__instrument__") and not hasattr(served.g, "__instrument__")

@@ -30,6 +30,7 @@ from trees import outline, tree
 
 from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
 from instrument.recorder import recorder as recorder_module
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import Ticks
 from instrument.recorder.wrapping import bare_of
 from instrument.recording.histogram import bucket
@@ -1439,7 +1440,7 @@ def choice(recorder: Any) -> Iterator[dict[int, Site | None]]:
         return sites[id(part)]
 
     own = vars(Part)["work"]
-    Part.work = recorder.wrap_method(own, sites, decide)  # type: ignore[method-assign]
+    Part.work = wrapping.wrap_method(recorder, own, sites, decide)  # type: ignore[method-assign]
     yield sites
     Part.work = own  # type: ignore[method-assign]
 
@@ -1567,7 +1568,7 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
     for path, totals in expected.items():
         calls[path[-1]] += totals.calls
     found = Counter[object]()
-    for site, called in recorder.site_calls().items():
+    for site, called in recorder.call_counts.by_site().items():
         found[site.key] += called
     assert found == calls
 

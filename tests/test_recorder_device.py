@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from readback import spans_in
 
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import Site
@@ -144,7 +145,7 @@ def test_a_method_is_timed_by_the_site_of_its_instance(log: Log) -> None:
 
     timed, plain, none = Layer(), Layer(), Layer()
     sites: dict[int, Site | None] = {id(timed): SITE, id(plain): PLAIN, id(none): None}
-    method = log.recorder.wrap_method(Layer.forward, sites, lambda _: None)
+    method = wrapping.wrap_method(log.recorder, Layer.forward, sites, lambda _: None)
     assert [method(layer, 3) for layer in (timed, plain, none)] == [3, 3, 3]
     works(log, "begin timed", "end timed")
 

@@ -625,7 +625,7 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     assert list(recorder.tally().histogram([row[0]]).values()) == [(1 << 32) + 3]
     (reason,) = recorder.counts()
     assert reason == "additions to totals that are as large as they can be"
-    assert recorder.usage().__next__()[2:] == ((1 << 32) + 3, full, 0)
+    assert recorder.rings()[0].usage()[0][1:] == ((1 << 32) + 3, full, 0)
 
 
 def test_the_histograms_of_many_paths_and_threads_add_up_beyond_what_their_parts_hold(make_recorder: Any) -> None:

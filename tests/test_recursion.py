@@ -18,6 +18,7 @@ from readback import snapshot_of, spans_in
 from tallies import Totals, by_keys, rows_of
 
 from instrument import chrome
+from instrument.recorder import wrapping
 from instrument.recording.paths import OVERFLOW
 from instrument.recording.spans import DeviceInterval, Site, Span
 from instrument.report.summary import summary
@@ -406,7 +407,7 @@ def test_methods_of_thousands_of_instances_find_their_paths_after_a_reset(record
 
     layers = [Layer() for _ in range(100)]
     sites: dict[int, Site | None] = {id(layer): Site("layer", instance=str(n)) for n, layer in enumerate(layers)}
-    Layer.forward = recorder.wrap_method(Layer.forward, sites, lambda layer: sites[id(layer)])  # type: ignore[method-assign]
+    Layer.forward = wrapping.wrap_method(recorder, Layer.forward, sites, lambda layer: sites[id(layer)])  # type: ignore[method-assign]
     for turn in range(4):
         for outer, inner in zip(layers, layers[1:] if turn % 2 else reversed(layers[:-1]), strict=False):
             outer.forward(inner)

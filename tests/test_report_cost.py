@@ -141,7 +141,7 @@ def test_a_muted_site_is_named_once() -> None:
         def busy() -> None: ...
 
         busy()
-        ((_, site, *_),) = RECORDER.usage()
+        (site,) = RECORDER.call_counts.by_site()
         assert RECORDER.mute(site)
         for _ in range(3):
             busy()

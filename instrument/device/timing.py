@@ -189,7 +189,7 @@ class Timing:
 
     def notes(self) -> list[str]:
         """Return the reasons for missing device times as sentences, none if no span asked for device time."""
-        notes = [self.reason] if self.reason and RECORDER.asks_for_device_time() else []
+        notes = [self.reason] if self.reason and any(site.device for site in RECORDER.paths().sites) else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit
             notes += [f"device time: {misfit}"] if misfit else []

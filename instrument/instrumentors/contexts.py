@@ -29,6 +29,7 @@ from weakref import WeakValueDictionary
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.references import rebind
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import FORMS
 from instrument.recording.spans import EXECUTOR_QUEUE, Site
@@ -111,7 +112,7 @@ def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
     undos: list[Undo] = []
 
     def meet(owner: Any, name: str, form: str) -> None:
-        function = recorder.make_function(getattr(owner, name), QUEUE, form=FORMS.index(form))
+        function = wrapping.make_function(recorder, getattr(owner, name), QUEUE, form=FORMS.index(form))
         undos.append(replace(owner, name, function))
 
     def imported(module: ModuleType) -> None:

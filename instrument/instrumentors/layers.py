@@ -29,6 +29,7 @@ from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import tensors_near, tensors_of
 from instrument.profile.model import LayerRule
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
@@ -185,7 +186,7 @@ class Layers:
         self._patches[owner] = replace(owner, "forward", self._wrap(forward))
 
     def _wrap(self, forward: FunctionType) -> Any:
-        return self._recorder.wrap_method(forward, self._sites, self._decide, self._evaluate)
+        return wrapping.wrap_method(self._recorder, forward, self._sites, self._decide, self._evaluate)
 
     def _decide(self, module: Any) -> Site | None:
         """Return the site of a layer, None if it does not record. Decides once per instance, when its path is known."""

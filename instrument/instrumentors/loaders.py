@@ -154,7 +154,10 @@ class _Next:
 
     def __enter__(self) -> None:
         self._waiting = Waiting() if _listeners else None
-        self._frame = None if self._recorder.pass_muted(self._site) else self._recorder.open(self._site)
+        passing = self._recorder.passes.get(self._site)
+        if passing is not None:
+            passing.count()
+        self._frame = self._recorder.open(self._site) if passing is None else None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._frame is not None:

@@ -22,6 +22,7 @@ from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
@@ -181,7 +182,7 @@ class Phases(Switch):
         key = phase, id(subject), id(function)
         site = self._site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
-        new_recording = self._recorder.make_function(function, site, works)
+        new_recording = wrapping.make_function(self._recorder, function, site, works)
         recording = self._recordings.setdefault(key, new_recording)
         if recording is new_recording:  # two threads may be first
             self._recorder.may_mute(site, new_recording)

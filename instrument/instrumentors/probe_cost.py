@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from instrument.profile.model import RequestsRule
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import REQUEST, STEP, Recorder
 from instrument.recording.rows import END_NS, START_NS, unpacked_rows
 from instrument.recording.spans import Site
@@ -150,7 +151,7 @@ class _Probes:
 
         self.sites: list[Site] = [recorder.scope_site("scope", "user")]
         layer, site = object(), Site("method")
-        method = recorder.wrap_method(bare_method, {id(layer): site}, lambda _: site)
+        method = wrapping.wrap_method(recorder, bare_method, {id(layer): site}, lambda _: site)
         recorder.may_mute(site)
         self.sites.append(site)
         self._by_shape: dict[str, tuple[Run, Any, Run, Any]] = {
@@ -242,7 +243,7 @@ def _measure_cold_ns(with_ticks: bool) -> float:
     sites: dict[int, Site | None] = {}
     layers = [object() for _ in range(16)]
     sites.update((id(layer), Site(f"layer {place}", "layer")) for place, layer in enumerate(layers))
-    method = recorder.wrap_method(sweeping, sites, lambda _: None)
+    method = wrapping.wrap_method(recorder, sweeping, sites, lambda _: None)
     outside_ns: dict[bool, list[int]] = {True: [], False: []}
     for layer in layers:
         method(layer)  # the first call of a site costs more

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from instrument.recording.memory_layout import HEADER, REASONS
 from instrument.recording.paths import CallTree, shaped
 from instrument.recording.rows import NODE, Row
 from instrument.recording.spans import AttributeValue, Site
-from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ elif native.MODULE is not None:
     Core, Scope = native.MODULE.Core, native.MODULE.Scope
 else:
 
-    class Core:
+    class IdleCore:
         """A core that is never on."""
 
         on = False
@@ -64,6 +63,8 @@ else:
 
         annotate_innermost = annotate_request = bind = innermost_manual = site_of_open = _reset = _nothing
 
+    Core = IdleCore
+
     class Scope:
         """A scope that times nothing."""
 
@@ -84,18 +85,15 @@ else:
 KNOWN_SITES = 65_536
 """The most sites that are known singly. A service that decorates a function at each request makes one each time."""
 
-NAMES_OF_PLACE = 256
-"""The most names that the spans of one place get while they are open."""
-
 
 class SiteCore(Core):
-    """A core that mutes sites, and renames, ends or binds spans while they are open."""
+    """A core that mutes sites, and binds spans while they are open."""
 
     scope_name_limit: int
-    _renamed: dict[Site, dict[str, Site]]  # by the place's own site
-    _place_of: dict[Site, Site]
+    renamed: dict[Site, dict[str, Site]]  # by the place's own site
+    place_of: dict[Site, Site]
     shapes: dict[Site, str]
-    _shapes_noted: int
+    shapes_noted: int
     _counters: dict[Site, Any]
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
 
@@ -104,7 +102,7 @@ class SiteCore(Core):
         if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
             return False
         self.shapes[site] = shape
-        self._shapes_noted += 1  # last, so that a reader that sees one number twice has seen the shape
+        self.shapes_noted += 1  # last, so that a reader that sees one number twice has seen the shape
         return True
 
     def may_mute(self, site: Site, function: Any = None, shape: str = "") -> None:
@@ -148,14 +146,6 @@ class SiteCore(Core):
         for function in list(self._mutable.get(site) or ()):
             wrapping.turn(function, passing or self)
 
-    def pass_muted(self, site: Site) -> bool:
-        """Return True for a muted site, and count its call. For probes that ask at each call."""
-        passing = self.passes.get(site)
-        if passing is None:
-            return False
-        passing.count()
-        return True
-
     def muted_calls(self) -> dict[Site, int]:
         """Return the number of calls per site that passed without a span."""
         return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
@@ -164,59 +154,15 @@ class SiteCore(Core):
         """Return the number of generators' spans per site that ended early, muted while they were suspended."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
-    def renamed_site(self, site: Site, name: str) -> Site:
-        """Return the site of a place under another name, the same each time.
-
-        A place has `NAMES_OF_PLACE` names at most, and all places as many as scopes; beyond, its own site is returned,
-        and counted.
-        """
-        place = self._place_of.get(site, site)
-        if name == place.name:
-            return place
-        site_by_name = self._renamed.setdefault(place, {})
-        renamed = site_by_name.get(name)
-        if renamed is None:
-            if len(site_by_name) >= NAMES_OF_PLACE or len(self._place_of) >= self.scope_name_limit:
-                self.count("span names beyond the limit of their place, counted under the name that it has")
-                return place
-            renamed = site_by_name.setdefault(name, replace(place, name=name))
-            self._place_of[renamed] = place
-            self.note_shape(renamed, self.shapes.get(place, "scope"))
-        return renamed
-
-    def rename_open(self, frame: Any, name: object) -> None:
-        """Rename the span of a frame, or with None the innermost open one of this context. Never raises."""
-        site = self.site_of_open(frame)
-        text = span_attributes.name_of(name)
-        if site is None:
-            return
-        if text is None:
-            self._complain("span names that are no text", f"asked for a span's name, found {name!r:.60}; allowed: text")
-        elif site.kind == "step":
-            self._complain("steps not renamed", f"asked to rename {site.name}, found a step, which is counted by name")
-        elif frame is None:
-            self.rename_innermost(self.renamed_site(site, text))
-        else:
-            self.rename(frame, self.renamed_site(site, text))
-
-    def set_status_open(self, frame: Any, code: object, description: object, error_type: object) -> None:
-        """Set the status of a frame's span, or with None of the innermost open one of this context. Never raises."""
-        status = span_attributes.status_attributes(code, description, error_type)
-        if status is None:
-            self._complain("states that no span has", f"asked for status {code!r:.60}; allowed: ok, error")
-        elif frame is None:
-            self.annotate_innermost(status)
-        else:
-            self.annotate(frame, status)
-
     def bind_innermost(self, key: object) -> None:
         """Set the key of the request that the innermost open span serves."""
-        self.annotate_innermost(span_attributes.key_attributes(key, None, self._complain))
+        self.annotate_innermost(span_attributes.key_attributes(key, None, self.complain))
 
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
-        return span_attributes.checked(attributes, more, self._complain)
+        return span_attributes.checked(attributes, more, self.complain)
 
-    def _complain(self, event: str, words: str, kind: str = "") -> None:
+    def complain(self, event: str, words: str, kind: str = "") -> None:
+        """Count an attribute, a name or a state that is not kept, and log the first of its kind."""
         self.count(event)
         FAULTS.note_of_rule("annotate", words, kind)
 
@@ -224,40 +170,8 @@ class SiteCore(Core):
 class Readback(SiteCore):
     """A core whose recording can be read in its own process."""
 
-    _shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]]
     _paths: CallTree
     _reading: Any
-
-    def usage(self) -> Iterator[tuple[int, Site, int, int, int]]:
-        """Yield thread id, site, calls, total ns and steps of every recorded call path.
-
-        The steps are those of generators after their first, also of open ones.
-        """
-        for ring in self.rings():
-            cells = ring.usage()
-            site = self.paths().site
-            for index, calls, total_ns, steps in cells:
-                yield ring.thread_id, site(index), calls, total_ns, steps
-
-    def site_calls(self) -> dict[Site, int]:
-        """Return the calls of each site, on all threads together."""
-        tree = self.paths()
-        site_of, count = tree.site_of, len(tree.sites)
-        return {site: calls for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False) if calls}
-
-    def shape_calls(self) -> dict[str, int]:
-        """Return the calls of probes by shape, as `measure_costs` names them."""
-        of_nodes, names = self._shapes_by_node()
-        return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
-
-    def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
-        """Return the number of each call path's shape, and the names of shapes."""
-        tree, noted = self.paths(), self._shapes_noted
-        if self._shapes_of_nodes[:2] != (noted, len(tree)):
-            site_of = tree.site_of
-            numbers, names = shaped(tree.sites, self.shapes, "scope", site_of)
-            self._shapes_of_nodes = noted, len(site_of), numbers, names
-        return self._shapes_of_nodes[2:]
 
     def paths(self) -> CallTree:
         """Return the call paths as columns, brought up to the core's."""
@@ -271,22 +185,6 @@ class Readback(SiteCore):
                 paths.sites += list(number_of)[len(paths.sites) :]
                 paths.extend(first, numbers.tobytes(), parents)
             return paths
-
-    def learn_paths(self) -> None:
-        """Compute the facts of new call paths before a report needs them, at 1 us each.
-
-        It waits until they are an eighth more than the known ones, which are copied each time.
-        """
-        _, old_count, *_ = self._shapes_of_nodes
-        if self.node_count - old_count > old_count // 8:
-            tree = self.paths()
-            tree.located()
-            tree.facts()
-            self._shapes_by_node()
-
-    def asks_for_device_time(self) -> bool:
-        """Return True where any called site asks for device time."""
-        return any(self.paths().by_site(_asks_for_device_time))
 
     def mapped(self) -> OwnRecording:
         """Return the reader of this process's own recording, for which it imports numpy."""
@@ -302,11 +200,6 @@ class Readback(SiteCore):
         """Return the site of a row."""
         paths = self._paths if row[NODE] < len(self._paths) else self.paths()
         return paths.site(row[NODE])
-
-    def totals(self, merged: bool) -> Tally:
-        """Return the same at less cost, of all threads `merged` if asked, without a copy of their histograms."""
-        totals = self.mapped().totals()
-        return totals.merged() if merged else totals
 
     def cursor(self) -> Cursor:
         """Return a reader of every row from now on, once, if it comes before the ring wraps."""
@@ -351,5 +244,46 @@ class Readback(SiteCore):
         return total
 
 
-def _asks_for_device_time(site: Site) -> bool:
-    return site.device
+class CallCounts:
+    """The calls of a recorder by site and by the shape of its probe, without numpy."""
+
+    def __init__(self, recorder: Readback) -> None:
+        self._recorder = recorder
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, with a new tree of call paths."""
+        # The number of shapes noted and of nodes; the number of each node's shape, and the shapes' names.
+        self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
+
+    def by_site(self) -> dict[Site, int]:
+        """Return the calls of each site, on all threads together."""
+        tree = self._recorder.paths()
+        calls_of = self._recorder.calls_by(tree.site_of, len(tree.sites))
+        return {site: calls for site, calls in zip(tree.sites, calls_of, strict=False) if calls}
+
+    def by_shape(self) -> dict[str, int]:
+        """Return the calls of probes by shape, as `measure_costs` names them."""
+        of_nodes, names = self._shapes_by_node()
+        return dict(zip(names, self._recorder.calls_by(of_nodes, len(names)), strict=False))
+
+    def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
+        """Return the number of each call path's shape, and the names of shapes."""
+        tree, noted = self._recorder.paths(), self._recorder.shapes_noted
+        if self._shapes_of_nodes[:2] != (noted, len(tree)):
+            site_of = tree.site_of
+            numbers, names = shaped(tree.sites, self._recorder.shapes, "scope", site_of)
+            self._shapes_of_nodes = noted, len(site_of), numbers, names
+        return self._shapes_of_nodes[2:]
+
+    def learn_paths(self) -> None:
+        """Compute the facts of new call paths before a report needs them, at 1 us each.
+
+        It waits until they are an eighth more than the known ones, which are copied each time.
+        """
+        _, old_count, *_ = self._shapes_of_nodes
+        if self._recorder.node_count - old_count > old_count // 8:
+            tree = self._recorder.paths()
+            tree.located()
+            tree.facts()
+            self._shapes_by_node()

@@ -309,11 +309,14 @@ class Governor:
         """Return the use by thread and site since the last time."""
         threads: dict[int, dict[Site, _Use]] = {}
         uses: dict[tuple[int, Site], _Use] = {}
-        for thread_id, site, calls, total_ns, steps in self._recorder.usage():
-            use = uses.setdefault((thread_id, site), _Use())
-            use.calls += calls
-            use.total_ns += total_ns
-            use.steps += steps
+        for ring in self._recorder.rings():
+            usage = ring.usage()  # of generators the steps after their first, also of open ones
+            site_of = self._recorder.paths().site
+            for node, calls, total_ns, steps in usage:
+                use = uses.setdefault((ring.thread_id, site_of(node)), _Use())
+                use.calls += calls
+                use.total_ns += total_ns
+                use.steps += steps
         nothing = _Use()
         for (thread_id, site), use in uses.items():
             before = self._before.get((thread_id, site), nothing)

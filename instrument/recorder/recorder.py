@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +21,8 @@ from typing import Any, TypeVar
 from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.model import KINDS, PHASES, Limits
-from instrument.recorder import core, span_attributes, wrapping
-from instrument.recorder.core import Readback
+from instrument.recorder import core, span_attributes, span_status, wrapping
+from instrument.recorder.core import CallCounts, Readback
 from instrument.recorder.outcomes import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING
 from instrument.recording.paths import OVERFLOW, CallTree
@@ -127,8 +126,8 @@ class Recorder(Readback):
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
         self.trace_of: Callable[[int, int, Any], tuple[int, int, int, str]] | None = None
         """A call for a span's trace id, span id and flags for others, from `current_trace`. None while off."""
-        self._renamed: dict[Site, dict[str, Site]] = {}
-        self._place_of: dict[Site, Site] = {}
+        self.renamed: dict[Site, dict[str, Site]] = {}
+        self.place_of: dict[Site, Site] = {}
         self._manual_open = 0
         self._paths = CallTree()
         self._reading = RLock()
@@ -144,12 +143,12 @@ class Recorder(Readback):
         """The file of the recording, "" for one without a name."""
         self._memory_of: tuple[str, int] | None = None  # the directory, and the process that has a file there
         self._memory_bytes = self._disk_bytes = 0
-        self._facts: Mapping[str, Any] = {}
+        self.facts: Mapping[str, Any] = {}
+        """The facts of the last session in the memory."""
         self._begun_ns = 0
         self._is_off = False
-        self._shapes_noted = 0
-        # The number of shapes noted and of nodes; the number of each node's shape, and the shapes' names.
-        self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
+        self.shapes_noted = 0
+        self.call_counts = CallCounts(self)
 
     def __reduce__(self) -> str:
         """Pickle the recorder by its name: a wrapper that is copied into another process records there."""
@@ -214,12 +213,12 @@ class Recorder(Readback):
         elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: found kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        own: dict[Any, Any] | None = span_attributes.of_scope(attributes, self._complain) if attributes else None
+        own: dict[Any, Any] | None = span_attributes.of_scope(attributes, self.complain) if attributes else None
         if stream is not None:
             own = {**(own or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
-            keys = {KEY: key} if is_plain else span_attributes.key_attributes(key, batch, self._complain)
+            keys = {KEY: key} if is_plain else span_attributes.key_attributes(key, batch, self.complain)
             own = {**own, **keys} if own else keys
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
 
@@ -245,38 +244,6 @@ class Recorder(Readback):
             return
         self._manual_open -= 1
         self.close(frame, error)
-
-    def wrap_method(
-        self,
-        function: Function,
-        sites: dict[int, Site | None],
-        decide: Callable[[Any], Site | None],
-        evaluate: Callable[[Any], Any] | None = None,
-    ) -> Function:
-        """Return a method with a span around the calls of instances with a site, at most 60 ns for the others.
-
-        `sites` has the site of an instance by its identity, None for one that passes. For a new instance
-        `decide(instance)` returns it, enters it in `sites` where it is final, takes the entry out when the instance
-        goes, and raises nothing. `evaluate` sets the evaluator of Python's frames (None: Python) and returns the one
-        before, so that `decide` is run and not compiled.
-        """
-        # A compiler of models takes the code of the wrapped function, and never meets the probe.
-        made: Function = _native.Function(self, function, None, sites, decide, evaluate)
-        return made
-
-    def make_function(
-        self,
-        function: Callable[..., Any],
-        site: Site,
-        works: wrapping.Attributes | None = None,
-        attributes: wrapping.Attributes | None = None,
-        results: wrapping.Results | None = None,
-        passes: wrapping.Passes | None = None,
-        form: int = 0,
-    ) -> Any:
-        return _native.Function(
-            self, function, site, works=works, attributes=attributes, results=results, passes=passes, form=form
-        )
 
     def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
         if attributes is None:
@@ -307,9 +274,9 @@ class Recorder(Readback):
         with self._reading:
             self._reset(ring_bytes)
             self._paths = CallTree()
-            self._shapes_of_nodes = (0, 0, array("i"), ())
-        self._renamed.clear()
-        self._place_of.clear()
+            self.call_counts.forget()
+        self.renamed.clear()
+        self.place_of.clear()
         self._manual_open = 0
         for site in self.muted:
             self.unmute(site)
@@ -346,11 +313,6 @@ class Recorder(Readback):
         self._begun_ns, self._is_off = time.monotonic_ns(), False
         self.tell(facts)
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The facts of the last session in the memory."""
-        return self._facts
-
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Write into the memory that this process records, and the facts of its session."""
         if self.memory is not None:
@@ -358,7 +320,7 @@ class Recorder(Readback):
 
             state = OFF if self._is_off else RUNNING
             memory.say_whose(self.memory, state, {**facts, "begun_ns": self._begun_ns})
-        self._facts = facts  # who reads them here knows that they outlive this process
+        self.facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
         """Record from now on, or not, and write that into the memory."""
@@ -389,12 +351,12 @@ class Recorder(Readback):
         if self._memory_of is not None and self._memory_of[0]:
             folder, self._memory_of = self._memory_of[0], None
             self.memory_path = ""  # the parent's
-            self.begin(self._memory_bytes, self._facts, folder, self._disk_bytes)
+            self.begin(self._memory_bytes, self.facts, folder, self._disk_bytes)
         else:
             self.reset()
             self._begun_ns = time.monotonic_ns()
             if self._memory_of is not None:
-                self.tell(self._facts)
+                self.tell(self.facts)
                 if not self.no_memory and self.memory_fd < 0:
                     self.no_memory = "this forked child could not be given a memory of its own"
         self._forget_all()
@@ -420,12 +382,12 @@ class Scope(core.Scope):
     def rename(self, name: str) -> None:
         """Give the span another name, from a small set; see `instrument.rename_span`."""
         if self._frame is not None:
-            self._recorder.rename_open(self._frame, name)
+            span_status.rename(self._recorder, self._frame, name)
 
     def set_status(self, code: str, description: str | None = None, *, error_type: str | None = None) -> None:
         """Set the status of the span; see `instrument.set_status`."""
         if self._frame is not None:
-            self._recorder.set_status_open(self._frame, code, description, error_type)
+            span_status.set_status(self._recorder, self._frame, code, description, error_type)
 
     def start(self) -> Scope:
         """Begin; `end` closes."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
 
+from instrument import native
 from instrument.recording.spans import Site
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -66,9 +67,9 @@ def wrap(
     else:
         form, shape = "call", "wrapper" if has_attributes else "call"  # which costs about as much
     if form == "call":
-        made = recorder.make_function(function, site, works, attributes, results)
+        made = make_function(recorder, function, site, works, attributes, results)
     else:
-        made = recorder.make_function(function, site, None, given, results, passes, FORMS.index(form))
+        made = make_function(recorder, function, site, None, given, results, passes, FORMS.index(form))
     if site.kind == "step":  # a schedule that counts them would stop
         recorder.note_shape(site, shape)
     else:
@@ -121,3 +122,38 @@ def retire(wrapper: Any) -> None:
     It is for a wrapper that was detached and is still referred to. Calls under way end as they began.
     """
     turn(wrapper, False)
+
+
+def make_function(
+    recorder: Any,
+    function: Callable[..., Any],
+    site: Site,
+    works: Attributes | None = None,
+    attributes: Attributes | None = None,
+    results: Results | None = None,
+    passes: Passes | None = None,
+    form: int = 0,
+) -> Any:
+    """Return the function with a span of the recorder around each call, in a form by its number in `FORMS`."""
+    return native.MODULE.Function(
+        recorder, function, site, works=works, attributes=attributes, results=results, passes=passes, form=form
+    )
+
+
+def wrap_method(
+    recorder: Any,
+    function: Function,
+    sites: dict[int, Site | None],
+    decide: Callable[[Any], Site | None],
+    evaluate: Callable[[Any], Any] | None = None,
+) -> Function:
+    """Return a method with a span around the calls of instances with a site, at most 60 ns for the others.
+
+    `sites` has the site of an instance by its identity, None for one that passes. For a new instance
+    `decide(instance)` returns it, enters it in `sites` where it is final, takes the entry out when the instance goes,
+    and raises nothing. `evaluate` sets the evaluator of Python's frames (None: Python) and returns the one before, so
+    that `decide` is run and not compiled.
+    """
+    # A compiler of models takes the code of the wrapped function, and never meets the probe.
+    made: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)
+    return made

@@ -98,7 +98,7 @@ class SessionDiagnostics:
         Each span costs what a probe of its shape costs on this machine; a generator counts as one step. Device times
         add the cost of their pairs of events on this device.
         """
-        calls = self.recorder.shape_calls()
+        calls = self.recorder.call_counts.by_shape()
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
         mean_ns = (probes_ns + self.pairs_ns()) / counted if counted else 0.0
         cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0
@@ -222,7 +222,7 @@ class SessionDiagnostics:
         """Return the verdicts on rules and targets up to now, with calls: on all, or only on those that are awake."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
-        for site, called in self.recorder.site_calls().items() if verdicts else ():
+        for site, called in self.recorder.call_counts.by_site().items() if verdicts else ():
             calls[site.key] += called
         for site, passed in self.recorder.muted_calls().items():
             calls[site.key] += passed

@@ -249,6 +249,6 @@ class Leaving:
 
         Such a one is a parent of workers, whose report would say that there was nothing to record.
         """
-        called = RECORDER.site_calls()
+        called = RECORDER.call_counts.by_site()
         other_marks = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
         return bool(called and other_marks) and all(site == COLLECTION for site in called)

@@ -355,7 +355,7 @@ class Recorded:
         return view.Recording(
             self.tally,
             self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside).trace),
-            make_totals=RECORDER.totals,
+            make_totals=_totals,
             make_held=self._held,
             make_cost=lambda: self.account.cost(window_ns),
             losses=self.account.losses(),
@@ -431,6 +431,12 @@ class Recorded:
         if settings is None or settings.to not in files.STREAMS:
             return None
         return {"views": list(settings.views), "options": self.options_of_profile()}
+
+
+def _totals(merged: bool) -> Tally:
+    """Return all totals at less cost than the tally, without a copy of their histograms."""
+    totals = RECORDER.mapped().totals()
+    return totals.merged() if merged else totals
 
 
 def taken_for_first(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:

@@ -41,6 +41,7 @@ from pathlib import Path
 
 from instrument import annotate, scope
 from instrument.instrumentors import contexts
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 
@@ -176,7 +177,7 @@ def shapes() -> dict[str, tuple[Callable[[], object], str]]:
     generated = on.wrap(numbers, Site("generator"))
     selected, other = Instance(), Instance()
     sites: dict[int, Site | None] = {id(selected): Site("layer"), id(other): None}
-    Instance.call = on.wrap_method(Instance.call, sites, lambda _: None)  # type: ignore[method-assign]
+    Instance.call = wrapping.wrap_method(on, Instance.call, sites, lambda _: None)  # type: ignore[method-assign]
 
     nested = on.wrap(lambda: repeat(call), Site("root"))
     return {
@@ -251,7 +252,7 @@ def measure_cold(swept_bytes: int) -> float:
     recorder = Recorder()
     layers = [Layer() for _ in range(LAYERS)]
     sites: dict[int, Site | None] = {id(layer): Site(f"layer {i}", "layer") for i, layer in enumerate(layers)}
-    Layer.forward = recorder.wrap_method(Layer.forward, sites, lambda _: None)  # type: ignore[method-assign]
+    Layer.forward = wrapping.wrap_method(recorder, Layer.forward, sites, lambda _: None)  # type: ignore[method-assign]
 
     def run() -> float:
         outside_ns = 0

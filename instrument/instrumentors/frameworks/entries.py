@@ -21,6 +21,7 @@ from instrument.instrumentors.references import loaded_modules, namespace
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import AttributeValue, Site
 from instrument.runtime.faults import FAULTS
@@ -168,7 +169,7 @@ def replaced(rule: FrameworkRule, label: str, owner: Any, name: str, new: Any, u
 
 def recorded_once(recorder: Recorder, method: Any, site: Site, recordings: dict[Any, Any], key: Any) -> Any:
     """Return the function that records a method as a site. Concurrent threads get the same one."""
-    new_recording = recorder.make_function(method, site)
+    new_recording = wrapping.make_function(recorder, method, site)
     recording = recordings.setdefault(key, new_recording)
     if recording is new_recording:
         recorder.may_mute(site, new_recording)

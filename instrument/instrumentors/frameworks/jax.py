@@ -27,6 +27,7 @@ from instrument.instrumentors.references import loaded_modules, namespace, rebin
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
@@ -156,7 +157,7 @@ class Jitted:
 
     def _recording(self, function: Any, site: Site) -> Callable[..., Any]:
         recorder, is_clean = self._recorder, self._is_clean
-        recording = recorder.make_function(function, site)
+        recording = wrapping.make_function(recorder, function, site)
         recorder.may_mute(site, recording)
 
         def call(*args: Any, **kwargs: Any) -> Any:
