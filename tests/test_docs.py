@@ -340,3 +340,29 @@ def test_an_unknown_topic_names_the_nearest() -> None:
 
 def test_help_of_the_command_names_the_documentation() -> None:
     assert "`instrument help`" in " ".join(run("--help").stdout.split())
+
+
+TITLES = {
+    "Where the time went",
+    "Where the time goes",
+    "Event loops",
+    "Muted",
+    "Request in flight",
+    "Step",
+    "By ",
+    "True",
+}
+TITLES |= {"Time of the device", "By name", "By request", "Without device time", "Call path"}
+"""Headings of first columns that are titles, and what else the expression below finds."""
+
+
+def test_every_heading_of_a_table_is_explained() -> None:
+    """Headings are the capitalised words behind `field=` in the columns that the views declare."""
+    sources = [*(FOLDER.parent / "report").glob("*.py"), FOLDER.parent / "agent" / "screen.py"]
+    columns = [
+        part for path in sources for part in re.findall(r'(?<=["|+])[a-z_0-9.]+=([A-Z][^|"={]*)', path.read_text())
+    ]
+    headings = {re.split(r",|'| \(", column)[0] for column in columns}
+    text = "".join(PAGES[page].read_text().replace("```", "") for page in ("reports.md", "compare.md", "explain.md"))
+    assert len(headings) > 100
+    assert sorted(headings - set(re.findall(r"`([^`\n]+)`", text)) - TITLES) == []

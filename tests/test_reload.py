@@ -296,16 +296,6 @@ def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder
         selection.undo()
 
 
-def test_copies_follow_rules_and_keep_the_counts_of_those_that_stay(recorder: Any) -> None:
-    from instrument.instrumentors.copies import Copies
-
-    rules = loads("copies: [{directions: [h2d]}, {directions: [d2h]}]", environ={}).copies
-    copies = Copies(rules, recorder)
-    copies.hits[1] = 7
-    copies.change(rules[1:], [])
-    assert (copies.rules, copies.hits) == (rules[1:], [7])
-
-
 @pytest.mark.slow
 def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_change() -> None:
     module = work()

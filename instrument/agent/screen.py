@@ -24,6 +24,7 @@ from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import is_interruption, is_request
 from instrument.recording.tally import Tally
 from instrument.report.function_times import topmost, topmost_by_name
+from instrument.report.headlines import in_flight_headline
 from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
@@ -126,7 +127,9 @@ class Screen:
             f"rates and shares of {'up to ' * self.is_uneven}{number(self.window_ns / 1e9)} s",
         ]
         if self.ended:
-            lines.append(f"{_count(self.ended, 'process', 'es')} of it ended, whose numbers the report at its end has")
+            lines.append(f"{_count(self.ended, 'process', 'es')} of it ended: see the report at the end of the run")
+        if sentence := in_flight_headline([(request.now, request.now_ns) for request in self.in_flight]):
+            lines.append(sentence)
         cancelled = "cancelled=Cancelled|" if any(row.cancelled for row in self.endpoints) else ""
         device = "|device_ns=Device, ms" if any(row.device_ns for row in self.places) else ""
         texts = {"name": lambda row, unit: f"{row.name}{row.bears}"[:60], "now": lambda row, unit: safe(row.now)[:30]}

@@ -127,8 +127,6 @@ class Comm(Switch):
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on the called operations, and on those that cannot be seen."""
-        if not self.rules:
-            return []
         if not self._met:
             return [Verdict("comm", "waiting", why=self._why)]
         if not self.hits:

@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial, singledispatchmethod
 from types import FunctionType, ModuleType, NoneType
 from typing import Any, ClassVar, TypeVar, overload
@@ -304,16 +304,6 @@ class Switch(ABC):
         self._undos: list[Undo] = []
         self._attached = False
         self._met = False
-
-    def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
-        """Attach or detach the probes. `modules` are the imported ones."""
-        self.rules = tuple(rules)
-        if not rules:
-            self.undo()
-            return
-        for module in modules:
-            if self.wants(module.__name__):
-                self.imported(module)
 
     def probed(self) -> Mapping[str, Any]:
         """Return the key if the probes are attached."""

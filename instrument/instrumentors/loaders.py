@@ -295,8 +295,6 @@ class Loaders(Switch):
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on the loaders that have run."""
-        if not self.rules:
-            return []
         if not self._met:
             return [Verdict("loaders", "waiting", why="torch.utils.data not imported")]
         if not self._sites:

@@ -99,8 +99,6 @@ class Phases(Switch):
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on the recorded phases, and on those that cannot be seen."""
-        if not self.rules:
-            return []
         if not self.hits:
             why = "no module, backward or optimizer has run" if self._met else "torch not imported"
             return [Verdict("phases", "waiting", why=why)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -46,12 +46,6 @@ class Probes(Protocol):
 
     def imported(self, module: ModuleType) -> bool:
         """Attach to a wanted module, whose code has run. Return True if functions were replaced."""
-
-    def change(self, rules: Sequence[Any], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules to the imported modules. Probes that the new rules want too stay untouched.
-
-        Without rules no probe of the family stays in the process.
-        """
 
     def probed(self) -> Mapping[str, Any]:
         """Return the probes by name. Values are equal for the same probe alone."""
@@ -101,6 +95,9 @@ FAMILIES: Mapping[str, Family] = {
     "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
 """The family of each key of a profile, in the order in which they attach."""
+
+KEEPING = ("functions", "requests", "layers")
+"""The keys of the families that `change` to other rules. Others are made anew, as their probes are few."""
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
@@ -258,12 +255,16 @@ class Selection:
             self.profile = profile
             for key in FAMILIES:
                 rules, family = _rules(profile, key), self._families.get(key)
-                if family is not None:
-                    if anew or rules != family.rules:
-                        family.change(rules, loaded)
+                if family is not None and not anew and rules == family.rules:
                     continue
+                if family is not None and key in KEEPING:
+                    family.change(rules, loaded)
+                    continue
+                if family is not None:
+                    family.undo()
+                    self._families = {name: awake for name, awake in self._families.items() if name != key}
                 self._lay_down(key)
-                if rules and self._is_wakened(key, loaded):
+                if rules and (family is not None or self._is_wakened(key, loaded)):
                     family = self._families.get(key) or self._make(key)
                     for module in loaded:
                         if _is_wanted(family, module):
@@ -380,11 +381,6 @@ class Selection:
         """Return True if a server or a rule has recorded a request."""
         family = self._families.get("requests")
         return family is not None and bool(family.has_begun())
-
-    def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
-        family = self._families.get("requests")
-        return {} if family is None else family.blockers()
 
     def note_connections(self, ports: Iterable[int]) -> None:
         """Note the ports of this process at which the agent has seen connections."""

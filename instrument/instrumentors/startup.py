@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -77,20 +77,9 @@ class StartupWatch:
         self._recorder = recorder
         from instrument.instrumentors.rules import Functions  # each session times imports, few watch startup
 
-        self._functions = Functions(RULES if rules else (), recorder)
+        self._functions = Functions(RULES, recorder)
         self._undos: list[Undo] = []
         self._dynamo: Verdict | None = None
-
-    def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
-        """Attach or detach the probes."""
-        self.rules = tuple(rules)
-        loaded = list(modules)
-        self._functions.change(RULES if rules else (), loaded)
-        if not rules:
-            self._leave_dynamo()
-        for module in loaded if rules else ():
-            if module.__name__ == _DYNAMO:
-                self._watch_dynamo(module)
 
     def probed(self) -> Mapping[str, Any]:
         """Return the probes on functions."""
@@ -109,7 +98,8 @@ class StartupWatch:
 
     def undo(self) -> None:
         """Restore every framework's own functions."""
-        self._leave_dynamo()
+        undo_all(self._undos)
+        self._dynamo = None
         self._functions.undo()
 
     def verdicts(self) -> list[Verdict]:
@@ -119,10 +109,6 @@ class StartupWatch:
             verdicts.append(self._dynamo)
         # Without their sites, as no service has to call all of them.
         return [dataclasses.replace(verdict, site=None) for verdict in verdicts]
-
-    def _leave_dynamo(self) -> None:
-        undo_all(self._undos)
-        self._dynamo = None
 
     def _watch_dynamo(self, module: ModuleType) -> None:
         """Record each compilation as a span of the thread that waits for it.

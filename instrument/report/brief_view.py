@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
 from instrument.report.benchmark_view import benchmark
 from instrument.report.device_view import DeviceView, device
+from instrument.report.headlines import Headline, headlines
 from instrument.report.loops import Loops
 from instrument.report.phases_view import PhasesView, phases
 from instrument.report.requests_view import RequestTimes, requests
@@ -37,7 +38,7 @@ from instrument.report.view import Options, Recording
 MOST_LINES = 57
 """The most lines of the view. With the names of process and file below it, a screen has 60."""
 
-PLACES = 10
+PLACES = 7
 """The most places of the time."""
 
 PARTS = 6
@@ -48,7 +49,7 @@ LAUNCH_BOUND_FROM = 0.1
 """The least share of a device's busy time that is reported as launch-bound."""
 
 LOSSES = 3
-NOTE_LINES = 6
+NOTE_LINES = 4
 """The most lines on missing observations; `cost` has all of them."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
@@ -62,6 +63,7 @@ class Brief(View):
     `places` has the largest self times of all calls, None if no call was counted.
     """
 
+    headlines: tuple[Headline, ...]
     service: str
     window_ns: int
     recorder: str
@@ -102,7 +104,9 @@ class Brief(View):
         why = next((note for note in self.notes if note.startswith(NO_DEVICE_TIME)), "")
         other_notes = [note for note in self.notes if note != why]
         service = shorten(safe(self.service), LINE // 2)
-        lines = [*title(f"Summary of {service}" if service else "Summary"), *self._served(), ""]
+        lines = title(f"Summary of {service}" if service else "Summary")
+        lines += [line for headline in self.headlines for line in _two_lines(headline.text)]
+        lines += [*[""] * bool(self.headlines), *self._served(), ""]
         *served, places = self.sections()
         lines += [line for section in served for line in section.table(unit)]
         if self.requests.requests:
@@ -160,17 +164,19 @@ def brief(recording: Recording, options: Options) -> Brief:
     few = replace(_at_most(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
     steps = None if served.requests else benchmark(recording, few)
-    has_steps = steps is not None and bool(steps.loops)
-    cost = recording.cost
+    loops = steps if steps is not None and steps.loops else None
+    of_steps = phases(recording, few) if loops is not None else None
+    devices, cost = device(recording, few), recording.cost
     return Brief(
+        headlines=headlines(recording, options, served, loops, of_steps, devices),
         service=recording.trace.origin.service,
         window_ns=(cost.window_ns if cost is not None else 0) or recording.window_ns or 0,
         recorder=recording.recorder,
         requests=served,
-        steps=steps if has_steps else None,
-        phases=phases(recording, few) if has_steps else None,
+        steps=loops,
+        phases=of_steps,
         places=places[0] if places else None,
-        device=device(recording, few),
+        device=devices,
         cost=cost,
         losses={reason: count for reason, count in recording.losses.items() if count},
         notes=recording.notes,
@@ -339,6 +345,11 @@ def _notes(notes: Sequence[str]) -> list[str]:
     if len(lines) <= NOTE_LINES:
         return lines
     return [*lines[: NOTE_LINES - 1], f"Not observed: ... ({len(lines) - NOTE_LINES + 1} more: --view cost)"]
+
+
+def _two_lines(text: str) -> list[str]:
+    first, *more = wrapped(text)
+    return [first, *more] if len(more) < 2 else [first, _cut(more[0])]
 
 
 def _cut(line: str) -> str:

@@ -147,13 +147,13 @@ class CopiesView(View):
                 texts={**texts, "direction": lambda use, unit: _direction(use)}, widths=COLUMN_WIDTH,
             ),
             Section(
-                "Calls", self.calls, f"call=Call|direction=Way|{sums}memory=Memory|mode=Mode|+staged=Staged",
+                "Calls", self.calls, f"call=Call|direction=Direction|{sums}memory=Memory|mode=Mode|+staged=Staged",
                 texts=texts,
             ),
         ]  # fmt: skip
 
     def head(self) -> list[str]:
-        rate = "GB/s: 10^9 bytes a second, over which time is said beside it"
+        rate = "GB/s: 10^9 bytes a second, over the time that the column Over names"
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}; MB: 10^6 bytes; {rate}"]
 
     def nothing(self) -> list[str]:

@@ -152,7 +152,7 @@ class InstrumentationCost(View):
                 wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{note_on_each}."),
                 {"each_ns": lambda row, unit: number(row.each_ns)},
             ),
-            Section("Held", (), "", empty=[*self.coverage.lines(), *_kept_lines(self)]),
+            Section("Kept spans", (), "", empty=[*self.coverage.lines(), *_kept_lines(self)]),
             Section("Not kept", list(self.losses.items()), "0=Reason|1=Count", empty=["Nothing was lost."]),
             Section(
                 "Not observed", self.muted or (),

@@ -365,7 +365,7 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
         clock = (f"Place on the host's clock: known within {spread} us",)
     outside = tuple[str, ...]()
     if use.outside:
-        are = "stretch lies outside of the window and is" if use.outside == 1 else "stretches lie outside of it and are"
+        are = "interval is outside of the window and is" if use.outside == 1 else "intervals are outside of it and are"
         outside = (f"{use.outside} {are} not counted.",)
     left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
     counted = ", ".join(f"{count} {why}" for count, why in left_out if count)
@@ -377,12 +377,12 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
         ),
         Section(
             f"Streams of GPU {use.device}", use.streams,
-            "stream=Stream|intervals=Stretches|busy_ns=Busy|window_ratio=Of window|summed_ns=Sum",
+            "stream=Stream|intervals=Intervals|busy_ns=Busy|window_ratio=Of window|summed_ns=Sum",
             (f"Streams busy at once, in the busy time: {mean} in the mean, {use.most_streams} at most",),
             widths=(20, *[COLUMN_WIDTH] * 3, 0),
         ),
         Section(
-            f"Labels on GPU {use.device}", use.labels, "label=Label|intervals=Stretches|summed_ns=Sum", clock,
+            f"Labels on GPU {use.device}", use.labels, "label=Label|intervals=Intervals|summed_ns=Sum", clock,
             widths=COLUMN_WIDTH,
         ),
         Section(
@@ -437,5 +437,5 @@ def _notes(view: DeviceView) -> list[str]:
     if any(label.label == "stale" for use in view.devices for label in use.labels):
         lines.append("Stale stretches have the right length and an uncertain place: sums hold, unions may not.")
     if any(name.summed_ns < SHORT_NS * name.calls for name in names):
-        lines.append("Stretches below 0.01 ms may read several times too long: events take time themselves.")
+        lines.append("Intervals below 0.01 ms may be measured several times too long: events take time themselves.")
     return lines

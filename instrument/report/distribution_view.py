@@ -65,12 +65,12 @@ class DistributionView(View):
                 "Communication", self.places,
                 "name=Place|communication_ns=Communication|communication_ratio=|computation_ns=Computation|"
                 "computation_ratio=|overlap_ns=Overlap|overlap_ratio=|exposed_ns=Exposed|exposed_ratio=",
-                ("Exposed: communication beside which nothing computes.",),
+                ("Exposed: communication while nothing computes.",),
             ),
             Section(
                 "Operations", self.operations,
-                "name=Operation|calls=Calls|moved_mb=MB|host_ns=Calls took|waited_ns=Waits took|device_ns=Device",
-                ("MB: 10^6 bytes, the larger of what a rank hands over and gets. Times are sums over calls.",),
+                "name=Operation|calls=Calls|moved_mb=MB|host_ns=In calls|waited_ns=In waits|device_ns=Device",
+                ("MB: 10^6 bytes, the larger of the bytes that a rank sends and receives. Times are sums over calls.",),
                 widths=10,
             ),
         ]  # fmt: skip

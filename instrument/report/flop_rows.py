@@ -121,7 +121,7 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
 
 
 class _Tree:
-    """The spans with operations and the spans around them on their lines, each once. The cost is linear at any depth.
+    """The spans with operations and the spans around them on their lines, each once.
 
     By name and kind `calls` are the outermost calls of a line, and `flops` the operations of the outermost calls and
     all below. For another kind than the given ones `flops` has only the own operations of spans with that name.
@@ -140,43 +140,33 @@ class _Tree:
         self._names = names
         self._name_of = [number_by_place[place] for place in places]
         self._is_asked = [kind in kinds for _, kind in names]
-        sums, calls = self._summed()
+        below = self._own_flops.copy()
+        for number, around in reversed(list(enumerate(self._around))):
+            if around != NONE:
+                below[around] += below[number]
+        sums, calls = [0] * len(names), [dict[int, None]() for _ in names]
+        for number, (name, outermost) in enumerate(zip(self._name_of, self._outermost(), strict=True)):
+            if self._is_asked[name]:
+                counted = below[number] if outermost == number else 0
+                calls[name][outermost] = None
+            elif counted := self._own_flops[number]:
+                calls[name][outermost] = None
+            sums[name] += counted
         self.flops = {name: sums[at] for name, at in names.items()}
         self.calls = {name: [rows[number] for number in calls[at]] for name, at in names.items() if calls[at]}
 
-    def _summed(self) -> tuple[list[int], list[dict[int, None]]]:
-        """Return the operations by name, and the numbers of the calls by name."""
-        count, name_of, arounds, own_flops = len(self._own_flops), self._name_of, self._around, self._own_flops
-        # Each span comes after its parent. `first` has the first child of each, `sibling` the next one. The last place
-        # of `first` has the topmost spans.
-        below, first, sibling = own_flops.copy(), [NONE] * (count + 1), [NONE] * count
-        for number in range(count - 1, -1, -1):
-            around = arounds[number]
-            if around != NONE:
-                below[around] += below[number]
-            sibling[number] = first[around]
-            first[around] = number
-        sums = [0] * len(self._names)
-        calls: list[dict[int, None]] = [{} for _ in sums]
-        opened = [NONE] * len(sums)
-        number = first[NONE]
-        while number != NONE:
-            name = name_of[number]
-            if opened[name] == NONE:
-                opened[name] = number
-                if self._is_asked[name]:
-                    sums[name] += below[number]
-                    calls[name][number] = None
-            if own_flops[number] and not self._is_asked[name]:
-                sums[name] += own_flops[number]
-                calls[name][opened[name]] = None
-            inner = first[number]
-            while inner == NONE and number != NONE:  # the span ends, and maybe its parents
-                if opened[name_of[number]] == number:
-                    opened[name_of[number]] = NONE
-                inner, number = sibling[number], arounds[number]
-            number = inner
-        return sums, calls
+    def _outermost(self) -> list[int]:
+        """Return the outermost span around each span that has its name."""
+        name, around = np.array(self._name_of, dtype=np.int64), np.array(self._around, dtype=np.int64)
+        outermost, up = np.arange(len(name)), around.copy()
+        inner = np.flatnonzero(up != NONE)
+        while len(inner):
+            alike = inner[name[up[inner]] == name[inner]]
+            outermost[alike] = up[alike]
+            up[inner] = around[up[inner]]
+            inner = inner[up[inner] != NONE]
+        numbers: list[int] = outermost.tolist()
+        return numbers
 
     def flops_of_any(self, names: Collection[tuple[str, str]]) -> int:
         """Return the operations of spans of some names and kinds, and of the spans below them."""

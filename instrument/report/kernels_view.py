@@ -171,14 +171,14 @@ class Kernels(View):
                 _window_lines(self), widths=(12, 10, 12, 12, 0),
             ),
             Section(
-                f"{'Kernels' if is_seen else 'Stretches'} by name", self.kernels,
-                f"name={'Kernel' if is_seen else 'Stretch of'}|calls=Calls|total_ns=Total|mean_ns=Avg|max_ns=Max|"
+                f"{'Kernels' if is_seen else 'Intervals'} by name", self.kernels,
+                f"name={'Kernel' if is_seen else 'Interval of'}|calls=Calls|total_ns=Total|mean_ns=Avg|max_ns=Max|"
                 "min_ns=Min|busy_ns=Busy|ratio=Of sum",
                 texts={"name": lambda use, unit: labels.get(use.name, use.name)},
             ),
             Section(
                 "Kernels by place", self.places,
-                "name=Asked for in|+kind=Kind|kernels=Kernels|total_ns=Total|busy_ns=Busy|ratio=Of sum|"
+                "name=Launched in|+kind=Kind|kernels=Kernels|total_ns=Total|busy_ns=Busy|ratio=Of sum|"
                 "heaviest=Heaviest kernel",
                 texts={"heaviest": lambda use, unit: MISSING if use.remaining else _label_start(labels[use.heaviest])},
             ),
@@ -189,9 +189,9 @@ class Kernels(View):
             "Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: their union.",
         ]
         if self.source == STRETCHES:
-            lines.append("Only the innermost stretches of a stream count. Gaps between kernels are part of a stretch.")
+            lines.append("Only the innermost intervals of a stream count. Gaps between kernels are part of it.")
         if self.places:
-            lines.append("Asked for in: the innermost span open on the launching thread when the host asked for it.")
+            lines.append("Launched in: the innermost span open on the launching thread at the launch.")
         if any(use.name == SHARED for use in self.places):
             lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
         if any(use.name == UNKNOWN for use in self.places):

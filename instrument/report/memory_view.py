@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import neg
 from typing import NamedTuple
 
 import numpy as np
@@ -147,12 +148,12 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
     called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if by_thread else np.zeros_like(thread)
     follows, is_followed = _match_addresses(device, address, size_bytes)
     held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
-    columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), -size_bytes.clip(max=0), held_bytes)
+    columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), size_bytes.clip(max=0), held_bytes)
 
     def sums(groups: Groups) -> list[tuple[int, int, int, int, int]]:
         """Return the numbers of allocations and frees, and the bytes allocated, freed and in use, of each group."""
         allocations, frees, allocated, freed, in_use = (groups.sums(column).tolist() for column in columns)
-        return list(zip(allocations, frees, allocated, freed, in_use, strict=True))
+        return list(zip(allocations, frees, allocated, map(neg, freed), in_use, strict=True))
 
     number, of_device = numbered(device)
     use, of_use = numbered(number, at_place.number, called)
@@ -162,7 +163,7 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
         on_thread = threads[thread[row]] if by_thread else ""
         uses.append(PlaceMemory(int(device[row]), name, kind, on_thread, *sums_by_use[use[row]]))
     groups = Groups(number, len(of_device))
-    earlier_bytes = groups.sums(np.where(follows, 0, -size_bytes.clip(max=0))).tolist()
+    earlier_bytes = groups.sums(np.where(follows, 0, size_bytes.clip(max=0))).tolist()
 
     def peak(kind: str, members: Int64s, begin_bytes: int) -> Peak:
         levels = rows[f"{kind}_bytes"][is_counted][members]
@@ -183,7 +184,7 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
         reserved_peak = peak("reserved", members, reserved)
         peaks.append(peak("allocated", members, allocated - int(size_bytes[members[0]])))
         peaks += [reserved_peak] if reserved_peak.peak_bytes else []
-        devices.append(DeviceMemory(int(device[members[0]]), *sums_of_it, earlier))
+        devices.append(DeviceMemory(int(device[members[0]]), *sums_of_it, -earlier))
     peaks.sort(key=lambda row: row.device)
     devices.sort(key=lambda row: row.device)
     thread_names = [threads[number] for number in np.argsort(of_thread).tolist()]
@@ -275,13 +276,13 @@ class MemoryView(View):
             Section(
                 "Memory by place", [*self.places, *of_all],
                 f"name=Place|+kind=Kind|device=On|{thread}allocations=Allocs|frees=Frees|allocated_bytes=Allocated|"
-                "freed_bytes=Freed|increase_bytes=Increase|held_bytes=Held",
+                "freed_bytes=Freed|increase_bytes=Increase|held_bytes=In use",
                 texts=cut,
             ),
             Section(
                 "Read by gauges", self.gauged,
                 "label=Gauge, MiB|samples=Samples|first_bytes=First|last_bytes=Last|growth_bytes=Growth|"
-                f"most_bytes=Most|most_ns={at}|peak_bytes=Ever",
+                f"most_bytes=Most|most_ns={at}|peak_bytes=Peak",
             ),
         ]  # fmt: skip
 
@@ -291,7 +292,7 @@ class MemoryView(View):
         if self.devices:
             lines += [
                 "Place: the innermost span open on the same thread at the time; a free counts where it was made.",
-                "Increase: allocated less freed. Held: of what was allocated there, what nobody had freed by the end.",
+                "Increase: allocated minus freed. In use: the part of Allocated that was not freed by the end.",
             ]
             names = {use.name for use in self.places}
             if UNKNOWN in names:
@@ -312,7 +313,7 @@ class MemoryView(View):
                     lines.append(f"Freed of what had been allocated before: {about}")
         if self.gauged:
             lines.append(
-                "Most: of the readings. Ever: the greatest since the process or torch began, also between them."
+                "Most: of the readings. Peak: the greatest since the process or torch began, also between them."
             )
         if self.outside:
             lines.append(f"Outside of the time that was watched, and not counted: {self.outside}")

@@ -94,7 +94,7 @@ class Overview(View):
         return [
             Section(
                 "By kind", [window, *self.kinds], f"kind=Kind|calls=Calls|time_ns=Time|ratio=Of window{steps}",
-                ("Unions of time: what ran side by side counts once, and rows may lie in one another.",),
+                ("Unions of time: what ran side by side counts once, and rows may be within each other.",),
                 {
                     "kind": lambda use, unit: use.kind if use is window else f"  {use.kind}",
                     "calls": lambda use, unit: "" if use is window else str(use.calls),
@@ -104,7 +104,7 @@ class Overview(View):
             *(
                 Section(
                     "All devices" if device == ALL_DEVICES else f"Device {device}", uses,
-                    f"work=Work|stretches=Stretches|time_ns=Time|ratio=Of window{steps}",
+                    f"work=Work|stretches=Intervals|time_ns=Time|ratio=Of window{steps}",
                     texts={"work": lambda use, unit: "  " * (use.work == "communication") + use.work}, widths=12,
                 )
                 for device, uses in of_devices.items()
@@ -112,7 +112,7 @@ class Overview(View):
         ]  # fmt: skip
 
     def head(self) -> list[str]:
-        steps = ["Of steps: the part of the row that lies in steps, of the time in steps"] * (self.steps_ns is not None)
+        steps = ["Of steps: the part of the row within steps / the time of all steps"] * (self.steps_ns is not None)
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *steps]
 
     def nothing(self) -> list[str]:

@@ -163,7 +163,7 @@ class RequestTimes(View):
         return [
             Section(
                 "Endpoints", self.endpoints,
-                f"name=Request|{'counted=Ended|requests=Held' if self.is_part else 'requests=Count'}|"
+                f"name=Request|{'counted=Ended|requests=Kept' if self.is_part else 'requests=Count'}|"
                 f"errors=Errors{cancelled}|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
                 ("Of all: of the sum of the walls of all requests.",),
@@ -266,7 +266,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     trace = recording.columns
     joined = recording.once(joined_requests)
     whole, cut = recording.once(complete_requests)
-    table = CompleteRequests.of(trace, joined, recording.once(request_ledger), whole)
+    table = recording.once(request_table)
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _counts_by_name(recording, joined)
     endpoints = table.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
@@ -316,6 +316,13 @@ def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int
     parts = {names[number] for number in topmost - unjoined}
     totals_by_name = topmost_by_name(recording.totals(merged=True), is_request)
     return {name: (totals.calls, totals.errors) for name, totals in totals_by_name.items() if name not in parts}
+
+
+def request_table(recording: Recording) -> CompleteRequests:
+    """Return the requests within the window that have all of their spans, as a table."""
+    whole, _ = recording.once(complete_requests)
+    joined, ledger = recording.once(joined_requests), recording.once(request_ledger)
+    return CompleteRequests.of(recording.columns, joined, ledger, whole)
 
 
 def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:

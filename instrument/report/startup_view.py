@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from operator import attrgetter
 
 from instrument.profile.model import PREPARING
 from instrument.recording.histogram import bucket, percentiles
@@ -184,7 +184,7 @@ class StartupView(View):
             of_it = f", {in_unit(self.imports_in_spans_ns, unit)} of it within spans"
         return [
             Section(
-                "The way to the first request", self._way(), "name=Part|total_ns=Time|ratio=Of the way",
+                "From the start to the first request", self._way(), "name=Part|total_ns=Time|ratio=Of start",
                 self._way_notes(),
             ),
             Section(
@@ -192,7 +192,7 @@ class StartupView(View):
             ),
             Section(
                 "Imports", self.imports or (),
-                "package=Package|entries=Entered|total_ns=Total|self_ns=Self|ratio=Of imports|+late_ns=Late",
+                "package=Package|entries=Imported|total_ns=Total|self_ns=Self|ratio=Of imports|+late_ns=Late",
                 (f"All imports: {in_unit(self.imports_ns, unit)} {unit}{of_it}",), widths=COLUMN_WIDTH,
                 empty=NOT_WATCHED if self.imports is None else NO_IMPORT,
             ),
@@ -203,7 +203,7 @@ class StartupView(View):
             ),
             Section(
                 "First calls", self.warm_ups,
-                "name=Name|kind=Kind|calls=Calls|first_ns=First|median_ns=Median after|times=Times|extra_ns=Extra",
+                "name=Name|kind=Kind|calls=Calls|first_ns=First|median_ns=Median after|times=Ratio|extra_ns=Extra",
                 empty=NO_WARM_UP,
             ),
         ]  # fmt: skip
@@ -240,7 +240,7 @@ class StartupView(View):
         if self.way:
             lines.append("Parts of the way are sums over threads, without what went by within requests.")
         if self.imports:
-            lines.append("Self: a package's own modules. Total: with all that these imported. Entered: from outside.")
+            lines.append("Self: modules of the package. Total: with all their imports. Imported: by other packages.")
             if any(package.package.startswith("instrument (") for package in self.imports):
                 lines.append("instrument (package): what the instrumentation imported for itself, not the service.")
         if self.preparations:
@@ -256,7 +256,9 @@ def startup(recording: Recording, options: Options) -> StartupView:
     facts = recording.startup or Startup(0)
     tally = recording.tally if recording.startup is not None else Tally()
     rows = list(tally.rows())
-    firsts = _first_by_place(facts.firsts)
+    firsts: dict[tuple[object, ...], FirstCall] = {}  # several sites may be the same place
+    for call in sorted(facts.firsts, key=attrgetter("start_ns")):
+        firsts.setdefault(call.site.key, call)
     began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
     warm_ups = _warm_ups(firsts, tally)
     first = facts.first_request
@@ -270,20 +272,18 @@ def startup(recording: Recording, options: Options) -> StartupView:
     is_late_partial = False
     request: FirstRequestTimes | None = None
     if first is not None:
-        medians = {warm_up.key: warm_up.median_ns for warm_up in warm_ups}
         request = FirstRequestTimes(
             name_of_site(first.site),
             first.start_ns - began_ns,
             first.total_ns or None if facts.why else first.total_ns,
-            medians.get(first.site.key),
+            warm_ups[first.site.key].median_ns if first.site.key in warm_ups else None,
             facts.why,
         )
         way_ns = first.start_ns - facts.session_ns
         late[IMPORTS] = sum(package.late_ns for package in imports or ())
-        prepared = _preparation_times(rows, first.start_ns, recording)
-        sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **prepared.before_ns}
-        late.update(prepared.after_ns)
-        is_late_partial = prepared.is_partial
+        before, after, is_late_partial = _preparation_times(rows, first.start_ns, recording)
+        sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **before}
+        late.update(after)
         rest_ns = way_ns - sum(sums.values())
         if rest_ns >= 0:
             sums["Anything else"] = rest_ns
@@ -307,32 +307,19 @@ def startup(recording: Recording, options: Options) -> StartupView:
         imports_in_spans_ns=in_spans_ns,
         preparations=bounded(_preparations(rows), options, lambda row: row.total_ns or 0, _other_preparations),
         warm_ups=bounded(
-            [place.use for place in warm_ups if place.use.extra_ns], options, lambda use: use.extra_ns, _other_warm_ups
+            sorted((use for use in warm_ups.values() if use.extra_ns), key=lambda use: (-use.extra_ns, use.name)),
+            options,
+            lambda use: use.extra_ns,
+            _other_warm_ups,
         ),
         _options=options,
     )
 
 
-class _PlaceMedian(NamedTuple):
-    key: tuple[object, ...]
-    median_ns: int
-    use: WarmUp
-
-
-def _first_by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall]:
-    """Return the first call of each place. Several sites may be the same place."""
-    first_by_place: dict[tuple[object, ...], FirstCall] = {}
-    for call in firsts:
-        earlier = first_by_place.get(call.site.key)
-        if earlier is None or call.start_ns < earlier.start_ns:
-            first_by_place[call.site.key] = call
-    return first_by_place
-
-
-def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> list[_PlaceMedian]:
-    """Return every place that was called again, the largest excess of its first call first."""
+def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> dict[tuple[object, ...], WarmUp]:
+    """Return every place that was called again, by the key of its site."""
     places = tally.lines_by([site.key for site in tally.tree.sites])
-    warm_ups = []
+    warm_ups = {}
     for key, first in firsts.items():
         of_all = tally.total(places.get(key, ()))
         if of_all.calls < 2 or _phase(first.site) is not None:
@@ -345,9 +332,8 @@ def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> l
         median_ns = percentiles(histogram, (0.5,), of_all.calls - 1, of_all.min_ns, of_all.max_ns)[0] or 0
         name, kind = name_of_site(first.site), first.site.kind
         extra_ns = max(first.total_ns - median_ns, 0)
-        use = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns, extra_ns)
-        warm_ups.append(_PlaceMedian(key, median_ns, use))
-    return sorted(warm_ups, key=lambda warm_up: (-warm_up.use.extra_ns, warm_up.use.name))
+        warm_ups[key] = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns, extra_ns)
+    return warm_ups
 
 
 def _phase(site: Site) -> str | None:
@@ -414,19 +400,13 @@ def _other_warm_ups(rows: Sequence[WarmUp]) -> WarmUp:
     return remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})")
 
 
-class _PreparationTimes(NamedTuple):
-    """The time of loading and compiling outside of requests, by word: begun before the first request, and after it.
+def _preparation_times(
+    rows: Iterable[Row], request_ns: int, recording: Recording
+) -> tuple[dict[str, int], dict[str, int], bool]:
+    """Return the time of loading and compiling outside of requests, by word: begun before the first request, and after.
 
-    `is_partial` is True if calls with overwritten spans may have come after it. They count as before.
+    Also return True if calls with overwritten spans may have come after it. They count as before.
     """
-
-    before_ns: dict[str, int]
-    after_ns: dict[str, int]
-    is_partial: bool
-
-
-def _preparation_times(rows: Iterable[Row], request_ns: int, recording: Recording) -> _PreparationTimes:
-    """Return the times of the topmost spans of each call path, on each side of the first request's begin."""
     before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
     on_both_sides = False
     for row in rows:
@@ -437,13 +417,12 @@ def _preparation_times(rows: Iterable[Row], request_ns: int, recording: Recordin
         (before if begins_before else after)[WORDS[phase]] += row.totals.total_ns
         on_both_sides |= begins_before and row.totals.calls > 1
     if not on_both_sides:
-        return _PreparationTimes(before, after, is_partial=False)
-    facts = recording.trace
+        return before, after, False
     for word, held_ns in _times_after(recording.columns, request_ns).items():
         whole_ns = before[word] + after[word]
         after[word] = min(max(after[word], held_ns), whole_ns)
         before[word] = whole_ns - after[word]
-    return _PreparationTimes(before, after, is_partial=facts.held[0] > request_ns)
+    return before, after, recording.trace.held[0] > request_ns
 
 
 def _times_after(trace: Columns, request_ns: int) -> dict[str, int]:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from instrument.profile.model import KINDS
-from instrument.recording.allocations import Allocation
+from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
     FIRSTS,
     GAUGES,
+    WORK,
     Cost,
     FirstCall,
     Flops,
@@ -41,6 +42,7 @@ from instrument.trace.layout import WIDTHS, Column, as_tuples
 from instrument.trace.text import INT64, LIMIT_SPANS, checked, clean, encode, index, is_number, safe, whole
 from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import (
+    KernelColumns,
     packed_allocations,
     packed_kernels,
     unpacked_allocations,
@@ -48,7 +50,10 @@ from instrument.trace.watched import (
 )
 
 FORMAT = 6
-"""The version of the key."""
+"""The version of the key. Up to version 5 kernels and allocations were lists; in 4 a tally had no waiting times."""
+
+READ = (4, 5, 6)
+"""The versions that `Metadata` reads."""
 
 LIMIT_LINKS = 20_000_000
 """The largest total length of all call paths. It bounds the memory for a hostile file."""
@@ -216,8 +221,8 @@ class Metadata:
     """The contents of the key. The base and the sites are read at once for the events, other facts on access."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        if facts["format"] != FORMAT:
-            versions = f"its format is {facts['format']!r:.20}, and this version reads {FORMAT}"
+        if facts["format"] not in READ:
+            versions = f"its format is {facts['format']!r:.20}, and this version reads {READ[0]} to {FORMAT}"
             raise ValueError(f"{versions}; read it with the version of instrument that wrote it")
         self.base_ns: int = checked(facts["base_ns"], int)
         self.sites = [_site(entry) for entry in facts["sites"]]
@@ -283,10 +288,33 @@ class Metadata:
         texts = checked(self._facts.pop("columns", {}), dict)
         names = [checked(name, str) for name in self._facts.get("kernel_names", ())]
         if not texts:
-            return (), ()  # a saved recording has them as arrays
+            return self._listed_kernels(names), self._listed_allocations()
         columns = {name: _column(*of_name) for name, of_name in texts.items()}
         kernels = unpacked_kernels(columns, names, self.base_ns)
         return kernels, unpacked_allocations(columns, self.base_ns)
+
+    def _listed_kernels(self, names: Sequence[str]) -> Sequence[Kernel]:
+        """Return the kernels of an earlier version, which has a list of numbers for each, times from the base."""
+        kernels = []
+        for name, kind, *numbers in self._facts.get("kernels", ()):
+            device, stream, start_ns, length_ns, thread_id, launched_ns = whole(numbers)
+            start_ns, launched_ns = start_ns + self.base_ns, launched_ns + (self.base_ns if thread_id else 0)
+            work = Kernel(
+                names[index(name)], kind, device, stream, start_ns, start_ns + length_ns, thread_id, launched_ns
+            )
+            if kind not in WORK or length_ns < 0:
+                raise ValueError("a kernel in it is none; it is damaged")
+            kernels.append(work)
+        return KernelColumns.of(kernels).moved(0)
+
+    def _listed_allocations(self) -> Allocations:
+        """Return the allocations of an earlier version: their rows as packed text, or a list of numbers for each."""
+        allocations = self._facts.get("allocations", [])
+        if isinstance(allocations, str):
+            return Allocations(_column("<i8", allocations).tobytes(), self.base_ns)
+        return Allocations(
+            b"".join(Allocations.ROW.pack(*whole([*numbers, 0][:7])) for numbers in allocations), self.base_ns
+        )
 
     def tally(self) -> Tally | None:
         """Return the tally, None if none was saved."""
@@ -302,6 +330,10 @@ class Metadata:
                 raise ValueError("its call paths are longer than any program's; it is damaged")
         lines, of_line, buckets, times = list[Totals](), list[int](), list[int](), list[int]()
         for node, thread_id, *numbers, histogram in saved["rows"]:
+            if self._facts["format"] == READ[0]:  # it had no waiting times; a coroutine's self time counts as waiting
+                path = paths[_place(node)]
+                numbers.insert(_SUMS.index("waiting_ns"), numbers[3] if path and path[-1].suspends else 0)
+            numbers += [0] * (len(numbers) == len(_SUMS) - 1)  # no count of cancelled requests
             sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
             sums["first_ns"] = checked(sums["first_ns"] + self.base_ns, int)
             if sums["calls"] < 0:

@@ -6,7 +6,7 @@ never imports it. A call that moves nothing is not a copy and leaves no span.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -34,23 +34,6 @@ class Copies(Transfers):
     def _wanted(self) -> dict[str, FrameworkAdapter]:
         adapters = [adapter for adapter in ADAPTERS if self.asks_for(adapter.framework, adapter.directions)]
         return {name: adapter for adapter in adapters for name in adapter.modules}
-
-    def change(self, rules: Sequence[CopyRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules. A rule that stays keeps its count; a framework without a rule gets its own functions."""
-        self.take_on(rules)
-        self._adapters = self._wanted()
-        self._absent.clear()
-        if not rules:
-            self.undo()
-            return
-        for name in [name for name in self._attached if name not in self._adapters]:
-            patched = self._attached.pop(name)
-            del self._met[name]
-            self.patched.remove(patched)
-            patched.undo()
-        for module in modules:
-            if self.wants(module.__name__):
-                self.imported(module)
 
     def probed(self) -> Mapping[str, Any]:
         """Return the rules by their text, empty while no framework is attached."""

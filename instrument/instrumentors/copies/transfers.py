@@ -60,25 +60,10 @@ class Transfers:
     """The copy rules of one session. `hits` counts copies by rule, `patched` has the functions that were replaced."""
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
-        self._at_work: tuple[tuple[CopyRule, ...], list[int]] = (tuple(rules), [0] * len(rules))
+        self.rules, self.hits = tuple(rules), [0] * len(rules)
         self.patched: list[PatchedFunctions] = []
         self._recorder = recorder
         self._sites: dict[tuple[str, str, Transfer], Site] = {}
-
-    @property
-    def rules(self) -> tuple[CopyRule, ...]:
-        """The rules in force, in the order of the profile."""
-        return self._at_work[0]
-
-    @property
-    def hits(self) -> list[int]:
-        """The count of copies of each rule."""
-        return self._at_work[1]
-
-    def take_on(self, rules: Sequence[CopyRule]) -> None:
-        """Replace the rules at once. A rule that stays keeps its count."""
-        before = dict(zip(*self._at_work, strict=True))
-        self._at_work = (tuple(rules), [before.get(rule, 0) for rule in rules])
 
     def asks_for(self, framework: str, directions: Iterable[str]) -> bool:
         """Return True if a rule asks for copies of a framework in one of the directions."""
@@ -151,10 +136,9 @@ class Transfers:
     def _site_wanted(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
         """Return the site of a call that has moved data, if a rule wants it, and count the copy for that rule."""
         direction, moved_bytes = transfer.direction, transfer.moved_bytes
-        rules, hits = self._at_work
-        for index, rule in enumerate(rules if moved_bytes > 0 else ()):
+        for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):
             if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
-                hits[index] += 1
+                self.hits[index] += 1
                 return self._site(framework, qualname, transfer)
         return None
 

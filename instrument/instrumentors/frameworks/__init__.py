@@ -7,7 +7,7 @@ its span covers the call alone, while `generate` and layers record as they run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
@@ -89,28 +89,14 @@ class Frameworks:
         recorder: Recorder = RECORDER,
         layers: Callable[[], Layers | None] = lambda: None,
     ) -> None:
-        self._recorder = recorder
-        self._layers = layers
-        self._observers: dict[FrameworkRule, list[Observer]] = {}
-        self.rules: tuple[FrameworkRule, ...] = ()
-        self._take_on(rules)
-
-    def _take_on(self, rules: Sequence[FrameworkRule]) -> None:
         self.rules = tuple(rules)
-        for rule in rules:
-            if rule not in self._observers:
-                self._observers[rule] = list(self._made(rule))
-
-    def _made(self, rule: FrameworkRule) -> Iterator[Observer]:
-        if rule.name == "keras":
-            yield from keras.probes(rule, self._layers(), self._recorder)
-        else:
-            yield OBSERVERS[rule.name](rule, self._recorder)
-
-    @property
-    def observers(self) -> list[Observer]:
+        self.observers: list[Observer] = []
         """The observers of all rules, in the order of the profile."""
-        return [observer for rule in self.rules for observer in self._observers[rule]]
+        for rule in rules:
+            if rule.name == "keras":
+                self.observers += keras.probes(rule, layers(), recorder)
+            else:
+                self.observers.append(OBSERVERS[rule.name](rule, recorder))
 
     def wants(self, module_name: str) -> bool:
         """Return True if a framework has an entry point in that module."""
@@ -123,18 +109,6 @@ class Frameworks:
             if observer.wants(module.__name__):
                 copied = observer.imported(module) or copied
         return copied
-
-    def change(self, rules: Sequence[FrameworkRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules. A framework with an equal rule stays as it is, except Keras: layer rules may differ."""
-        for rule in [rule for rule in self._observers if rule not in rules or rule.name == "keras"]:
-            for observer in reversed(self._observers.pop(rule)):
-                observer.undo()
-        before = {id(observer) for observers in self._observers.values() for observer in observers}
-        self._take_on(rules)
-        for module in modules:
-            for observer in self.observers:
-                if id(observer) not in before and observer.wants(module.__name__):
-                    observer.imported(module)
 
     def probed(self) -> Mapping[str, Any]:
         """Return the rules by their text."""

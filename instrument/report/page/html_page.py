@@ -177,6 +177,7 @@ def page_document(
     shown = brief(recording, replace(options, rows=None))
     return {
         "about": _about(recording, shown, header, options.unit),
+        "headlines": [headline.text for headline in shown.headlines],
         "figures": _figures(recording, shown, options.unit),
         "endpoints": _endpoints(shown, options.unit),
         "text": "\n".join(shown.lines()).strip("\n"),

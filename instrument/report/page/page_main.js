@@ -103,6 +103,7 @@ function startSummary() {
     byId("died").hidden = false;
     byId("died").textContent = about.died;
   }
+  byId("headlines").append(...report.headlines.map((text) => element("li", {}, text)));
   for (const { label, value, note, mood } of report.figures) {
     byId("figures").append(element("div", { class: mood || null }, element("dt", {}, label), element("dd", { class: "value" }, value),
       element("dd", { class: "note", title: note }, note)));

@@ -1,0 +1,288 @@
+"""The headlines: up to three sentences that say what takes the time, what that means, and where to look next.
+
+The first one is about the largest part of the heaviest endpoint, or of the steps of a job without requests. The second
+one is about the part that makes its p99 slow. The third one has the largest of all other causes. A headline needs
+`ENOUGH` requests, steps or intervals, and a share of at least `NOTABLE`. Without that there is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from instrument.recording.spans import is_collection
+from instrument.report.batches_view import NamedBatches, batches
+from instrument.report.device_view import DeviceView
+from instrument.report.endpoint_times import BlockedLoops, EndpointTimes
+from instrument.report.loops import Loops
+from instrument.report.phases_view import PhasesView
+from instrument.report.request_groups import joined_requests
+from instrument.report.requests_view import RequestTimes, request_table
+from instrument.report.table import LINE, in_unit, safe, shorten, tenths
+from instrument.report.view import Options, Recording
+from instrument.trace.intervals import union
+from instrument.trace.ledger import COPIES, QUEUE, SHARE, STALL, SUB_REQUESTS, TRANSPORT, UNKNOWN, WAITING
+
+MOST = 3
+
+ENOUGH = 10
+"""The least number of requests, steps, stops or device intervals of a headline."""
+
+ENOUGH_FOR_P99 = 100
+"""The least number of requests of a headline on their p99."""
+
+SLOWEST = 5
+"""The least number of slow requests whose mean represents the p99."""
+
+NOTABLE = 0.2
+"""The least share of a part of requests or steps, and of a device's time."""
+
+NOTABLE_STOP = 0.05
+"""The least share of the window in which a loop was blocked, or a garbage collection ran."""
+
+SLOW = 1.2
+"""The least ratio of p99 to p50 of a headline on the p99."""
+
+FULL = 0.8
+"""The fill from which batches have no more room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A sentence on one `part` of the time. `ratio` is its share, and `evidence` counts the requests, steps, stops or
+    device intervals behind it. `view` has more."""
+
+    text: str
+    part: str
+    ratio: float
+    evidence: int
+    view: str
+
+
+class PartMeaning(NamedTuple):
+    """The place of a request in one part of its time, the meaning of a large part, and the view with more."""
+
+    place: str
+    advice: str
+    view: str
+
+
+MEANINGS: Mapping[str, PartMeaning] = {
+    QUEUE: PartMeaning("in the queue", "they wait for a first batch", "requests"),
+    "queue (executor)": PartMeaning(
+        "in the queue of a thread pool", "give the pool more threads, or less work", "requests"
+    ),
+    SHARE: PartMeaning("in their own share of batches", "this is work of their own; find its slowest functions", "ops"),
+    WAITING: PartMeaning("on others in their batches", "smaller batches shorten it", "batches"),
+    STALL: PartMeaning("between two batches", "the engine serves others, or does other work", "requests,ops"),
+    TRANSPORT: PartMeaning("between threads and processes", "they wait to be sent, or to be received", "requests"),
+    SUB_REQUESTS: PartMeaning("in requests within them", "see their own endpoint", "requests"),
+    UNKNOWN: PartMeaning(
+        "in no recorded phase", "add rules for their functions; `instrument init` proposes some", "ops"
+    ),
+    COPIES["h2d"]: PartMeaning(
+        "in copies to the device", "pinned memory and fewer, larger copies shorten it", "copies"
+    ),
+    COPIES["d2h"]: PartMeaning("in copies from the device", "copy less, or later", "copies"),
+    "copy": PartMeaning("in copies", "fewer, larger copies shorten it", "copies"),
+    "comm": PartMeaning("in communication", "let it run while others compute", "distribution"),
+    "load": PartMeaning("in the wait for input", "load it earlier, or with more workers", "benchmark"),
+    "compute": PartMeaning("in layers of the model", "shorten the slowest layers", "ops"),
+}
+"""The meaning of each part of a request. A part without an entry is a phase of its own work."""
+
+
+def headlines(
+    recording: Recording,
+    options: Options,
+    times: RequestTimes,
+    steps: Loops | None,
+    phases: PhasesView | None,
+    devices: DeviceView,
+) -> tuple[Headline, ...]:
+    """Return the headlines of a recording, from the numbers of its views. `unit` is that of times."""
+    first: list[Headline] = []
+    other_causes: list[Headline] = []
+    endpoints = [endpoint for endpoint in times.endpoints if not endpoint.remaining]
+    endpoint = max(endpoints, key=lambda endpoint: endpoint.wall_ns, default=None)
+    if endpoint is not None:
+        of_parts = _of_parts(recording, options, endpoint)
+        first, other_causes = of_parts[:1], of_parts[1:]
+        first += _of_p99(recording, options, endpoint)
+    elif steps is not None:
+        of_steps = [*_of_steps(steps, phases, options)]
+        first, other_causes = of_steps[:1], of_steps[1:]
+    window_ns = recording.window_ns or 0
+    other_causes += [*_blocked(times.blocked, window_ns, options), *_collections(recording, window_ns, options)]
+    other_causes += _of_devices(devices)
+    return (*first, *sorted(other_causes, key=lambda headline: -headline.ratio))[:MOST]
+
+
+def _of_parts(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
+    """Return a headline on each notable part of an endpoint's requests, the largest first."""
+    if endpoint.requests < ENOUGH:
+        return []
+    parts = {phase.name: phase.summed_ns for phase in endpoint.phases if not phase.remaining}
+    parts[UNKNOWN] = endpoint.unknown_ns
+    batch, lines = _batch_of(recording, endpoint), list[Headline]()
+    for part, summed_ns in sorted(parts.items(), key=lambda item: -item[1]):
+        ratio = summed_ns / endpoint.wall_ns if endpoint.wall_ns else 0.0
+        if ratio < NOTABLE:
+            break
+        place, advice, view = _meaning(part)
+        if batch is not None and part in (QUEUE, WAITING):
+            advice, view = _batch_advice(batch, part), "batches"
+        mean, whole = (in_unit(ns, options.unit) for ns in (summed_ns / endpoint.requests, endpoint.mean_ns))
+        took = f"{tenths(ratio, 1)} of their time {place} ({mean} of {whole} {options.unit})"
+        text = f"Requests to {_name(endpoint.name)} spend {took}: {advice}; see --view {view}."
+        lines.append(Headline(text, part, ratio, endpoint.requests, view))
+    return lines
+
+
+def _meaning(part: str) -> PartMeaning:
+    return MEANINGS.get(part) or PartMeaning(f"in the phase {_name(part)}", "shorten its functions", "ops")
+
+
+def _batch_advice(batch: NamedBatches, part: str) -> str:
+    """Return the meaning of a large queue, or of a large wait in batches, given the sizes of the batches."""
+    members = f"batches of {_name(batch.name)} are {batch.mean_size:.1f} of {batch.max_size} full"
+    if part == WAITING:
+        return f"{members}; smaller ones shorten it"
+    if (batch.fill or 0.0) >= FULL:
+        return f"{members}: shorten its steps, or add an engine"
+    return f"{members}: find out what they wait for"
+
+
+def _batch_of(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
+    """Return the batches of the name that serves an endpoint most often, None if none does."""
+    joined, trace = recording.once(joined_requests), recording.columns
+    served = joined.served
+    if not len(served.batch):
+        return None
+    is_endpoint = np.array([site.name == endpoint.name for site in trace.sites] or [False])[trace.site[joined.rows]]
+    is_served = np.append(is_endpoint, False)[served.request]
+    counts = Counter(trace.sites[site].name for site in trace.site[served.batch[is_served]].tolist())
+    if not counts:
+        return None
+    name = counts.most_common(1)[0][0]
+    return next((row for row in batches(recording, Options()).rows if row.name == name), None)
+
+
+def _of_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
+    """Return the headline on the part that is longer in the slowest requests of an endpoint than in all of them."""
+    if endpoint.requests < ENOUGH_FOR_P99 or endpoint.p99_ns < SLOW * endpoint.p50_ns:
+        return []
+    table = recording.once(request_table)
+    of_endpoint = np.flatnonzero(table.endpoint == table.names.index(endpoint.name))
+    count = max(SLOWEST, len(of_endpoint) // 100)
+    slowest = of_endpoint[np.argsort(-table.wall_ns[of_endpoint], kind="stable")[:count]]
+    means: list[dict[str, float]] = []
+    for requests in (slowest, of_endpoint):
+        is_counted = np.isin(table.request, requests)
+        sums = np.bincount(table.part[is_counted], table.time_ns[is_counted], len(table.parts)) / len(requests)
+        of_part = dict(zip(table.parts, sums.tolist(), strict=True))
+        means.append({**of_part, UNKNOWN: float(table.unknown_ns[requests].mean())})
+    of_slowest, of_all = means
+    part = max(of_slowest, key=lambda name: of_slowest[name] - of_all[name])
+    excess_ns = float(table.wall_ns[slowest].mean()) - endpoint.mean_ns
+    if of_slowest[part] - of_all[part] < NOTABLE * excess_ns:
+        return []
+    unit, ratio = options.unit, of_slowest[part] / float(table.wall_ns[slowest].mean())
+    p99, p50, slow, usual = (
+        in_unit(ns, unit) for ns in (endpoint.p99_ns, endpoint.p50_ns, of_slowest[part], of_all[part])
+    )
+    text = (
+        f"p99 of {_name(endpoint.name)} is {p99} {unit}, and p50 is {p50}: the slowest {count} of {endpoint.requests} "
+        f"spend {slow} {unit} {_meaning(part).place}, against {usual} in the mean of all."
+    )
+    return [Headline(text, part, ratio, count, "requests")]
+
+
+def _of_steps(steps: Loops, phases: PhasesView | None, options: Options) -> Iterator[Headline]:
+    """Yield a headline on the wait for input of the first loop, and on the largest phase of the steps."""
+    loop = max(steps.loops, key=lambda loop: loop.steps, default=None)
+    if loop is None or loop.steps < ENOUGH:
+        return
+    if loop.reader is not None and (loop.reader_ratio or 0.0) >= NOTABLE:
+        waited = f"{in_unit(loop.reader.mean, options.unit)} {options.unit} a step"
+        text = (
+            f"Steps of {_name(loop.name)} wait for their input for {tenths(loop.reader_ratio, 1)} of their time "
+            f"({waited}): load it earlier, or with more workers; see --view benchmark."
+        )
+        yield Headline(text, "load", loop.reader_ratio or 0.0, loop.steps, "benchmark")
+    rows = [] if phases is None or phases.of != "step" else [row for row in phases.rows[1:] if row.name != "others"]
+    row = max(rows, key=lambda row: row.host.total_ns, default=None)
+    if row is not None and (ratio := row.host.ratio or 0.0) >= NOTABLE:
+        text = f"Steps spend {tenths(ratio, 1)} of their time in the phase {_name(row.name)}; see --view phases,ops."
+        yield Headline(text, row.name, ratio, loop.steps, "phases,ops")
+
+
+def _blocked(blocked: BlockedLoops | None, window_ns: int, options: Options) -> Iterator[Headline]:
+    """Yield the headline on blocked event loops."""
+    if blocked is None or not window_ns or (ratio := blocked.summed_ns / window_ns) < NOTABLE_STOP:
+        return
+    most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
+    by = "" if most.remaining else f", mostly by {_name(most.name)}"
+    text = (
+        f"An event loop is blocked for {tenths(ratio, 1)} of the window ({blocked.stretches} times, "
+        f"{in_unit(blocked.longest_ns, options.unit)} {options.unit} at most{by}), and its requests wait: run this on "
+        "a thread; see --view requests."
+    )
+    yield Headline(text, "loop blocked", ratio, blocked.stretches, "requests")
+
+
+def _collections(recording: Recording, window_ns: int, options: Options) -> Iterator[Headline]:
+    """Yield the headline on garbage collections, in which all threads of a process stop."""
+    trace = recording.columns
+    rows = np.flatnonzero(trace.of_sites([is_collection(site) for site in trace.sites]))
+    if not len(rows) or not window_ns:
+        return
+    ratio = union(trace.start_ns[rows], trace.end_ns[rows]).length_ns() / window_ns
+    if ratio < NOTABLE_STOP:
+        return
+    longest = f"{in_unit(int(trace.total_ns[rows].max()), options.unit)} {options.unit}"
+    text = (
+        f"Garbage collection stops a process for {tenths(ratio, 1)} of the window ({len(rows)} times, {longest} at "
+        "most): make fewer objects, or call gc.freeze() after the start; see --view overview."
+    )
+    yield Headline(text, "garbage collection", ratio, len(rows), "overview")
+
+
+def _of_devices(view: DeviceView) -> Iterator[Headline]:
+    """Yield a headline on the device with the largest share of each: idle with requests, launch-bound, only copying."""
+    uses = [(use, sum(stream.intervals for stream in use.streams)) for use in view.devices]
+    uses = [(use, intervals) for use, intervals in uses if intervals >= ENOUGH]
+    for state, name, base, advice in (
+        ("idle while requests are in flight", "starved_in_flight_ratio", "of that time", "feed it sooner"),
+        ("perhaps waiting for the host to launch work", "launch_bound_ratio", "of its busy time", "CUDA graphs help"),
+        ("copying without computing", "copy_ratio", "of the window", "copy while it computes"),
+    ):  # fmt: skip
+        shares = [(getattr(use, name) or 0.0, intervals, use.device) for use, intervals in uses]
+        ratio, intervals, device = max(shares, default=(0.0, 0, 0))
+        if ratio >= NOTABLE:
+            text = f"GPU {device} is {state} for {tenths(ratio, 1)} {base}: {advice}; see --view device."
+            yield Headline(text, state, ratio, intervals, "device")
+
+
+def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
+    """Return the sentence on requests in flight, each with its innermost open span and the age of that in ns.
+
+    Fewer than three requests, or no common place, make none ("").
+    """
+    counts = Counter(name for name, _ in places if name)
+    if len(places) < SLOWEST - 2 or not counts:
+        return ""
+    name, count = counts.most_common(1)[0]
+    if 2 * count < len(places):
+        return ""
+    oldest_ns = max(age_ns for place, age_ns in places if place == name)
+    longest = f"the longest for {in_unit(oldest_ns, 's')} s"
+    return f"{count} of {len(places)} requests in flight are in {_name(name)}, {longest}."
+
+
+def _name(text: str) -> str:
+    return shorten(safe(text) or "(no name)", LINE // 4)
