@@ -340,23 +340,23 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (291, 4),
-    "agent": (4_566, 19),
+    "agent": (4_569, 19),
     "chrome": (3_067, 9),
     "cli": (2_858, 17),
     "compat": (1_181, 6),
     "device": (3_711, 11),
     "docs": (0, 0),
-    "instrumentors": (11_162, 43),
+    "instrumentors": (11_055, 43),
     "native": (9_128, 28),
     "otlp": (4_958, 20),
     "profile": (2_482, 8),
-    "proposal": (1_400, 5),
+    "proposal": (1_377, 5),
     "recorder": (2_568, 11),
     "recording": (4_036, 19),
-    "report": (14_240, 50),
+    "report": (14_521, 51),
     "runtime": (2_631, 18),
-    "sessions": (6_895, 29),
-    "trace": (9_181, 33),
+    "sessions": (6_894, 29),
+    "trace": (9_213, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

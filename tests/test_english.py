@@ -38,7 +38,7 @@ MOST = {
     "proposal": (0, 1, 0, 0),
     "recorder": (0, 6, 17, 0),
     "recording": (0, 16, 4, 0),
-    "report": (0, 67, 10, 0),
+    "report": (0, 59, 10, 0),
     "runtime": (0, 0, 5, 0),
     "sessions": (1, 29, 10, 0),
     "trace": (0, 17, 29, 0),
