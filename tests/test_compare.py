@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import re
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +18,12 @@ import numpy as np
 import pytest
 from simulated_engine import Service
 
+import instrument
 from instrument import chrome
 from instrument.cli import main
 from instrument.report.comparison import FASTER, GONE, INCONCLUSIVE, NEW, SAME, SLOWER, Comparison, compare
-from instrument.report.effects import CallSample, effect
+from instrument.report.difference_page import COLOURS
+from instrument.report.effects import CallSample, effect, p99_limits
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 
@@ -177,6 +183,70 @@ def test_markdown_and_junit_name_the_regression(folder: Path, tmp_path: Path) ->
         case.get("name") for case in ElementTree.parse(junit).iter("testcase") if case.find("failure") is not None
     ]
     assert failed == ["engine.step > part 3"]
+
+
+def test_a_page_has_an_icicle_of_the_changes(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "comparison.html"
+    assert main(["compare", str(folder / "before.npz"), str(folder / "slower.npz"), "--html", str(page)]) == 0
+    html = page.read_text("utf-8")
+    boxes = re.findall(r'style="width:([0-9.]+)%"><div class="label" style="background:(#\w+)" title="([^"]*)"', html)
+    outer = next(float(width) for width, _, title in boxes if title.startswith("engine.step"))
+    inner = {title.partition(":")[0]: (float(width), colour) for width, colour, title in boxes if "part" in title}
+    assert inner["part 3"][1] == COLOURS[SLOWER] != inner["part 4"][1]
+    assert sum(width for width, _ in inner.values()) <= 100.01
+    assert outer > 90
+
+
+def test_the_99th_percentile_is_between_two_requests_where_there_are_enough() -> None:
+    for count in (10, 367, 368, 2_000):
+        low, high = p99_limits(np.arange(1, count + 1))
+        assert (high is None) == (count < 368)
+        assert low is None or low <= 0.99 * count < (high or count + 1)
+    assert p99_limits(np.zeros(0, dtype=np.int64)) == (None, None)
+    inside = 0
+    rng = np.random.default_rng(1)
+    for _ in range(400):
+        low, high = p99_limits(np.round(1e6 * rng.lognormal(size=1_000)).astype(np.int64))
+        inside += (low or 0) <= 1e6 * math.exp(2.326348) <= (high or math.inf)
+    assert inside >= 372  # 380 are expected, and the limits are ordered values, so cautious
+
+
+def test_the_slowest_requests_have_their_limits(slower: Comparison) -> None:
+    (row,) = slower.slowest
+    assert (row.requests_before, row.requests_after) == (450, 450)
+    assert None not in (*row.limits_before_ns, *row.limits_after_ns)
+    assert "Slowest requests" in "\n".join(slower.lines())
+    (few,) = compared(replace(BEFORE, requests=60), replace(BEFORE, seed=5, requests=60)).slowest
+    assert (few.limits_after_ns[1], few.differs) == (None, False)
+
+
+@pytest.mark.slow
+def test_a_slower_function_of_the_demonstration_is_named_and_an_equal_one_is_not(tmp_path: Path) -> None:
+    """It takes five times as long: the machine may be busy with other things in one of the runs."""
+    pytest.importorskip("torch")
+    examples = Path(__file__).parents[1] / "examples"
+    profile = (examples.parent / "configs" / "chat.yaml").read_text("utf-8")
+    profile = re.sub(r"\n  chrome:\n    path: .*", "\n  recording: {path: traces/run.npz}", profile)
+    plant = '        host = scores.to("cpu")\n'
+    for name in ("before", "same", "slower"):
+        folder = tmp_path / name
+        shutil.copytree(examples / "chat", folder / "chat")
+        (folder / "profile.yaml").write_text(profile, "utf-8")
+        engine = folder / "chat" / "engine.py"
+        source = engine.read_text("utf-8")
+        assert plant in source
+        if name == "slower":
+            spin = "        for _ in range(60): scores.to('cpu').sum()\n"
+            engine.write_text(source.replace(plant, spin + plant), "utf-8")
+        server = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "-m", "chat.server"]
+        command = [sys.executable, "-m", "chat.demo", "--requests", "230", "--", *server, "--port", "0"]
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    sides = {name: [instrument.load(tmp_path / name / "traces").recording] for name in ("before", "same", "slower")}
+    planted = compare(sides["before"], sides["slower"], Options())
+    assert [change.path[-1] for change in planted.over(1.0)][:1] == ["sample"], planted.sentences()
+    assert "sample" not in [change.path[-1] for change in compare(sides["before"], sides["same"], Options()).over(1.0)]
 
 
 def test_a_baseline_keeps_the_last_runs_that_passed(

@@ -74,6 +74,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--unit", **one_of(UNITS), default="ms", help="of times in text (default: ms)")
     parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
+    parser.add_argument("--html", metavar="PAGE", help="also write the tables and an icicle of the changes as a page")
     parser.add_argument("--markdown", metavar="PATH", help="also write the verdict and the changed paths as Markdown")
     parser.add_argument("--junit", metavar="PATH", help="also write a test case per call path as JUnit's XML")
     parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
@@ -93,7 +94,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
         return 0
     befores = list(map(str, runs)) if baseline is not None else options.sides[:1]
     load_libraries()
-    from instrument.report import effects
+    from instrument.report import difference_page, effects
     from instrument.report.comparison import compare as compare_runs
     from instrument.report.view import Options, document
 
@@ -110,6 +111,8 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
         sys.stdout.write("\n")
     else:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in comparison.lines())
+    if options.html:
+        difference_page.write_page(options.html, comparison)
     if options.markdown:
         Path(options.markdown).write_text(_markdown(comparison), "utf-8")
     if options.junit:

@@ -20,15 +20,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect
+from instrument.recording.histogram import percentiles_of
+from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect, p99_limits
 from instrument.report.endpoint_times import EndpointTimes
-from instrument.report.request_groups import joined_requests
+from instrument.report.request_groups import complete_requests, joined_requests
 from instrument.report.requests_view import requests
 from instrument.report.section import Section, View
-from instrument.report.table import bounded, name_of_site, wrapped
+from instrument.report.table import bounded, in_unit, name_of_site, wrapped
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import paths_of_rows
-from instrument.trace.columns import Columns
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import Groups
 from instrument.trace.joined import THOUSANDTHS, Joined
@@ -124,11 +125,32 @@ class LoadChange:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowestRequests:
+    """The 99th percentile of the requests of an endpoint, before and after, with its limits by `p99_limits`."""
+
+    name: str
+    requests_before: int
+    requests_after: int
+    p99_before_ns: int | None
+    p99_after_ns: int | None
+    limits_before_ns: tuple[int | None, int | None]
+    limits_after_ns: tuple[int | None, int | None]
+
+    @property
+    def differs(self) -> bool:
+        """True if the limits before and after do not overlap."""
+        (low, high), (low_after, high_after) = self.limits_before_ns, self.limits_after_ns
+        is_above = high is not None and low_after is not None and high < low_after
+        return is_above or (low is not None and high_after is not None and high_after < low)
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison(View):
     """The view: call paths with like work on both sides, by the cost of their change, and the load of each side."""
 
     changes: tuple[Change, ...]
     loads: tuple[LoadChange, ...]
+    slowest: tuple[SlowestRequests, ...]
     members_before: float | None
     members_after: float | None
     has_requests: bool
@@ -254,6 +276,20 @@ class Comparison(View):
                     "a_second_after": lambda row, unit: f"{row.a_second_after:.4g}",
                 },
             ),
+            Section(
+                "Slowest requests",
+                self.slowest,
+                "name=Request|requests_before=Before|p99_before_ns=p99|limits_before_ns=Between|requests_after=After|"
+                "p99_after_ns=p99|limits_after_ns=Between|differs=Differs",
+                (
+                    "Between: the requests between which the p99 is with 95 %, were requests independent. Below some",
+                    "370 requests there is no upper limit. Not matched: the load may have done it.",
+                ),
+                texts={
+                    "limits_before_ns": lambda row, unit: _limits(row.limits_before_ns, unit),
+                    "limits_after_ns": lambda row, unit: _limits(row.limits_after_ns, unit),
+                },
+            ),
         ]
 
 
@@ -290,7 +326,13 @@ def compare(before: Sequence[Recording], after: Sequence[Recording], options: Op
     )
     members = [_members_of_batches(side) for side in (before, after)]
     return Comparison(
-        tuple(changes), tuple(_loads(before, after)), members[0], members[1], sides[1].requests > 0, _options=options
+        tuple(changes),
+        tuple(_loads(before, after)),
+        tuple(_slowest(before, after)),
+        members[0],
+        members[1],
+        sides[1].requests > 0,
+        _options=options,
     )
 
 
@@ -428,6 +470,30 @@ def _loads(before: Sequence[Recording], after: Sequence[Recording]) -> list[Load
             label = f"  {part}" if part else name
             rows.append(LoadChange(label, *counts, *rates, *means, *(p99_ns for _, p99_ns in times)))
     return rows
+
+
+def _limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
+    return " to ".join(in_unit(limit_ns, unit) for limit_ns in limits_ns)
+
+
+def _slowest(before: Sequence[Recording], after: Sequence[Recording]) -> list[SlowestRequests]:
+    """Return the slowest requests of each endpoint on both sides, by the number of requests."""
+    sides = []
+    for runs in (before, after):
+        walls: dict[str, list[Int64s]] = defaultdict(list)
+        for recording in runs:
+            trace, (rows, _) = recording.columns, recording.once(complete_requests)
+            names, of_site = trace.numbered_sites(lambda site: site.name)
+            for places in Groups(of_site[trace.site[rows]], len(names)).members():
+                walls[names[int(of_site[trace.site[rows[places[0]]]])]].append(trace.total_ns[rows[places]])
+        sides.append({name: np.sort(np.concatenate(times)) for name, times in walls.items()})
+    rows_by_count = []
+    for name in sides[0].keys() & sides[1].keys():
+        times = [side[name] for side in sides]
+        p99_ns = [percentiles_of(values.tolist(), (0.99,))[0] for values in times]
+        limits = [p99_limits(values) for values in times]
+        rows_by_count.append(SlowestRequests(name, len(times[0]), len(times[1]), p99_ns[0], p99_ns[1], *limits))
+    return sorted(rows_by_count, key=lambda row: (-row.requests_after, row.name))
 
 
 def _endpoints(runs: Sequence[Recording]) -> dict[str, list[EndpointTimes]]:

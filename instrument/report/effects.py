@@ -97,11 +97,27 @@ class Effect:
 
 def student() -> Any:
     """Return Student's t distribution. Raises `InstrumentError` without scipy."""
+    return _stats().t
+
+
+def _stats() -> Any:
     try:
         from scipy import stats  # type: ignore[import-untyped]
     except ImportError as problem:
         raise InstrumentError(f"scipy is not installed; install it with: pip install '{EXTRA}'") from problem
-    return stats.t
+    return stats
+
+
+def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
+    """Return two of the values, between which the 99th percentile is with 95 %, None where no value is a limit.
+
+    The limits hold for values that are independent. There is no upper limit below some 370 values.
+    """
+    if not len(values):
+        return None, None
+    limits = _stats().quantile_test(values, p=0.99).confidence_interval(0.95)
+    low, high = (None if math.isnan(limit) else int(limit) for limit in limits)
+    return low, high
 
 
 class _Matched:

@@ -24,7 +24,7 @@ from instrument.trace.intervals import FARTHEST, Union, at_once
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, Turns
 
-MOST_PAIRS = 100_000
+MOST_PAIRS = 40_000
 """The number of batches of requests that are replayed: those of the first requests."""
 
 TOLERANCE = 0.1
