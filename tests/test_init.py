@@ -327,6 +327,19 @@ def test_a_handler_below_which_nothing_of_the_service_runs_is_named() -> None:
     assert list(chosen(request(100, 1000, node("app:handler", 100, 995)))) == ["app:handler"]
 
 
+def test_what_blocks_an_event_loop_is_named_whatever_part_of_the_time_it_holds() -> None:
+    handler = node("app:handler", 100, 995, node("app:audit", 4, 6), shape="coroutine")
+    seen = observation(request(100, 1000, handler))
+    assert "app:audit" not in {rule.label for rule in choose_functions(seen).rules}
+    seen.blockers = {"app:audit": (3, 2_000_000), "app:gone": (1, 1)}
+    rules = {rule.label: rule for rule in choose_functions(seen).rules}
+    assert rules["app:audit"].reasons == [
+        "ran 4 times, 1.5 ms each",
+        "blocked an event loop 3 times, for 2 ms at most",
+    ]
+    assert "app:gone" not in rules
+
+
 def test_time_of_what_is_too_short_counts_as_that_of_the_function_around_it() -> None:
     loop = node("app:tokenize", 100, 300, node("app:_one", 90_000, 290))
     choice = choose_functions(observation(request(100, 1000, loop)))

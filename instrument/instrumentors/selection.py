@@ -382,6 +382,11 @@ class Selection:
         family = self._families.get("requests")
         return family is not None and bool(family.has_begun())
 
+    def blockers(self) -> Mapping[Site, tuple[int, int]]:
+        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
+        family = self._families.get("requests")
+        return {} if family is None else family.blockers()
+
     def note_connections(self, ports: Iterable[int]) -> None:
         """Note the ports of this process at which the agent has seen connections."""
         self._ports |= frozenset(ports)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -205,6 +205,7 @@ class _Chooser:
             self._top_units(),
             self._within(self._units, self._of_units, LEAST_OF_WORK),
             self._within(roots, "the run", LEAST_OF_RUN),
+            self._blocking(rules),
         ):
             rules.setdefault(rule.label, rule)
         largest = self._largest(list(rules.values()))
@@ -436,6 +437,21 @@ class _Chooser:
                 continue
             words = f"ran {each_of(node.calls, node.total_ns)}, before the first request"
             yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[words])
+
+    def _blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
+        """Propose the functions that have blocked an event loop, regardless of their share."""
+        for label, (stretches, longest_ns) in self._observation.blockers.items():
+            nodes = [node for node in self._observation.nodes() if node.called.label == label and self._is_kept(node)]
+            if not nodes:
+                continue
+            paths = _Paths(nodes)
+            fresh = FunctionProposal(label, first_ns=paths.first_ns, group=OF_REQUESTS)
+            fresh.reasons.append(f"ran {each_of(paths.calls, paths.total_ns)}")
+            rule = rules.get(label, fresh)
+            many = "once" if stretches == 1 else f"{number_of(stretches)} times"
+            rule.reasons.append(f"blocked an event loop {many}, for {time_of(longest_ns)} at most")
+            rule.is_needed = True
+            yield rule
 
     @staticmethod
     def _largest(rules: list[FunctionProposal]) -> list[FunctionProposal]:

@@ -86,14 +86,16 @@ class ObservedNode:
 class Observation:
     """The merged reports of a command's processes.
 
-    `keys` are by label and path, `unseen` has reasons by target. `seconds` is the longest time of a process, `cost` the
-    largest share of a process's time that the observation took. `silent` counts processes that ended without a report.
+    `keys` are by label and path, `unseen` has reasons by target. `blockers` has the count of blocks of an event loop
+    and the ns of the longest, by the function's label. `seconds` is the longest time of a process, `cost` the largest
+    share of a process's time that the observation took. `silent` counts processes that ended without a report.
     """
 
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)
     keys: dict[str, dict[str, SeenPath]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
+    blockers: dict[str, tuple[int, int]] = field(default_factory=dict)
     seconds: float = 0.0
     processes: int = 0
     silent: int = 0
@@ -118,6 +120,7 @@ def write_report(
     verdicts: Sequence[Verdict],
     arguments: Mapping[str, Mapping[str, Any]],
     shapes: Mapping[Site, str],
+    blockers: Mapping[Site, tuple[int, int]],
     lasted_ns: int,
     cost_ns: float,
 ) -> None:
@@ -152,6 +155,7 @@ def write_report(
         "unseen": {
             verdict.target: verdict.why for verdict in verdicts if verdict.target and verdict.state not in RECORDING
         },
+        "blockers": {labels[site.key]: times for site, times in blockers.items() if site.key in labels},
         "uses_cuda": bool(cuda is not None and cuda.is_initialized()),
     }
     path_of_report = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
@@ -223,6 +227,9 @@ def merged_reports(folder: str) -> Observation:
         whole.packages.update(facts["packages"])
         whole.unseen.update(facts["unseen"])
         whole.uses_cuda = whole.uses_cuda or facts["uses_cuda"]
+        for blocker, (stretches, longest_ns) in facts["blockers"].items():
+            before = whole.blockers.get(blocker, (0, 0))
+            whole.blockers[blocker] = before[0] + stretches, max(before[1], longest_ns)
         _add_keys(whole.keys, facts["arguments"])
         _add_tree(top, facts)
     whole.roots = list(top.values())

@@ -141,6 +141,7 @@ class Leaving:
             verdicts=recorded.account.verdicts(),
             arguments={} if watch is None else watch.facts(),
             shapes=RECORDER.shapes,
+            blockers=recorded.selection.blockers(),
             lasted_ns=recorded.lasted_ns(),
             cost_ns=cost.calls * cost.per_call_ns + (0 if watch is None else watch.spent_ns),
         )

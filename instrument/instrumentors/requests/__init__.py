@@ -140,6 +140,10 @@ class Requests:
         has_met = any(exchanges.sites() for exchanges in self._exchanges)
         return has_met or any(site.kind == "request" for site in self._recorder.call_counts.by_site())
 
+    def blockers(self) -> Mapping[Site, tuple[int, int]]:
+        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
+        return dict(blocked.BLOCKERS)
+
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on the rule, and verdicts on requests that were not recorded."""
         pairs = zip(self.rules, self._exchanges, strict=True)

@@ -46,6 +46,9 @@ NEWEST = 256
 OPEN_LIMIT = 1_000
 """The most open requests with which all open rows are still read."""
 
+BLOCKERS_KNOWN = 100
+"""The most sites of blocking spans that are counted."""
+
 NEVER_NS = 1 << 62
 
 
@@ -148,6 +151,10 @@ def _run_here(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+BLOCKERS: dict[Site, tuple[int, int]] = {}
+"""The count of blocks of an event loop and the nanoseconds of the longest, by the blocking span's site."""
+
+
 def _note(
     recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: LoopPlaces
 ) -> None:
@@ -163,6 +170,9 @@ def _note(
         site = _span_over(recorder, run_in_context, rows, begun_ns, ended_ns)
         facts[BLOCKED_BY] = (function if site is None else site.name)[:VALUE_LIMIT]
         facts |= attributes_of(places.met(begun_ns), VALUE_LIMIT)
+        if site is not None and (site in BLOCKERS or len(BLOCKERS) < BLOCKERS_KNOWN):
+            stretches, longest_ns = BLOCKERS.get(site, (0, 0))
+            BLOCKERS[site] = stretches + 1, max(longest_ns, ended_ns - begun_ns)
         # Without a parent: it takes no self time from the span in which it is.
         Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts, None, True)
     except Exception as fault:
