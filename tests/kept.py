@@ -8,8 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from instrument.otlp.export_facts import UNMETERED, ExportFacts
-from instrument.otlp.packing import Ids
+from instrument.otlp.export_facts import UNMETERED, ExportFacts, Ids
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import Progress

@@ -11,8 +11,8 @@ import numpy as np
 from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from instrument.otlp.export_facts import Ids
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.packing import Ids
 from instrument.otlp.span_queue import Source
 from instrument.recording.remote_parents import LinkedSpan, link_of
 from instrument.recording.spans import Origin, Site, Span

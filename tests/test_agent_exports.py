@@ -21,10 +21,9 @@ from instrument.agent.exports import Exports
 from instrument.agent.loop import Connection
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
-from instrument.otlp.export_facts import MeteredFacts, settings_from, told
+from instrument.otlp.export_facts import Ids, MeteredFacts, settings_from, told
 from instrument.otlp.exported import ExportedRun, RecordingExport
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import ExportCheckpoint

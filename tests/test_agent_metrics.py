@@ -21,8 +21,7 @@ from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, unti
 
 from instrument.agent.exports import EXPORTER
 from instrument.otlp import export_facts
-from instrument.otlp.export_facts import MeteredFacts
-from instrument.otlp.packing import Ids
+from instrument.otlp.export_facts import Ids, MeteredFacts
 from instrument.profile.model import Capture
 from instrument.recorder.meter import queued_tasks
 from instrument.runtime import run_folder

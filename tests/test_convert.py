@@ -23,9 +23,9 @@ from instrument import chrome
 from instrument.cli import convert_verb, main
 from instrument.cli.notebook import LoadedTrace
 from instrument.errors import InstrumentError, TraceError
+from instrument.otlp.export_facts import Ids
 from instrument.otlp.json_lines import JSON, json_lines
 from instrument.otlp.packed_spans import SpanPacker
-from instrument.otlp.packing import Ids
 from instrument.otlp.span_ids import SpanIds
 from instrument.recording.spans import KEY, DeviceInterval, Origin, Site, Span
 from instrument.trace import file, tables

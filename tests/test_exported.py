@@ -16,10 +16,9 @@ from otlp_collectors import Collector, Handler, collecting, refuse_with
 from readback import rows_in
 
 from instrument.otlp import export_facts, exported, recording_reader
-from instrument.otlp.export_facts import UNMETERED, MeteredFacts
+from instrument.otlp.export_facts import UNMETERED, Ids, MeteredFacts
 from instrument.otlp.exported import ExportedRun, RecordingExport
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.packing import Ids
 from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import SENT, ExportCheckpoint, Progress
 from instrument.recording.slot_ring import IntervalRing

@@ -32,7 +32,7 @@ from test_ledger import (
 )
 
 from instrument.cli import main
-from instrument.otlp.packing import Ids
+from instrument.otlp.export_facts import Ids
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, Origin, Span
 from instrument.trace import file

@@ -13,8 +13,8 @@ from test_agent import agents, begin, children_of, folder, until
 
 from instrument.agent.exports import EXPORTER
 from instrument.otlp import kept_files
+from instrument.otlp.export_facts import Ids
 from instrument.otlp.kept_files import REMOVED, KeptFiles
-from instrument.otlp.packing import Ids
 from instrument.otlp.span_queue import Source
 from instrument.recording.spans import Site, Span
 from instrument.runtime import run_folder

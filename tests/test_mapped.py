@@ -33,8 +33,7 @@ from instrument.agent.client import Member
 from instrument.agent.departure import fold
 from instrument.agent.screen import LiveSampler
 from instrument.errors import TraceError
-from instrument.otlp.export_facts import UNMETERED, ExportFacts
-from instrument.otlp.packing import Ids
+from instrument.otlp.export_facts import UNMETERED, ExportFacts, Ids
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.profile.model import Capture
 from instrument.recorder.recorder import Recorder

@@ -26,7 +26,7 @@ from trees import tree_of
 from instrument import chrome
 from instrument.instrumentors.requests import model_servers
 from instrument.instrumentors.requests.exchange import Exchanges
-from instrument.otlp import packing
+from instrument.otlp import export_facts
 from instrument.profile.model import Capture, RequestsRule
 from instrument.recording.remote_parents import LINK, RemoteParent, noted
 from instrument.recording.spans import Origin, Site, Span
@@ -261,7 +261,7 @@ def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it
     for batch in later:
         assert (batch.parent_id, batch.root_id) == (0, batch.span_id)
         assert batch.attributes == {LINK: (first.span_id, first.span_id)}
-    ids = packing.Ids()
+    ids = export_facts.Ids()
     messages = [message for tree in trees.trees for message in messages_of(tree, ids)]
     assert len(messages) == len(spans)
     linked = [message for message in messages if message.links]
@@ -302,7 +302,7 @@ def test_batches_of_a_long_lived_task_hang_below_what_is_open_around_the_request
 def test_a_link_to_a_request_of_another_tracers_trace_names_that_trace(recorder: Any) -> None:
     recorder.remote_parent = lambda: noted(RemoteParent(0xABC << 64, 0xDEF))
     serve_batches(recorder, 2)
-    ids = packing.Ids()
+    ids = export_facts.Ids()
     batch = max((span for span in spans_in(recorder) if span.site.name == "batch"), key=lambda span: span.start_ns)
     first = min((span for span in spans_in(recorder) if span.site.name == "request"), key=lambda span: span.start_ns)
     assert links_of(batch, ids) == [(0xABC << 64, ids.span_id(first.span_id), "")]
@@ -317,7 +317,7 @@ def test_a_trace_file_keeps_the_link(recorder: Any, tmp_path: Path) -> None:
     loaded, _ = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
     (linked,) = (span for span in loaded.spans if LINK in span.attributes)
     assert (linked.site.name, linked.parent_id, list(linked.attributes[LINK])) == ("batch", 0, [first, first])
-    assert len(links_of(linked, packing.Ids())) == 1
+    assert len(links_of(linked, export_facts.Ids())) == 1
 
 
 @pytest.mark.parametrize("how", ["call", "scope", "coroutine", "generator", "request", "record"])

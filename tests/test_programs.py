@@ -19,7 +19,7 @@ from raw_spans import counted
 from readback import read_rows, spans_in
 from tallies import by_keys
 
-from instrument.otlp import packing
+from instrument.otlp import export_facts
 from instrument.profile.model import Capture
 from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import Site, Span
@@ -107,7 +107,7 @@ def expected_delivery(spans: Iterable[Tracked], *, requests_alone: bool) -> tupl
 
 def delivered_tree(trees: list[list[Span]], spans: list[Span]) -> tuple[Any, ...]:
     """The same, as the official messages read it from what the exporter packs."""
-    ids = packing.Ids()
+    ids = export_facts.Ids()
     names = {ids.span_id(span.span_id): span.site.name for span in spans}
     roots = {ids.trace_id(span.span_id): span.site.name for span in spans}
     edges: list[Edge] = []

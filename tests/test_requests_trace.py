@@ -15,7 +15,7 @@ import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.requests.propagation import w3c
-from instrument.otlp.packing import Ids
+from instrument.otlp.export_facts import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.remote_parents import noted, remote_of

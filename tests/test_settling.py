@@ -19,7 +19,7 @@ from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
 from trees import queue_times
 
-from instrument.otlp.packing import Ids
+from instrument.otlp.export_facts import Ids
 from instrument.profile.model import Capture, Where
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows

@@ -104,9 +104,9 @@ def with_refusals(target: Path, action: Callable[[], object]) -> None:
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     """Each process is a resource of its own; trees go over all of them, by the time of day."""
+    from instrument.otlp.export_facts import Ids
     from instrument.otlp.json_lines import JSON, json_lines
     from instrument.otlp.packed_spans import SpanPacker
-    from instrument.otlp.packing import Ids
     from instrument.otlp.resource import resource_of
     from instrument.otlp.span_ids import SpanIds
     from instrument.runtime import atomic

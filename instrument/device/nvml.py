@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import re
+from _ctypes import dlopen
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import CDLL
 from typing import Any
 
 from instrument.recording.spans import Gpu
@@ -62,7 +62,7 @@ def why_unavailable() -> str:
     With a driver it imports `pynvml`, in 20 to 40 ms: no fork may happen meanwhile.
     """
     try:
-        CDLL(LIBRARY)
+        dlopen(LIBRARY, 0)  # `ctypes` itself takes longer to load than all of this module
     except OSError:
         return NO_DRIVER
     try:

@@ -149,6 +149,8 @@ class Selection:
         """The awake families, in the order of `FAMILIES`, with the protocol `Probes`."""
         self._asleep: dict[str, frozenset[str]] = {}
         """The packages that wake each sleeping family."""
+        self._wakers: frozenset[str] = frozenset()
+        """The packages that wake any family that sleeps or slept."""
         for key in FAMILIES:
             self._lay_down(key)
         self._unfinished: list[ModuleType] = []
@@ -168,7 +170,9 @@ class Selection:
         if packages is None or _ASKED & os.environ.keys():
             self._make(key)
         else:
-            self._asleep[key] = packages
+            # The requests family also watches event loops.
+            self._asleep[key] = packages | {"asyncio"} if key == "requests" else packages
+            self._wakers |= self._asleep[key]
 
     def _make(self, key: str) -> Probes:
         """Load the code of a family and make the family, still without a probe."""
@@ -208,16 +212,15 @@ class Selection:
                         self.late.append(names_of(module)[0])
 
     def _wakened_by(self, module_name: str) -> list[str]:
-        """Return the keys of the families that a module wakes.
-
-        The requests family also watches event loops. Triton names a model's module by a number.
-        """
+        """Return the keys of the families that a module wakes. Triton names a model's module by a number."""
         package = module_name.partition(".")[0]
-        is_of_requests = package == "asyncio" or package.isdigit()
+        is_of_triton = package.isdigit()
+        if not is_of_triton and package not in self._wakers:
+            return []
         return [
             key
             for key, packages in list(self._asleep.items())
-            if package in packages or (key == "requests" and is_of_requests)
+            if package in packages or (key == "requests" and is_of_triton)
         ]
 
     def attach(self, *, main: bool = True) -> Undo:
@@ -326,7 +329,7 @@ class Selection:
 
     def wants(self, module_name: str) -> bool:
         """Wake the families of a module. Return True if a rule could have a target in the module."""
-        for key in self._wakened_by(module_name) if self._asleep else ():
+        for key in self._wakened_by(module_name):
             self.wake(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
 

@@ -62,11 +62,13 @@ COMPILES = {
 """The span names by function. `torch.jit.trace` and `script` are left out: they look names up in the calling frame,
 which must be the service's."""
 
-RULES = tuple(
-    FunctionRule((target,), name=name, kind="phase", phase=phase, text="startup")
-    for phase, targets in (("load", LOADS), ("compile", COMPILES))
-    for target, name in targets.items()
-)
+
+def _rules() -> tuple[FunctionRule, ...]:
+    return tuple(
+        FunctionRule((target,), name=name, kind="phase", phase=phase, text="startup")
+        for phase, targets in (("load", LOADS), ("compile", COMPILES))
+        for target, name in targets.items()
+    )
 
 
 class StartupWatch:
@@ -77,7 +79,7 @@ class StartupWatch:
         self._recorder = recorder
         from instrument.instrumentors.rules import Functions  # each session times imports, few watch startup
 
-        self._functions = Functions(RULES, recorder)
+        self._functions = Functions(_rules(), recorder)
         self._undos: list[Undo] = []
         self._dynamo: Verdict | None = None
 

@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from instrument.otlp.export_facts import Ids
     from instrument.otlp.exporter import Delivery, Exporter
-    from instrument.otlp.packing import Body, Ids, pack_resource
+    from instrument.otlp.packing import Body, pack_resource
     from instrument.otlp.resource import given_attributes, provider_attributes, resource_attributes
     from instrument.otlp.senders import modules_of, require_grpc
     from instrument.otlp.tracer import current_parent
@@ -32,8 +33,9 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "export_facts": "Ids",
     "exporter": "Delivery Exporter",
-    "packing": "Body Ids pack_resource",
+    "packing": "Body pack_resource",
     "resource": "given_attributes provider_attributes resource_attributes",
     "senders": "modules_of require_grpc",
     "tracer": "current_parent",

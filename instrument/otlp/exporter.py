@@ -9,8 +9,9 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from instrument.otlp.export_facts import Ids
 from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
-from instrument.otlp.packing import Body, Ids, halves_of
+from instrument.otlp.packing import Body, halves_of
 from instrument.otlp.points import Series
 from instrument.otlp.resource import (
     detected_attributes,

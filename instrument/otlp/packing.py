@@ -9,7 +9,6 @@ A device interval is a span of its own on the wire, a child of the span that enq
 from __future__ import annotations
 
 import numbers
-import os
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,69 +52,6 @@ _FILLED = frozenset(
         *(LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, STATUS_CODE, STATUS_DESCRIPTION),
     )
 )
-
-
-class Ids:
-    """Turns the recorder's small numbers into ids that are unique in the process, look random, and are never zero.
-
-    splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. Number 0 is no span: its id
-    stands in for the one number that would give zero. Numbers from 2**63 up are device intervals. `instance` is the
-    process's service.instance.id. Made anew after a fork. By the `run` processes that no agent joins know the traces of
-    requests with keys, see `instrument.trace.joined.trace_id_of`; "" is for none.
-    """
-
-    __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")
-
-    def __init__(self, seeds: Sequence[int] = (), instance: str = "", run: str = "") -> None:
-        parts: Sequence[int] = seeds or struct.unpack("<3Q", os.urandom(24))
-        self._seed, self._trace_seeds = parts[0], (parts[1], parts[2])
-        # Another process that sends with the same seeds has other numbers.
-        self._device_number = (1 << 63) + (int.from_bytes(os.urandom(7), "big") if seeds else 0)
-        self.instance = instance or _random_uuid()
-        self.run = run
-
-    @property
-    def seeds(self) -> tuple[int, int, int]:
-        """The numbers of which another process makes the same ids."""
-        return self._seed, *self._trace_seeds
-
-    def span_id(self, number: int) -> int:
-        """The id, 64 bits, of a span of the recorder."""
-        return _mix(self._seed + number) or _mix(self._seed)
-
-    def device_span_id(self) -> int:
-        """A fresh id for a device interval."""
-        return self.span_id(self.take_device_numbers(1))
-
-    def take_device_numbers(self, count: int) -> int:
-        """Return the first of some numbers for device intervals, none of which comes again."""
-        first = self._device_number
-        self._device_number += count
-        return first
-
-    def of(self, span: Span) -> tuple[int, int]:
-        """Trace id and span id of a root, as the collector gets them."""
-        trace_id = self.trace_id(span.root_id) if span.remote is None else span.remote.trace_id
-        return trace_id, self.span_id(span.span_id)
-
-    def trace_id(self, number: int) -> int:
-        """The id, 128 bits, of the tree whose root has this number."""
-        high, low = self._trace_seeds
-        return (_mix(high + number) or _mix(high)) << 64 | (_mix(low + number) or _mix(low))
-
-
-def _random_uuid() -> str:
-    """Return a random UUID, version 4, without the modules and patterns that `uuid` loads."""
-    number = int.from_bytes(os.urandom(16), "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62
-    text = f"{number:032x}"
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
-
-
-def _mix(value: int) -> int:
-    value &= _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
 
 
 def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE, Ids
+from instrument.otlp.export_facts import Ids
+from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE
 from instrument.recording.remote_parents import LinkedSpan, RemoteParent
 from instrument.trace.by_process import outer_spans
 from instrument.trace.columns import Bools, Columns, Int64s

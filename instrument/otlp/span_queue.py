@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from instrument import clock
+from instrument.otlp.export_facts import Ids
 from instrument.otlp.metrics import Metrics
-from instrument.otlp.packing import Body, Ids, pack_resource
+from instrument.otlp.packing import Body, pack_resource
 from instrument.otlp.senders import Response
 from instrument.recording.spans import Origin
 from instrument.runtime.unpatched import Lock

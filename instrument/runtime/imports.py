@@ -103,9 +103,13 @@ class Finder:
         if not sys.meta_path or sys.meta_path[0] is not self:
             self._go_first()
         # Another finder may ask the whole path again, but must not meet us twice for one name.
-        if getattr(self._busy, "name", None) == fullname or not self._is_wanted(fullname):
-            return None
         before = getattr(self._busy, "name", None)
+        try:
+            if before == fullname or not self._wants(fullname):
+                return None
+        except Exception as fault:  # such as a module of ours that cannot be loaded any more
+            FAULTS.note("import hook", fault)
+            return None
         self._busy.name = fullname
         try:
             for finder in list(sys.meta_path):
@@ -117,13 +121,6 @@ class Finder:
             return None
         finally:
             self._busy.name = before
-
-    def _is_wanted(self, name: str) -> bool:
-        try:
-            return self._wants(name)
-        except Exception as fault:  # such as a module of ours that cannot be loaded any more
-            FAULTS.note("import hook", fault)
-            return False
 
     def _go_first(self) -> None:
         """Move before a finder that was put in front of us, such as the one that rewrites pytest's test modules."""

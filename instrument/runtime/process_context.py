@@ -6,15 +6,21 @@ publishes its own. The first SDK of a process that publishes one is the only one
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.unpatched import Lock
+
+if TYPE_CHECKING:
+    import ctypes
+else:
+    ctypes = LazyModule("ctypes")
 
 NAME = b"OTEL_CTX"
 VERSION = 2
@@ -30,7 +36,7 @@ _PAGE_BYTES = 4096
 _READ_WRITE, _PRIVATE, _ANONYMOUS, _DONTFORK = 3, 2, 0x20, 10
 _SET_VMA, _ANON_NAME = 0x53564D41, 0
 _NOEXEC_SEAL = 8
-_FAILED = ctypes.c_void_p(-1).value
+_FAILED = 2 * sys.maxsize + 1
 
 _lock = Lock()
 

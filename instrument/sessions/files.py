@@ -5,7 +5,6 @@ Workers of one service share its profile and so its paths: none writes over what
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import select
@@ -137,6 +136,8 @@ def make_room(templates: Iterable[str], folder: Path, service: str, keep: Collec
 
 def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
     """Return the process id of each file of a template, 0 if unknown. Names may have a process's number or not."""
+    import glob
+
     pid_by_name: dict[str, int] = {}
     for form in {own(template, is_first=first) for first in (True, False)}:
         pattern, numbered = "", ""

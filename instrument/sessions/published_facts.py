@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
 from instrument.profile.model import Capture, FunctionRule
-from instrument.recorder.meter import mark_of, queued_tasks
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
-from instrument.recording.distributions import SERIES_LIMIT
 from instrument.recording.spans import Gpu
 from instrument.runtime import environment, process_context
 from instrument.runtime.cheap_start import LazyModule, asdict, replace
@@ -26,7 +24,11 @@ if TYPE_CHECKING:
     from instrument import otlp
     from instrument.otlp import export_facts
     from instrument.otlp.export_facts import MeteredFacts
+    from instrument.recorder import meter
+    from instrument.recording import distributions
 else:
+    distributions = LazyModule("instrument.recording.distributions")
+    meter = LazyModule("instrument.recorder.meter")
     otlp = LazyModule("instrument.otlp")
     export_facts = LazyModule("instrument.otlp.export_facts")
 
@@ -186,7 +188,7 @@ class PublishedFacts:
         self._books_ns = now_ns
         recorded, cost = self._recorded, self._recorded.cost()
         costs_ns = {"probes": cost.calls * cost.per_call_ns, **recorded.account.threads_ns()}
-        losses, queued = recorded.account.losses(), queued_tasks()
+        losses, queued = recorded.account.losses(), meter.queued_tasks()
         self._publish_books(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
 
     def _publish_books(self, books: MeteredFacts) -> None:
@@ -198,7 +200,8 @@ class PublishedFacts:
     def _marks(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
         """Return the marks of what the targets of some rules are recorded as."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
-        return tuple(sorted(set(map(mark_of, self._recorded.sites_of(rules)))))[:SERIES_LIMIT]
+        sites = self._recorded.sites_of(rules)
+        return tuple(sorted(set(map(meter.mark_of, sites))))[: distributions.SERIES_LIMIT] if sites else ()
 
     # ---------------------------------------------------------------- verdicts
 

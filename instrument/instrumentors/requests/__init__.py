@@ -67,13 +67,13 @@ class Requests:
             for module, attach in seams.items()
             if kind in self._kinds
         }
+        self._known = {*self._seams, *((*routes.ROUTERS, propagation.MODULE) if rules else ())}
+        if self._blocked_ns is not None:
+            self._known.update(STALLS)
 
     def wants(self, module_name: str) -> bool:
         """Return True if the module has a seam."""
-        is_known = module_name in routes.ROUTERS or module_name == propagation.MODULE
-        if module_name in STALLS:
-            is_known = self._blocked_ns is not None
-        return self._seam(module_name) is not None or (bool(self.rules) and is_known)
+        return module_name in self._known or self._seam(module_name) is not None
 
     def _seam(self, module_name: str) -> tuple[str, servers.Attach] | None:
         """Return the kind of server with a seam in a module, and the function that attaches to it."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -241,7 +240,7 @@ COLLECTOR = "gc"
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record the collections that take longer than `limit_ns`, from now on."""
+    """Record the collections that take longer than `limit_ns`, from the first recorded call on."""
     callbacks: Any = module.callbacks
     now = recorder.now_ns
     begun_ns = 0
@@ -250,7 +249,7 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
         nonlocal begun_ns
         if phase == "start":
             begun_ns = now()
-        elif begun_ns and now() - begun_ns > limit_ns and recorder.on:
+        elif begun_ns and now() - begun_ns > limit_ns and recorder.on and recorder.rings():
             try:
                 facts: dict[Any, Any] = {
                     "cpython.gc.generation": counts["generation"],
@@ -369,13 +368,16 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=10_000)
 def _is_own(code: CodeType) -> bool:
     """Return True for code of the service's own."""
-    return not code.co_filename.startswith(("<", *_INSTALLED))
+    return not code.co_filename.startswith(("<", *_installed()))
 
 
-_INSTALLED: tuple[str, ...] = tuple(
-    {path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))}
-)
-"""The folders of the standard library and of installed packages."""
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Return the folders of the standard library and of installed packages."""
+    import sysconfig
+
+    paths = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    return tuple({path for path in paths if path})
 
 
 def attributes_of(stack: tuple[str, ...], limit: int) -> dict[Any, str]:

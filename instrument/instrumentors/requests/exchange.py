@@ -15,14 +15,13 @@ import types
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
 from instrument.instrumentors.requests.propagation import Caller, Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
 from instrument.recorder.outcomes import STATUS, outcome_of
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
-from instrument.recording.gen_ai_metrics import OPERATION, is_among, operation_of
 from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
 from instrument.recording.spans import (
     ERROR_TYPE,
@@ -37,7 +36,13 @@ from instrument.recording.spans import (
     AttributeValue,
     Site,
 )
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
+
+if TYPE_CHECKING:
+    from instrument.recording import gen_ai_metrics
+else:
+    gen_ai_metrics = LazyModule("instrument.recording.gen_ai_metrics")
 
 HEADER = "http.request.header."
 """The prefix of attributes for headers of a request."""
@@ -497,8 +502,8 @@ class Endpoints:
         facts = {"http.request.method": method}
         if route:
             facts["http.route"] = route
-            if is_among(route, self._generations):
-                facts[OPERATION] = operation_of(route)
+            if self._generations and gen_ai_metrics.is_among(route, self._generations):
+                facts[gen_ai_metrics.OPERATION] = gen_ai_metrics.operation_of(route)
         if protocol == "websocket":
             facts["network.protocol.name"] = "websocket"
         facts.update(self._address)

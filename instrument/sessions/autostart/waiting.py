@@ -109,7 +109,8 @@ def _is_own_command(script: str) -> bool:
 def _start() -> None:
     """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing.
 
-    The garbage collector rests meanwhile: what is imported stays, and looking through it takes as long again.
+    The garbage collector rests meanwhile: what is imported stays, and looking through it takes as long again. Then its
+    objects become old ones at once, as if two collections had passed them on.
     """
     import gc
 
@@ -129,6 +130,9 @@ def _start() -> None:
         sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
     finally:
         if is_collecting:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
