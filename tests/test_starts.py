@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 import instrument
+from instrument import native
 from instrument.instrumentors import selection
-from instrument.instrumentors.selection import FAMILIES, awaited, packages_of
+from instrument.instrumentors.families import FAMILIES, awaited, packages_of
 from instrument.profile import shared_profile
 from instrument.profile.keys import load, loads
-from instrument.recorder import scopes
 from instrument.runtime import cheap_start
 from instrument.sessions import autostart
 from instrument.sessions.autostart import waiting
@@ -210,12 +210,12 @@ def test_what_switches_us_off_is_known_before_anything_is_imported() -> None:
         for node in ast.parse(SITECUSTOMIZE.read_text()).body
         if isinstance(node, ast.Assign) and node.targets[0].id == "_OFF"  # type: ignore[attr-defined]
     )
-    of_scopes = next(
+    of_modules = next(
         node.value
-        for node in ast.parse(Path(scopes.__file__).read_text()).body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "_IS_SWITCHED_OFF"  # type: ignore[attr-defined]
+        for node in ast.parse(Path(native.__file__).read_text()).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_IS_SWITCHED_OFF"
     )
-    assert set(ast.literal_eval(off)) == set(ast.literal_eval(of_scopes.comparators[0]))  # type: ignore[attr-defined]
+    assert set(ast.literal_eval(off)) == set(ast.literal_eval(of_modules.comparators[0]))  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -243,16 +243,16 @@ def test_a_session_begins_with_the_first_awaited_package_or_with_the_first_name_
 
 
 def test_a_module_that_the_session_itself_loads_as_it_begins_is_loaded_once() -> None:
-    Path("profile.yaml").write_text(PROFILE.replace("engine:*", "hashlib:new"))
+    Path("profile.yaml").write_text(PROFILE.replace("engine:*", "json:dumps"))
     done = run("""
         import subprocess, sys
         code = (
-            "import hashlib; from instrument.profile import model; "
-            "print(model.sha256 is hashlib.sha256, type(hashlib.__spec__.loader).__name__, hashlib.new.__module__)"
+            "import json; from instrument.instrumentors import verdict; "
+            "print(verdict.json is json, type(json.__spec__.loader).__name__, json.dumps.__module__)"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
     """)
-    assert (done.returncode, done.stdout) == (0, "True SourceFileLoader hashlib\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "True SourceFileLoader json\n"), done.stderr
 
 
 def test_a_profile_that_has_changed_since_is_not_waited_by() -> None:
@@ -390,4 +390,6 @@ def test_the_names_of_the_package_are_loaded_as_they_are_asked_for() -> None:
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     before, after = (set(line.split()) for line in done.stdout.splitlines())
     assert after - before <= {"__future__", "instrument"}
+    from instrument.recorder import scopes
+
     assert instrument.scope is scopes.scope

@@ -15,14 +15,15 @@ from instrument.cli.interpreter import host_of, running
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
 from instrument.device import cuda
 from instrument.errors import InstrumentError
-from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
+from instrument.instrumentors.verdict import Verdict, over_processes, reports_to_check
+from instrument.native import OFF
 from instrument.otlp.connection import proxy_for
 from instrument.profile.keys import KEYS, load, setting
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS, text_of
 from instrument.profile.values import FOLLOWED
-from instrument.recorder.scopes import OFF
+from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.main_module import MAINS
 
 _ATTACHED_SHOWN = 20

@@ -15,10 +15,10 @@ from instrument.cli.interpreter import host_of, running, service_of
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
+from instrument.native import OFF
 from instrument.profile.keys import loads
 from instrument.proposal.first_profile import first_profile_of, text_of
 from instrument.proposal.observation import Observation, await_reports, merged_reports, own_names, patterns_of
-from instrument.recorder.scopes import OFF
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0

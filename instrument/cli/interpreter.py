@@ -6,15 +6,17 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from instrument.errors import InstrumentError
-from instrument.recorder.scopes import OFF
+from instrument.native import OFF
+
+if TYPE_CHECKING:
+    import subprocess
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,6 +44,8 @@ def running(
 
     Signals that would end us are handed on to it, and noted in `handed_on`.
     """
+    import subprocess
+
     sys.stdout.flush()
     words = [sys.executable, *interpreter_flags(), "-m", "instrument", "run", "--profile", profile, "--", *host]
     child = subprocess.Popen(  # noqa: S603 - the user's own command

@@ -14,7 +14,6 @@ from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
 from instrument.profile.presets import PRESETS, path_of
 from instrument.profile.values import SIZE_UNITS
-from instrument.report.view import UNITS
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """The part of the command's parser that a verb adds its own to."""
@@ -48,6 +47,8 @@ def time_ns(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ns|us|ms|s)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of ns, us, ms, s, such as 50us")
+    from instrument.report.view import UNITS
+
     return round(float(match[1]) * UNITS[match[2]])
 
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,17 +22,18 @@ from instrument import native
 from instrument.cli import flush
 from instrument.cli.interpreter import host_of, service_of
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
-from instrument.instrumentors.selection import awaited
-from instrument.instrumentors.verdict import CHECK_FOLDER
+from instrument.instrumentors.families import awaited
+from instrument.native import OFF
 from instrument.profile import shared_profile
 from instrument.profile.document import without_secrets
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS
 from instrument.profile.values import SERVICE
-from instrument.recorder.scopes import OFF
 from instrument.recording import board
 from instrument.runtime import agent_launch, environment, packets, run_folder
+from instrument.runtime.cheap_start import replace
+from instrument.runtime.environment import CHECK_FOLDER
 from instrument.sessions import autostart, files
 from instrument.sessions.autostart import waiting
 

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from instrument.errors import StateError
+from instrument.native import OFF
 from instrument.profile.model import LayerRule, Profile
 from instrument.recorder.recorder import RECORDER, Scope
-from instrument.recorder.scopes import OFF
 from instrument.sessions import process
 from instrument.sessions.session import Session
 from instrument.sessions.sharing import join

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from instrument import chrome
 from instrument.errors import ProfileError
 from instrument.instrumentors.functions import profiled
+from instrument.native import OFF
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope
-from instrument.recorder.scopes import OFF
 from instrument.recording.tally import Tally
 from instrument.report.loops import counted
 from instrument.report.summary import summary

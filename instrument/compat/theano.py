@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from instrument.errors import ProfileError, StateError
 from instrument.instrumentors.functions import profiled
 from instrument.instrumentors.targets import site_on
-from instrument.recorder.scopes import OFF
+from instrument.native import OFF
 from instrument.recording.paths import NOT_BELOW, CallPath
 from instrument.recording.spans import Site, is_operator
 from instrument.recording.tally import Tally, Totals, total_of

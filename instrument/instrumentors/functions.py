@@ -18,9 +18,9 @@ from instrument.errors import TargetError
 from instrument.instrumentors.references import isinstance_of, namespace, own_names, rebind, type_namespace
 from instrument.instrumentors.targets import Target, find, is_public, parts_of, qualname_of, site_of
 from instrument.instrumentors.work import CallWork
+from instrument.native import OFF
 from instrument.profile.model import KINDS, PHASES
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recorder.scopes import OFF
 from instrument.recorder.wrapping import Attributes, Passes, Results, bare_of
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from instrument.errors import TargetError
 from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.verdict import Verdict
+from instrument.native import OFF
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recorder.scopes import OFF
 from instrument.recording.spans import Site
 from instrument.runtime.unpatched import Lock
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from instrument.profile.model import RequestsRule
@@ -222,14 +221,14 @@ def measure_cold_ns(*, with_ticks: bool = False) -> float:
     """Return the time that a layer's span adds if other work uses the caches before and within the call.
 
     It is the median of 16 calls with recording on, minus the median with it off. Hundreds of calls differ by less than
-    a third. It takes 8 ms, and 18 MiB meanwhile.
+    a third. It takes 8 ms, and 6 MiB meanwhile.
     """
     return copy_context().run(_measure_cold_ns, with_ticks)
 
 
 def _measure_cold_ns(with_ticks: bool) -> float:
     clock = time.perf_counter_ns
-    memory, into = memoryview(bytes(8 * SWEPT_BYTES)), bytearray(SWEPT_BYTES)
+    memory, into = memoryview(bytes(2 * SWEPT_BYTES)), bytearray(SWEPT_BYTES)
     parts = itertools.cycle(memory[at : at + SWEPT_BYTES] for at in range(0, len(memory), SWEPT_BYTES))
     inside_ns = 0
 
@@ -264,34 +263,41 @@ class Costs:
         self._recorder = recorder
         self.by_shape: dict[str, ProbeCost] = {}
         """The cost of a span, by the shape of the probe."""
-        self.cold_ns = 0.0
-        """The additional cost of a call whose memory is in no cache."""
         self.passed_ns: dict[str, float] = {}
         """The cost of a muted call, by the shape of the probe."""
+        self._with_ticks = False
+        self._cold_ns: float | None = None
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure the costs in 11 ms, with the session's clock, once in a run.
+        """Measure the costs in 6 ms, with the session's clock. Later processes of a run read those of the first one.
 
-        Later processes of a run read the measurements of the first one.
+        Outside of a run the cost without caches is measured, too.
         """
-        path = run_folder.shared_file(f"costs{'-ticks' * with_ticks}")
-        if path is None or not self._take_over(path):
-            self.by_shape = measure_costs(with_ticks=with_ticks)
-            self.passed_ns = measure_passed_ns()
-            self.cold_ns = max(measure_cold_ns(with_ticks=with_ticks) - self.by_shape["method"].added_ns, 0.0)
-            if path is not None:
-                costs = {shape: tuple(cost) for shape, cost in self.by_shape.items()}
-                with suppress(OSError), atomic.replacing(path) as file:
-                    file.write(json.dumps((costs, self.passed_ns, self.cold_ns)).encode())
-
-    def _take_over(self, path: Path) -> bool:
-        """Read the measurements of another process of the run. Return False without any."""
-        try:
-            costs, self.passed_ns, self.cold_ns = json.loads(path.read_bytes())
-        except (OSError, ValueError, TypeError):
-            return False
+        self._with_ticks, self._cold_ns = with_ticks, None
+        measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
+        costs, self.passed_ns = self._of_run("costs", measure)
         self.by_shape = {shape: ProbeCost(*cost) for shape, cost in costs.items()}
-        return True
+        if run_folder.shared_file("cold") is None:
+            self._cold_ns = self.cold_ns
+
+    @property
+    def cold_ns(self) -> float:
+        """The additional cost of a call whose memory is in no cache. The first report of a run measures it, in 8 ms."""
+        if self._cold_ns is None:
+            among_ns = self._of_run("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
+            self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)
+        return self._cold_ns
+
+    def _of_run(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return what another process of the run has measured, else measure it."""
+        path = run_folder.shared_file(f"{name}{'-ticks' * self._with_ticks}")
+        with suppress(OSError, ValueError):
+            return json.loads(b"" if path is None else path.read_bytes())
+        measured = measure()
+        if path is not None:
+            with suppress(OSError), atomic.replacing(path) as file:
+                file.write(json.dumps(measured).encode())
+        return measured
 
     def added_ns(self) -> dict[str, float]:
         """Return the time that a span adds, by the shape of the probe."""

@@ -14,17 +14,18 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from instrument.instrumentors.families import FAMILIES, KEEPING, packages_of, rules_of
 from instrument.instrumentors.functions import Undo, detach_decorated
 from instrument.instrumentors.references import loaded_modules, namespace
-from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict
+from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime import environment, imports, listening, main_module
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.main_module import names_of
 from instrument.runtime.unpatched import RLock
 
@@ -55,74 +56,6 @@ class Probes(Protocol):
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on every rule up to now, in the order of the profile."""
-
-
-class Family(NamedTuple):
-    """A family's module and class, and the top-level packages in which its rules may have targets.
-
-    The standard library's packages are left out, except its servers: a service imports another package of the family
-    before it needs the family.
-    """
-
-    module: str
-    name: str
-    packages: frozenset[str]
-
-
-def _family(module: str, name: str, packages: str) -> Family:
-    return Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
-
-
-FAMILIES: Mapping[str, Family] = {
-    "functions": _family("rules", "Functions", ""),  # its rules name their packages
-    # After functions: the span of a rule for a server's own function is within the request.
-    "requests": _family(
-        "requests",
-        "Requests",
-        "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray litserve"
-        " mosec starlette fastapi litestar flask quart django falcon bottle"
-        # Servers without instrumentation, which the verdict names; `http.server` imports `socketserver`.
-        " sanic tornado robyn twisted socketserver blacksheep pyramid cherrypy celery rq dramatiq arq huey",
-    ),
-    "layers": _family("layers", "Layers", "torch"),
-    "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
-    "loaders": _family("loaders", "Loaders", "torch"),
-    "phases": _family("phases", "Phases", "torch"),
-    "comm": _family("comm", "Comm", "torch"),
-    "frameworks": _family(
-        "frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"
-    ),
-    "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
-}
-"""The family of each key of a profile, in the order in which they attach."""
-
-KEEPING = ("functions", "requests", "layers")
-"""The keys of the families that `change` to other rules. Others are made anew, as their probes are few."""
-
-
-def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
-    """Return the top-level packages in which rules of a key may have targets, None for any module."""
-    if key == "functions":
-        texts = (text.lstrip("!") for rule in profile.functions for text in rule.match)
-        package_names = {text.partition(":")[0].partition(".")[0] for text in texts}
-        is_anywhere = any("*" in name for name in package_names) or package_names.intersection(main_module.MAINS)
-        return None if is_anywhere else frozenset(package_names)
-    packages = FAMILIES[key].packages
-    if key == "copies" and not any("h2h" in rule.directions for rule in profile.copies):
-        packages -= {"numpy"}
-    return packages
-
-
-def awaited(profile: Profile) -> frozenset[str] | None:
-    """Return the packages whose import starts the recording in a process, None if it must record at once."""
-    awaited_packages: set[str] = set()
-    for key in FAMILIES:
-        packages = packages_of(profile, key) if _rules(profile, key) else frozenset()
-        if packages is None:
-            return None
-        awaited_packages |= packages
-    engines = ENGINES if profile.engines == "auto" else ()
-    return frozenset(awaited_packages.union(name.partition(".")[0] for name in engines))
 
 
 LOOKS = 2
@@ -163,7 +96,7 @@ class Selection:
 
     def _lay_down(self, key: str) -> None:
         """Let the rules of a key sleep, or make their family now if any module may have a target."""
-        if not _rules(self.profile, key):
+        if not rules_of(self.profile, key):
             self._asleep.pop(key, None)
             return
         packages = packages_of(self.profile, key)
@@ -171,12 +104,13 @@ class Selection:
             self._make(key)
         else:
             # The requests family also watches event loops.
-            self._asleep[key] = packages | {"asyncio"} if key == "requests" else packages
-            self._wakers |= self._asleep[key]
+            packages |= {"asyncio"} if key == "requests" else set()
+            self._wakers |= packages  # first: another thread may be importing
+            self._asleep[key] = packages
 
     def _make(self, key: str) -> Probes:
         """Load the code of a family and make the family, still without a probe."""
-        rules = _rules(self.profile, key)
+        rules = rules_of(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
             options.append(lambda: self._awake("layers"))
@@ -257,7 +191,7 @@ class Selection:
             loaded = [module for _, module in loaded_modules()]
             self.profile = profile
             for key in FAMILIES:
-                rules, family = _rules(profile, key), self._families.get(key)
+                rules, family = rules_of(profile, key), self._families.get(key)
                 if family is not None and not anew and rules == family.rules:
                     continue
                 if family is not None and key in KEEPING:
@@ -429,14 +363,6 @@ class Selection:
 
 def _is_wanted(family: Probes, module: ModuleType) -> bool:
     return any(map(family.wants, names_of(module)))
-
-
-def _rules(profile: Profile, key: str) -> tuple[Any, ...]:
-    """Return the rules of a key of the profile, none if it is `off`."""
-    rules = getattr(profile, key)
-    if key == "requests":
-        return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in rules)
-    return rules if isinstance(rules, tuple) else () if rules == "off" else (rules,)
 
 
 def _is_being_imported(module: ModuleType) -> bool:

@@ -15,9 +15,6 @@ from instrument.recording import board
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import dataclass, field, replace
 
-CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
-"""The variable by which `instrument check` asks the processes of a command to report to it."""
-
 STATES: Mapping[str, str] = {
     "attached": "it records",
     "partly": "it records, but not all calls: other objects refer to the function, or a subclass overrides it",

@@ -6,6 +6,7 @@ import, so that one is left alone.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -28,3 +29,8 @@ MODULE, reason = _load()
 
 WHY_MISSING = f"the recorder in C is missing: {reason}" if reason else ""
 """The reason why nothing can be recorded, with the remedy; empty where everything can be."""
+
+_IS_SWITCHED_OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", "no"}
+
+OFF = "INSTRUMENT=off" if _IS_SWITCHED_OFF else WHY_MISSING
+"""The reason why decorators and hooks do nothing at all in this process; empty where they record."""

@@ -7,7 +7,6 @@ a file, and refuses bad values. A profile made in code is not checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import sha256
 from typing import Any, ClassVar
 
 from instrument.runtime.cheap_start import dataclass, field, members
@@ -445,6 +444,8 @@ class Profile:
     @property
     def digest(self) -> str:
         """The twelve hexadecimal digits that equal profiles share, without the headers of exports."""
+        from hashlib import sha256  # it loads OpenSSL
+
         return sha256(repr(_compared(self)).encode()).hexdigest()[:12]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,6 @@ from instrument import native
 from instrument.recorder import span_status
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.spans import AttributeValue
-
-_IS_SWITCHED_OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", "no"}
-
-OFF = "INSTRUMENT=off" if _IS_SWITCHED_OFF else native.WHY_MISSING
-"""The reason why decorators and hooks do nothing at all in this process; empty where they record."""
 
 
 def scope(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from hashlib import sha256
 
 from instrument.recording.claim import duplicate
 
@@ -66,6 +65,8 @@ def called(rule: str) -> str:
 
 
 def _digest(rule: str) -> str:
+    from hashlib import sha256  # it loads OpenSSL
+
     return sha256(rule.encode(errors="backslashreplace")).hexdigest()[:16]
 
 

@@ -147,9 +147,9 @@ def _first_init(cls: Any, kw_only: bool) -> Any:
         nonlocal calls
         calls += 1
         facts = cls._members
-        given = dict(zip(facts, values, strict=False)) | options
-        is_sound = len(given) == len(values) + len(options) and given.keys() <= facts.keys()
-        if is_sound and not (kw_only and values) and calls < COMPILED_AT and _set_all(self, facts, given):
+        arguments = dict(zip(facts, values, strict=False)) | options
+        is_sound = len(arguments) == len(values) + len(options) and arguments.keys() <= facts.keys()
+        if is_sound and not (kw_only and values) and calls < COMPILED_AT and _set_all(self, facts, arguments):
             return
         cls.__init__ = compiled = _init_of(cls, kw_only)
         compiled(self, *values, **options)
@@ -157,10 +157,10 @@ def _first_init(cls: Any, kw_only: bool) -> Any:
     return fill
 
 
-def _set_all(self: Any, facts: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+def _set_all(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     """Set all fields past the `__setattr__` of a frozen class. Return False where one has no value, or another way."""
     for name, fact in facts.items():
-        value = given.get(name, MISSING)
+        value = arguments.get(name, MISSING)
         if isinstance(fact, Field):
             if not fact.init:
                 return False

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
+"""The variable by which `instrument check` asks the processes of a command to report to it."""
+
 INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
 """The variable by which `instrument init` asks the processes of a command for a report."""
 

@@ -11,15 +11,20 @@ The children that multiprocessing spawns run the same module as `__mp_main__`, a
 
 from __future__ import annotations
 
-import ast
-import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
+
+if TYPE_CHECKING:
+    import ast
+    import linecache
+else:
+    ast, linecache = LazyModule("ast"), LazyModule("linecache")
 
 MAINS = ("__main__", "__mp_main__")
 """The values of `__name__` in a module that runs as the main one."""

@@ -98,11 +98,15 @@ class SessionDiagnostics:
         Each span costs what a probe of its shape costs on this machine; a generator counts as one step. Device times
         add the cost of their pairs of events on this device.
         """
+        mean_ns = self.mean_ns()
+        cold_ns = mean_ns + self.costs.cold_ns if mean_ns else 0.0
+        return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
+
+    def mean_ns(self) -> float:
+        """Return the mean cost of a call."""
         calls = self.recorder.call_counts.by_shape()
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
-        mean_ns = (probes_ns + self.pairs_ns()) / counted if counted else 0.0
-        cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0
-        return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
+        return (probes_ns + self.pairs_ns()) / counted if counted else 0.0
 
     def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
         """Return the cost in a window, from the spans of each site and the count of spans timed on a device. Our

@@ -15,16 +15,18 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from instrument import chrome
 from instrument.errors import TraceError
 from instrument.runtime import atomic
-from instrument.runtime.cheap_start import dataclass, late_pattern
+from instrument.runtime.cheap_start import LazyModule, dataclass, late_pattern
 from instrument.runtime.unpatched import poll
-from instrument.trace.text import clean
 
 if TYPE_CHECKING:
+    from instrument import chrome
     from instrument.recording.tally import Tally
+    from instrument.trace import text as trace_text
     from instrument.trace.trace import Trace
+else:
+    chrome, trace_text = LazyModule("instrument.chrome"), LazyModule("instrument.trace.text")
 
 _NUMBERED = late_pattern(r"(\{(?:run|pid|window)\})")
 RUN_VARIABLE = "INSTRUMENT_RUN"
@@ -74,7 +76,7 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
 
     Raises `TraceError` for any other name in braces.
     """
-    safe_service = re.sub(r"[^\w.-]+", "_", clean(service)).encode()[:96].decode(errors="ignore").lstrip(".")
+    safe_service = re.sub(r"[^\w.-]+", "_", trace_text.clean(service)).encode()[:96].decode(errors="ignore").lstrip(".")
     values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
 
     def value(match: re.Match[str]) -> str:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
+from instrument.instrumentors.verdict import marks_of, report_to_check
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.spans import COLLECTION
 from instrument.runtime import environment, run_folder
+from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.termination import before_exit
 from instrument.runtime.threads import Thread

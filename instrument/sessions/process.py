@@ -20,10 +20,10 @@ from instrument import native
 from instrument.errors import InstrumentError, StateError
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import Verdict
+from instrument.native import OFF
 from instrument.profile import shared_profile
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER, await_first_span
-from instrument.recorder.scopes import OFF
 from instrument.recording import board
 from instrument.runtime import agent_launch, environment, run_folder
 from instrument.runtime.cheap_start import replace

@@ -24,8 +24,8 @@ from typing import Any
 from instrument.device.gauges import Host
 from instrument.errors import ProfileError, StateError, TargetError
 from instrument.instrumentors.loaders import Waiting, listen, loader
+from instrument.native import OFF
 from instrument.profile.model import STATES, TRACER_OPTIONS, Profile, Schedule
-from instrument.recorder.scopes import OFF
 from instrument.recording.spans import HOST, Sample
 from instrument.report.loops import counted, line_of
 from instrument.report.step_counts import Benchmark, LoopTimes

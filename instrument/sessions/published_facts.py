@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.verdict import CHECK_FOLDER, marks_of, report_to_check
+from instrument.instrumentors.verdict import marks_of, report_to_check
 from instrument.profile.model import Capture, FunctionRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.spans import Gpu
 from instrument.runtime import environment, process_context
 from instrument.runtime.cheap_start import LazyModule, asdict, replace
+from instrument.runtime.environment import CHECK_FOLDER
 from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
 
@@ -186,8 +187,8 @@ class PublishedFacts:
             self.publish_marks()
             return
         self._books_ns = now_ns
-        recorded, cost = self._recorded, self._recorded.cost()
-        costs_ns = {"probes": cost.calls * cost.per_call_ns, **recorded.account.threads_ns()}
+        recorded = self._recorded
+        costs_ns = {"probes": RECORDER.calls * recorded.account.mean_ns(), **recorded.account.threads_ns()}
         losses, queued = recorded.account.losses(), meter.queued_tasks()
         self._publish_books(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
 

@@ -11,9 +11,9 @@ import threading
 from typing import Any
 
 from instrument.errors import StateError
+from instrument.native import OFF
 from instrument.profile.keys import load
 from instrument.profile.model import EVERYTHING, Profile
-from instrument.recorder.scopes import OFF
 from instrument.runtime.cheap_start import replace
 from instrument.sessions import process
 from instrument.sessions.session import Session

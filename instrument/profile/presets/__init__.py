@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from instrument.runtime.cheap_start import replace
 
 if TYPE_CHECKING:
     from instrument.profile.document import YamlNode

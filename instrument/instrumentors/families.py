@@ -1,0 +1,88 @@
+"""The families of rules, each for one key of a profile, and the packages whose import wakes them in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from instrument.profile.model import Profile
+from instrument.profile.presets import ENGINES
+from instrument.runtime.cheap_start import replace
+
+
+class Family(NamedTuple):
+    """A family's module and class, and the top-level packages in which its rules may have targets.
+
+    The standard library's packages are left out, except its servers: a service imports another package of the family
+    before it needs the family.
+    """
+
+    module: str
+    name: str
+    packages: frozenset[str]
+
+
+def _family(module: str, name: str, packages: str) -> Family:
+    return Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
+
+
+FAMILIES: Mapping[str, Family] = {
+    "functions": _family("rules", "Functions", ""),  # its rules name their packages
+    # After functions: the span of a rule for a server's own function is within the request.
+    "requests": _family(
+        "requests",
+        "Requests",
+        "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray litserve"
+        " mosec starlette fastapi litestar flask quart django falcon bottle"
+        # Servers without instrumentation, which the verdict names; `http.server` imports `socketserver`.
+        " sanic tornado robyn twisted socketserver blacksheep pyramid cherrypy celery rq dramatiq arq huey",
+    ),
+    "layers": _family("layers", "Layers", "torch"),
+    "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
+    "loaders": _family("loaders", "Loaders", "torch"),
+    "phases": _family("phases", "Phases", "torch"),
+    "comm": _family("comm", "Comm", "torch"),
+    "frameworks": _family(
+        "frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"
+    ),
+    "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
+}
+"""The family of each key of a profile, in the order in which they attach."""
+
+KEEPING = ("functions", "requests", "layers")
+"""The keys of the families that `change` to other rules. Others are made anew, as their probes are few."""
+
+
+def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
+    """Return the top-level packages in which rules of a key may have targets, None for any module."""
+    if key == "functions":
+        from instrument.runtime.main_module import MAINS
+
+        texts = (text.lstrip("!") for rule in profile.functions for text in rule.match)
+        package_names = {text.partition(":")[0].partition(".")[0] for text in texts}
+        is_anywhere = any("*" in name for name in package_names) or package_names.intersection(MAINS)
+        return None if is_anywhere else frozenset(package_names)
+    packages = FAMILIES[key].packages
+    if key == "copies" and not any("h2h" in rule.directions for rule in profile.copies):
+        packages -= {"numpy"}
+    return packages
+
+
+def awaited(profile: Profile) -> frozenset[str] | None:
+    """Return the packages whose import starts the recording in a process, None if it must record at once."""
+    awaited_packages: set[str] = set()
+    for key in FAMILIES:
+        packages = packages_of(profile, key) if rules_of(profile, key) else frozenset()
+        if packages is None:
+            return None
+        awaited_packages |= packages
+    engines = ENGINES if profile.engines == "auto" else ()
+    return frozenset(awaited_packages.union(name.partition(".")[0] for name in engines))
+
+
+def rules_of(profile: Profile, key: str) -> tuple[Any, ...]:
+    """Return the rules of a key of the profile, none if it is `off`."""
+    rules = getattr(profile, key)
+    if key == "requests":
+        return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in rules)
+    return rules if isinstance(rules, tuple) else () if rules == "off" else (rules,)
