@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from interval_lists import assign_self_times
-from simulated_engine import Service
+from simulated_engine import Lives, Service
 from test_report_views import span
 
 from instrument.recording.spans import (
@@ -182,6 +182,15 @@ def test_a_simulated_engine_is_described_by_the_numbers_of_its_table() -> None:
     assert lines.index("Requests to POST /generate spend") < lines.index("Window: ")
     assert len(shown.headlines) <= 3
     assert re.search(r"p99 of POST /generate is [\d.]+ ms, and p50 is", lines)
+
+
+def test_the_first_sentence_names_the_cause_of_the_slowest_request_where_it_is_certain() -> None:
+    trace, key, _ = Lives(3, "garbage collection", requests=170).planted()
+    headline = brief(Recording.of_trace(trace), Options()).headlines[0]
+    assert headline.part == "garbage collection"
+    assert headline.text.startswith(f"POST /generate {key} took ")
+    plain = Recording.of_trace(Lives(3, requests=170).run()[0])
+    assert not any("is typical" in headline.text for headline in brief(plain, Options()).headlines)
 
 
 def test_live_has_a_sentence_on_most_requests_in_flight() -> None:

@@ -181,6 +181,15 @@ class Explanation(View):
             return f"{typical}{more}. Inconclusive: {self.doubt}.{because}"
         return f"{typical}{more}.{because}"
 
+    def headline(self) -> str:
+        """Return an explained verdict in one sentence."""
+        unit, lead = self._options.unit, self.causes[0]
+        took, typical, accounted = (in_unit(ns, unit) for ns in (self.wall_ns, self.typical_ns, lead.accounted_ns))
+        return (
+            f"{self.label()} took {took} {unit} where {typical} is typical: {safe(lead.title())} accounts for "
+            f"{accounted} of it; see `instrument explain`."
+        )
+
     def head(self) -> list[str]:
         unit = self._options.unit
         lines = wrapped(self.sentence())

@@ -119,7 +119,23 @@ def headlines(
     window_ns = recording.window_ns or 0
     other_causes += [*_blocked(times.blocked, window_ns, options), *_collections(recording, window_ns, options)]
     other_causes += _of_devices(devices)
+    first = [*_of_slowest(recording, options, times), *first]
     return (*first, *sorted(other_causes, key=lambda headline: -headline.ratio))[:MOST]
+
+
+def _of_slowest(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
+    """Return the headline on the cause of the slowest request, if its explanation is certain."""
+    if times.requests <= ENOUGH:
+        return []
+    from instrument.report.explanation import EXPLAINED, explain_request
+
+    trace, joined = recording.columns, recording.once(joined_requests)
+    place = int(np.flatnonzero(trace.span_id[joined.rows] == times.slowest[0].span_id)[0])
+    explanation = explain_request(recording, place, options)
+    if explanation.verdict != EXPLAINED:
+        return []
+    lead = explanation.causes[0]
+    return [Headline(explanation.headline(), lead.name, lead.ratio or 0.0, explanation.alike, "requests")]
 
 
 def _of_parts(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
