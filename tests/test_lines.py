@@ -303,7 +303,7 @@ def test_paths_that_were_learnt_ahead_are_told_as_if_they_were_not(make_recorder
 
 def test_a_session_learns_paths_ahead_of_the_first_report() -> None:
     def asked() -> int:
-        return int(RECORDER._shapes_of_nodes[1])
+        return int(RECORDER.call_counts._shapes_of_nodes[1])
 
     session = instrument.start(loads("budget: 1%"))
     assert session is not None
