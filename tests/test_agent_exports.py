@@ -295,18 +295,14 @@ def test_a_process_hears_that_its_agent_has_no_descriptor_left_for_its_export(ta
     table.until(lambda: later in table.left)
 
 
-def test_what_a_process_left_that_ended_without_an_agent_is_exported_once_one_alike_has_joined(table: Table) -> None:
-    gone, other = (
-        Process(run=Run("one"), pid=1, started=1, facts=facts, joined_ns=0, ended_ns=1, memory=os.memfd_create("none"))
-        for facts in ({"exports": True, "service": None}, {"exports": True, "service": "other"})
+def test_what_a_process_left_that_ended_without_an_agent_is_counted(table: Table, make_recorder: Any) -> None:
+    recorder = make_recorder()
+    gone = Process(
+        run=Run("one"), pid=1, started=1, facts={"exports": True}, joined_ns=0, ended_ns=1, memory=copied(recorder)
     )
-    table.exports.add_missed(gone)
-    table.exports.add_missed(other)
-    table.add()
-    assert table.exports.waits_for(gone.run)
-    table.until(lambda: not table.exports.waits_for(gone.run))
-    assert table.exports.forget_missed() == [other]
-    assert table.exports.forget_missed() == []
+    table.exports.count_left(gone, gone.memory, is_told=False)
+    with closing(Mapped(gone.memory)) as mapped:
+        assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
 
 
 def test_the_exporter_keeps_few_threads_for_collectors_that_no_process_has_any_more(table: Table) -> None:

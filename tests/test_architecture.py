@@ -315,8 +315,6 @@ def test_every_extension_is_built_where_there_is_a_compiler() -> None:
 
 
 MOST_METHODS = 40
-LARGE_CLASSES = {"Runs"}
-"""Classes that have more methods. None is added."""
 
 
 def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None:
@@ -331,7 +329,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
     def all_of(name: str) -> set[str]:
         return methods.get(name, set()).union(*map(all_of, bases.get(name, ())))
 
-    assert {name for name in methods if len(all_of(name)) > MOST_METHODS} <= LARGE_CLASSES
+    assert not {name for name in methods if len(all_of(name)) > MOST_METHODS}
     assert len(all_of("Session")) < 25
 
 
@@ -340,7 +338,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (291, 4),
-    "agent": (4_569, 19),
+    "agent": (4_534, 19),
     "chrome": (3_067, 9),
     "cli": (2_867, 17),
     "compat": (1_181, 6),

@@ -25,7 +25,7 @@ MOST_WORDS = 30
 COUNTS = ("clauses", "private words", "vague names", "long sentences")
 MOST = {
     "": (0, 0, 0, 0),
-    "agent": (0, 37, 25, 0),
+    "agent": (0, 35, 24, 0),
     "chrome": (0, 1, 0, 0),
     "cli": (0, 12, 5, 0),
     "compat": (0, 2, 0, 0),

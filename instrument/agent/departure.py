@@ -183,19 +183,21 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
                 Path(path).unlink(missing_ok=True)
 
 
-def remove_abandoned(folder: Path, runs: Iterable[Run]) -> list[str]:
-    """Remove the files that an agent before this one had saved for reports of runs that never came back. Return a
-    message on each such run."""
+def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
+    """Remove the files that an agent before this one had saved for reports of runs that never came back.
+
+    Say how many processes of each such run no report has.
+    """
     living_runs, counts = {_part_of_name(run) for run in runs}, Counter[str]()
     for path, of in _left_in(folder):
         if of["run"] not in living_runs:
             counts[of["run"]] += int(of["count"] or 1)
             remove_saved(folder, [str(path)])
-    return [
-        f"instrument: no report tells of {count} of the processes of the run {run}, which {ENDED_BEFORE}: none of the "
-        "others has come back"
-        for run, count in counts.items()
-    ]
+    for run, count in counts.items():
+        says(
+            f"instrument: no report tells of {count} of the processes of the run {run}, which {ENDED_BEFORE}: none of "
+            "the others has come back"
+        )
 
 
 def why_unread(process: Process) -> str:
@@ -280,14 +282,6 @@ def seen_of_unmet(process: Process) -> str:
     """A sentence on connections that came to a process which recorded no request, "" where none was seen."""
     ports = ", ".join(map(str, sorted(process.ports)))
     return f"connections came to its port {ports}, and it has recorded no request" if ports else ""
-
-
-def line_of_missed(process: Process) -> str:
-    """Return the line on a process whose last spans were never exported."""
-    return (
-        f"instrument: what process {process.pid} recorded last has not reached the collector: it ended while its run "
-        "had no agent, and no other process has told the next one where its spans go"
-    )
 
 
 def nobody_joined(pid: int, after_s: float) -> str:

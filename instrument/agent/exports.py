@@ -54,7 +54,6 @@ class Exports:
         self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
         self._gauged: dict[int, Process] = {}
         """The processes whose gauges are read, by number."""
-        self._missed: list[tuple[Process, int]] = []
         self._to_flush: set[int] = set()
         self._next = 0
         self._folder = folder
@@ -117,37 +116,15 @@ class Exports:
         if not is_read or process.memory < 0:
             return
         if self.is_ending or not self._is_begun():
-            self._count_left(process, process.memory, is_told=False)
+            self.count_left(process, process.memory, is_told=False)
             self._refuse(process)
             return
         try:
             memory = os.dup(process.memory)
         except OSError as problem:
-            self.problem = f"the recording of process {process.pid} could not be kept: {problem.strerror}"
+            self._note_problem(f"the recording of process {process.pid} could not be kept: {problem.strerror}")
             self._refuse(process)
             return
-        self._begin_with(process, memory)
-        for ended, descriptor in [pair for pair in self._missed if _is_alike(pair[0], process)]:
-            self._missed.remove((ended, descriptor))
-            ended.facts["export"] = process.facts["export"]
-            self._begin_with(ended, descriptor)
-
-    def add_missed(self, process: Process) -> None:
-        """Export a recording that was left without an agent, once a process of the same service and profile brings the
-        settings."""
-        if process.facts.get("exports") and process.memory >= 0:
-            self._missed.append((process, os.dup(process.memory)))
-            self._note(process, process.memory)
-
-    def forget_missed(self) -> list[Process]:
-        """Give up such recordings for which no process of the same service and profile has joined."""
-        missed, self._missed = self._missed, []
-        for process, memory in missed:
-            os.close(memory)
-            self._forget_note(process)
-        return [process for process, _ in missed]
-
-    def _begin_with(self, process: Process, memory: int) -> None:
         self._next += 1
         self._recordings[self._next] = process, memory, generation_of(memory)
         self._hand_over(self._next)
@@ -260,9 +237,15 @@ class Exports:
             self._note(process, memory)
             self._child.send({"ended": number})
 
+    def _note_problem(self, problem: str) -> None:
+        """Note why a recording is not exported, and say the first such reason."""
+        if problem and not self.problem:
+            self._says(f"instrument: the agent could not export what a process records: {problem}")
+        self.problem = problem or self.problem
+
     def _is_begun(self) -> bool:
         """Return True where there is a child: one is begun where there is none."""
-        self.problem = self._why_not_begun() or self.problem
+        self._note_problem(self._why_not_begun())
         return self._child.is_there
 
     def _why_not_begun(self) -> str:
@@ -297,16 +280,16 @@ class Exports:
     def _done(self, message: Mapping[str, Any]) -> None:
         number = int(message["done"])
         process, memory, _ = self._recordings.pop(number, (None, -1, 0))
-        self.problem = str(message.get("problem") or self.problem)
+        self._note_problem(str(message.get("problem") or ""))
         if process is not None:
             fates = message.get("fates") or {}
             self.fates.update(fates)
-            self._count_left(process, memory, is_told=bool(fates))
+            self.count_left(process, memory, is_told=bool(fates))
             self._refuse(process)
             os.close(memory)
             self._forget_note(process)
 
-    def _count_left(self, process: Process, memory: int, *, is_told: bool) -> None:
+    def count_left(self, process: Process, memory: int, *, is_told: bool) -> None:
         """Count what a process that has ended left unread, and unless that `is_told` what became of its spans."""
         if process.lives or not exports_spans(process):
             return
@@ -343,7 +326,7 @@ class Exports:
     def _forget_recordings(self) -> None:
         recordings, self._recordings = self._recordings, {}
         for process, memory, _ in recordings.values():
-            self._count_left(process, memory, is_told=False)
+            self.count_left(process, memory, is_told=False)
             self._refuse(process)
             os.close(memory)
             self._forget_note(process)
@@ -381,11 +364,6 @@ def _listener_at(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     return socket.create_server((host.strip("[]"), int(port)), family=family)
-
-
-def _is_alike(left: Process, right: Process) -> bool:
-    """Return True if two processes have the same profile and service, and so the same collector."""
-    return all(left.facts.get(name) == right.facts.get(name) for name in ("service", "profile", "digest"))
 
 
 def _serve(connection: socket.socket) -> None:

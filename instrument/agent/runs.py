@@ -32,7 +32,7 @@ from instrument.agent.processes import (
     image_of,
     rows_kept,
 )
-from instrument.agent.unseen import LOOK_S, ConnectionWatch, Unseen
+from instrument.agent.unseen import ConnectionWatch, Unseen
 from instrument.runtime import run_folder
 
 GRACE_S = 0.3
@@ -86,34 +86,36 @@ class Runs:
         self._folder = folder
         self._own = own
         self._captures = captures
-        self._says = says
+        self._say = partial(telling.say, says)
         self._changed = changed
         self._runs: dict[str, Run] = {} if own is None else {own.name: own}
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
-        self._saves = Saves(self._jobs, folder, self._is_saved)
+        self._saves = Saves(self._jobs, folder, self.saved)
         self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._tell)
-        self._has_told_exports = False
         self._takes_over = bool(journal.noted(folder)[0])
         """True where processes live that an agent before this one knew."""
         self._connections = ConnectionWatch(
             loop.after, self._tell, lambda: (process for run in self for process in run.living())
         )
         self._another_fd = -1
-        self._unseen: Unseen | None = None
+        self.unseen = Unseen(
+            folder / run_folder.SOCKET,
+            0 if own is None else own.first,
+            loop.after,
+            lambda: {process.pid for run in self for process in run.processes},
+        )
+        """The Python processes of the agent's own run that record nothing."""
         self.own_is_over = False
         """True once the agent's own run is over and was reported."""
         if own is None:
-            loop.after(ABANDONED_S, self._remove_abandoned)
+            loop.after(ABANDONED_S, lambda: departure.remove_abandoned(folder, self, says or bool))
         else:
             if own.first and own.first_fd < 0:
                 own.first_fd = exit_fd_of(own.first, 0)
             if own.first_fd >= 0:
                 loop.selector.register(own.first_fd, selectors.EVENT_READ, self._first_exited)
             loop.after(START_S, self._say_if_nobody_joined)
-            if own.first:
-                self._unseen = Unseen(folder / run_folder.SOCKET, own.first)
-                self._look_for_unseen()
         loop.after(AGAIN_S, self._look_again)
         loop.after(0, self._take_over)
 
@@ -138,7 +140,6 @@ class Runs:
         """Stop all work and close all. Files for the reports of the `kept` runs remain, for an agent after this one."""
         self._jobs.stop()
         self.exports.stop()
-        self.exports.forget_missed()
         if self._another_fd >= 0:
             os.close(self._another_fd)
         for run in self:
@@ -199,8 +200,9 @@ class Runs:
     def _take_over(self) -> None:
         """Report the processes that ended after an agent before this one did, and have not joined this one."""
         for process in journal.missed(self._folder, self._run_of):
-            self._loop.attempt(partial(self.exports.add_missed, process))
             self._vanished(process)
+            if process.memory >= 0:
+                self.exports.count_left(process, process.memory, is_told=False)
 
     def _run_of(self, name: str) -> Run:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
@@ -246,7 +248,7 @@ class Runs:
                 answer["wait"] = True
                 run.waiting = connection
             else:
-                answer["unseen"] = self.unseen(for_report=True)
+                answer["unseen"] = self.unseen.sentence(for_report=True)
             run.is_told = run.is_told or is_last
             self._loop.send(connection, {"goodbye": answer})
         self._ended(process, GOODBYE)
@@ -261,20 +263,14 @@ class Runs:
         if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
         run.waiting = None
-
-        def then(answer: Any) -> None:
-            answer = self._completed(run, answer)
-            if self._loop.has(connection):
-                self._loop.send(connection, {"goodbye": answer})
-            elif answer.get("report"):
-                self._say(run, str(answer["report"]))  # who waited for it has not waited so long
-            self._end_of(run)
-
-        self._jobs.start(departure.report_of(run, departure.left_before(self._folder, run)), then)
+        report = departure.report_of(run, departure.left_before(self._folder, run))
+        self._jobs.start(report, partial(self._print_report, run, connection=connection))
 
     def saved(self, process: Process) -> None:
         """Note that the recording of an ended process is saved, by itself or by a job, or cannot be."""
         process.is_saving = False
+        for path in process.files:
+            self._make_room(process, Path(path))
         if process.how in (VANISHED, EXITED):
             journal.forget(self._folder, process)
         process.release()
@@ -351,11 +347,6 @@ class Runs:
         process.saved = departure.place_for_report(self._folder, process)
         self._saves.add(process)
 
-    def _is_saved(self, process: Process) -> None:
-        for path in process.files:
-            self._make_room(process, Path(path))
-        self.saved(process)
-
     def _make_room(self, process: Process, saved: Path) -> None:
         service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
         report_files = {member.saved for run in self for member in run.processes} | departure.captures_for_reports(
@@ -413,15 +404,6 @@ class Runs:
 
     # ---------------------------------------------------------------- the end of a run
 
-    def _say(self, run: Run, text: str, process: Process | None = None) -> None:
-        """Say something where the run's processes write their errors."""
-        if telling.tell(run, text, process):
-            return
-        if self._says is not None:
-            self._says(text)
-        elif process is not None and process.saved:
-            telling.leave_beside(process.saved, text)
-
     def say_everywhere(self, text: str) -> None:
         """Say something where the processes of all runs write their errors."""
         for run in self:
@@ -476,11 +458,11 @@ class Runs:
         if not run.is_told and any(process.facts.get("report") for process in run.recorded()):
             run.is_told = True
             report = departure.report_of(run, departure.left_before(self._folder, run))
-            self._jobs.start(report, lambda answer: self._told(run, answer))
+            self._jobs.start(report, partial(self._print_report, run))
             return
         if run is self._own:
             if not self._awaits_another():
-                if not self.own_is_over and (text := self.unseen(for_report=True)):
+                if not self.own_is_over and (text := self.unseen.sentence(for_report=True)):
                     self._say(run, f"instrument: {text}")
                 self.own_is_over = True
         elif self.exports.waits_for(run):
@@ -514,39 +496,20 @@ class Runs:
             departure.remove_for_report(self._folder, run)
         self._runs.pop(run.name, None)
 
-    def _remove_abandoned(self) -> None:
-        for text in departure.remove_abandoned(self._folder, self):
-            if self._says is not None:
-                self._says(text)
-
-    def _told(self, run: Run, answer: Any) -> None:
-        if answer.get("report"):
-            self._say(run, str(self._completed(run, answer)["report"]))
+    def _print_report(self, run: Run, answer: Any, connection: Connection | None = None) -> None:
+        """Send the report of a run to the process that waits for it; write it where that one has not waited so long."""
+        answer = self._completed(run, answer)
+        if connection is not None and self._loop.has(connection):
+            self._loop.send(connection, {"goodbye": answer})
+        elif answer.get("report"):
+            self._say(run, str(answer["report"]))
         self._end_of(run)
-
-    def _look_for_unseen(self) -> None:
-        if self._unseen is not None:
-            self._loop.after(LOOK_S, self._look_for_unseen)
-            self._unseen.look({process.pid for run in self for process in run.processes})
-
-    def unseen(self, *, for_report: bool = False) -> str:
-        """The sentence on Python processes of the agent's own run that record nothing, "" for none.
-
-        With `for_report` the caller prints it in the run's report, and later calls return "".
-        """
-        if self._unseen is None:
-            return ""
-        self._unseen.look({process.pid for run in self for process in run.processes})
-        text = self._unseen.sentence()
-        if for_report:
-            self._unseen = None
-        return text
 
     def _completed(self, run: Run, answer: Any) -> Any:
         """Return the report of a run, with the facts below it that only the agent knows."""
         if not answer.get("report"):
             return answer
-        unseen = self.unseen(for_report=True)
+        unseen = self.unseen.sentence(for_report=True)
         text = f"{answer['report']}  {unseen}\n" if unseen else answer["report"]
         if run is self._own and not run.stderr.startswith("/") and self.exports.lost:
             # No process can write to a pipe any more once the agent knows of the last losses.
@@ -577,31 +540,15 @@ class Runs:
 
     def _export(self, process: Process) -> None:
         self._loop.attempt(partial(self.exports.add, process))
-        self._say_of_exports()
 
     def _exports_changed(self) -> None:
-        self._say_of_exports()
         self._changed()
         for run in self:
             self._end_of(run)
 
-    def _say_of_exports(self) -> None:
-        """Say once why the agent does not export what a process records."""
-        if self.exports.problem and not self._has_told_exports:
-            self._has_told_exports = True
-            text = f"instrument: the agent could not export what a process records: {self.exports.problem}"
-            self.say_everywhere(text)
-
     def _tell(self, process: Process, message: Mapping[str, Any]) -> None:
         if process.connection is not None:
             self._loop.send(process.connection, message)
-
-    def tell_of_exports(self) -> None:
-        """Report what has not reached the collector, at the end."""
-        for process in self.exports.forget_missed():
-            self._say(process.run, departure.line_of_missed(process))
-        if self.exports.lost:
-            self.say_everywhere(departure.line_of_export(self.exports.lost))
 
 
 def _is_same(left: int, right: int) -> bool:

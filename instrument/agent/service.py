@@ -58,7 +58,12 @@ class Questions:
                 }
                 for run in self._runs
             ]
-            facts = {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults, "unseen": self._runs.unseen()}
+            facts = {
+                "agent": os.getpid(),
+                "runs": runs,
+                "faults": self._loop.faults,
+                "unseen": self._runs.unseen.sentence(),
+            }
             self._loop.send(connection, {"end": facts})
         elif subject == "scrape":
             self._scrape(connection, str(message.get("run")))
@@ -261,8 +266,8 @@ class Agent:
 
     def _stop(self) -> None:
         self._runs.exports.stop()
-        if not self._is_over:
-            self._runs.tell_of_exports()
+        if not self._is_over and (lost := self._runs.exports.lost):
+            self._runs.say_everywhere(departure.line_of_export(lost))
         self._is_over = True
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,9 @@ from instrument.agent.processes import PROC, Process, Run
 from instrument.runtime import atomic
 
 SYSTEM_LOG = Path("/dev/log")
+
+Says = Callable[[str], object] | None
+"""A call with each message that no process of a run can print; None where nobody can."""
 
 WAIT_MS = 50
 """The longest wait for room in a full pipe, in milliseconds."""
@@ -40,6 +43,16 @@ def tell(run: Run, text: str, of: Process | None = None) -> bool:
             if _written(path, data):
                 return True
     return _logged(text)
+
+
+def say(says: Says, run: Run, text: str, process: Process | None = None) -> None:
+    """Say something where the run's processes write their errors, of a process where that one does."""
+    if tell(run, text, process):
+        return
+    if says is not None:
+        says(text)
+    elif process is not None and process.saved:
+        leave_beside(process.saved, text)
 
 
 def _paths_of(run: Run, target: str) -> Iterator[str]:

@@ -34,19 +34,40 @@ _OFF = (b"off", b"0", b"false", b"no")
 
 
 class Unseen:
-    """Counts them for the run whose first process is `first`, by why they are not seen."""
+    """Counts them for the run whose first process is `first`, by why they are not seen; none for a run without one.
 
-    def __init__(self, socket: Path, first: int) -> None:
+    `after(seconds, function)` calls a function later, `joined()` returns the processes that have joined.
+    """
+
+    def __init__(
+        self,
+        socket: Path,
+        first: int,
+        after: Callable[[float, Callable[[], object]], object],
+        joined: Callable[[], Collection[int]],
+    ) -> None:
         self._notes = Path(f"{socket}{NOTES_SUFFIX}")
-        with suppress(OSError):
-            self._notes.touch(0o600)
+        self._after = after
+        self._joined = joined
+        self._is_reported = not first
         self._known: set[int] = set()
         self._family: dict[int, tuple[bytes, str]] = {first: (b"", "")}
         """Living processes of the run: the command of each as it was last looked at, and why it is not seen."""
         self._gone: Counter[str] = Counter()
 
-    def look(self, joined: Collection[int]) -> None:
+        if first:
+            with suppress(OSError):
+                self._notes.touch(0o600)
+            self._look_on()
+
+    def _look_on(self) -> None:
+        if not self._is_reported:
+            self._after(LOOK_S, self._look_on)
+            self._look()
+
+    def _look(self) -> None:
         """Look at what has begun since the last time, and what runs another command now."""
+        joined = self._joined()
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:
@@ -85,8 +106,15 @@ class Unseen:
         is_off = environ.get(b"INSTRUMENT", b"").strip().lower() in _OFF
         return "" if (agent and _AUTOSTART in paths) or is_off else "its own environment"
 
-    def sentence(self) -> str:
-        """The number of those that have been found so far, and why each is not seen; "" for none."""
+    def sentence(self, *, for_report: bool = False) -> str:
+        """Return the count of those so far, and why each is not seen; "" for none.
+
+        With `for_report` the caller prints it in the run's report, and later calls return "".
+        """
+        if self._is_reported:
+            return ""
+        self._is_reported = for_report
+        self._look()
         counts = self._gone + Counter(why for _, why in self._family.values())
         with suppress(OSError, UnicodeDecodeError):
             noted = dict(line.split(" ", 1) for line in self._notes.read_text("utf-8").splitlines() if " " in line)
