@@ -340,7 +340,7 @@ LINES_AND_FILES = {
     "": (291, 4),
     "agent": (4_534, 19),
     "chrome": (3_067, 9),
-    "cli": (2_867, 17),
+    "cli": (2_868, 17),
     "compat": (1_181, 6),
     "device": (3_711, 11),
     "docs": (0, 0),
@@ -351,10 +351,10 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_562, 11),
     "recording": (4_037, 19),
-    "report": (14_701, 52),
+    "report": (14_704, 52),
     "runtime": (2_674, 18),
     "sessions": (6_911, 29),
-    "trace": (9_213, 33),
+    "trace": (9_216, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -171,7 +171,7 @@ def test_an_inconclusive_explanation_has_an_exit_code_of_its_own(
 
 
 def test_a_request_or_an_endpoint_that_is_not_there_is_an_error(
-    saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+    saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(saved[0])
     for given, message in (
@@ -181,3 +181,6 @@ def test_a_request_or_an_endpoint_that_is_not_there_is_an_error(
     ):
         assert main(["explain", path, *given]) == 2
         assert message in capsys.readouterr().err
+    (tmp_path / "none.json").write_text('{"traceEvents": []}')
+    assert main(["explain", str(tmp_path / "none.json")]) == 2
+    assert "found no request. A request is" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from instrument.cli.inputs import add_files, files_of, load_libraries, merged_of
+from instrument.cli.inputs import add_files, files_of, load_libraries, one_trace, saved_in, within_memory
 from instrument.cli.option_values import Verbs, count, count_or_all, one_of, time_ns
 from instrument.report.view import UNITS
 
@@ -51,11 +51,12 @@ def explain(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.view import Options, Recording, document
 
     chosen = Options(unit=options.unit, rows=options.rows or None, most=None if options.json else MOST)
-    recording = Recording.of_saved(merged_of("explain", options.traces, options))
     choice = explanation.RequestChoice(
         options.request, options.slowest, options.endpoint or "", options.since, options.until
     )
-    explanations = explanation.explain(recording, choice, chosen)
+    with within_memory("explain", options.traces, options.memory):
+        recording = Recording.of_saved(one_trace(list(map(saved_in, options.traces)), options.clock))
+        explanations = explanation.explain(recording, choice, chosen)
     is_inconclusive = any(item.verdict == explanation.INCONCLUSIVE for item in explanations)
     code = INCONCLUSIVE if is_inconclusive else 0
     if options.json:

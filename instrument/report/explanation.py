@@ -38,6 +38,7 @@ from instrument.report.like_requests import (
 )
 from instrument.report.request_groups import joined_requests
 from instrument.report.request_life import places_of_request
+from instrument.report.requests_view import A_REQUEST
 from instrument.report.section import Section, View
 from instrument.report.table import in_unit, safe, shorten, tenths, wrapped
 from instrument.report.view import Options, Recording
@@ -238,6 +239,8 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
     if choice.endpoint:
         is_within &= is_endpoint(recording, choice.endpoint)
     places = np.flatnonzero(is_within)
+    if not len(joined.rows):
+        raise TraceError(f"found no request. {A_REQUEST}")
     if not len(places):
         raise TraceError(
             f"found no whole request in the time and of the endpoint that are given, of {len(joined.rows)}"

@@ -35,6 +35,9 @@ FAR = 4.0
 PATHS = 64
 """The most call paths with a time of their own, those with the most time. One more has the rest."""
 
+CELLS = 8_000_000
+"""The most times of steps by path. More steps have fewer paths."""
+
 HEAVY = 4.0
 """The ratio of a member's weight to the usual heaviest weight of requests that makes it unusual."""
 
@@ -111,7 +114,7 @@ def _spent(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools
     is_work = trace.of_sites([not is_interruption(site) for site in trace.sites])
     inner = inner[on_line & is_work[inner]]
     sums = np.bincount(trace.site[inner], trace.self_ns[inner], minlength=len(trace.sites))
-    sites = np.argsort(-sums, kind="stable")[:PATHS]
+    sites = np.argsort(-sums, kind="stable")[: min(PATHS, CELLS // max(len(rows), 1))]
     sites = sites[sums[sites] > 0]
     path_of = places_of(sites, len(trace.sites))[trace.site[inner]]
     path_of = np.where(path_of == NONE, len(sites), path_of)
