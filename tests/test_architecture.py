@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "report": (14_704, 52),
     "runtime": (2_674, 18),
     "sessions": (6_911, 29),
-    "trace": (9_216, 33),
+    "trace": (9_225, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -182,3 +182,29 @@ def test_queues_that_the_replay_does_not_reproduce_are_not_predicted() -> None:
     bill = neighbours(recording_of(spans), BY_TENANT)
     assert bill.predictions == ()
     assert "Not predicted: a replay of all requests" in "\n".join(bill.lines())
+
+
+def test_a_replay_of_an_engine_with_prefills_and_decodes_reproduces_its_queues() -> None:
+    prefill, decode = Site("engine.prefill", "op"), Site("engine.decode", "op")
+    rng, spans, now, waiting, active = random.Random(1), [], 0, [], dict[str, int]()
+    arrivals = sorted(rng.randrange(200_000) for _ in range(300))
+    waiting, ends = [(at, f"r{number}") for number, at in enumerate(arrivals)], dict[str, int]()
+    while waiting or active:
+        now = max(now, waiting[0][0]) if waiting and not active else now
+        while waiting and waiting[0][0] <= now and len(active) < 4:
+            key = waiting.pop(0)[1]
+            spans.append(made(1_000 + len(spans), prefill, now, now + 300, thread=ENGINE, batch=[key]))
+            active[key], now = 3, now + 300
+        spans.append(
+            made(1_000 + len(spans), decode, now, now + 500 + 50 * len(active), thread=ENGINE, batch=[*active])
+        )
+        now += 500 + 50 * len(active)
+        ends |= dict.fromkeys(active, now)
+        active = {key: steps - 1 for key, steps in active.items() if steps > 1}
+    for number, at in enumerate(arrivals):
+        spans.append(of_tenant(made(number + 1, CHAT, at, ends[f"r{number}"], key=f"r{number}"), "ab"[number % 2]))
+    spans.sort(key=lambda span: span.start_ns)
+    bill = neighbours(Recording.of_trace(Trace(Origin(1, "shop", 0, 1), 0, now, spans)), BY_TENANT)
+    assert bill.replayed_ns == pytest.approx(bill.queue_ns, rel=0.02)
+    assert {row.name for row in bill.predictions} == {"a", "b"}
+    assert all(row.mean_without_ns < row.mean_ns for row in bill.predictions)

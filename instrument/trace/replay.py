@@ -1,16 +1,18 @@
 """A replay of recorded arrivals through a model of their engine, to predict queues without some of the requests.
 
 The engine serves the requests in the order of their arrival. Up to its largest recorded number are in service at once.
-A request in service takes part in batches of the recorded names and weights, one after another. A batch takes a time
-that is linear in its members and its weight, fitted to the recorded batches of its name. It is multiplied by the ratio
-that the recorded batch of its heaviest member had to that line. Blocked loops stop the engine for their length. A
-request reaches the engine after the shortest recorded queue time. An engine with another order, or one that waits for
-batches to fill, is not reproduced (`Replay.is_sound`).
+A request in service takes part in batches of the recorded names and weights, one after another. In a turn of the engine
+each name has its batches once, in the order in which requests meet the names. A batch takes a time that is linear in
+its members and its weight, fitted to the recorded batches of its name. It is multiplied by the ratio that the recorded
+batch of its heaviest member had to that line. Blocked loops stop the engine for their length. A request reaches the
+engine after the shortest recorded queue time. An engine with another order, or one that waits for batches to fill, is
+not reproduced (`Replay.is_sound`).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -81,6 +83,11 @@ class Engine:
         self._gap_ns = _gap_ns(trace, batches)
         ends = np.maximum.reduceat(trace.end_ns[served.batch[pairs]], first) if len(first) else begins
         self._slots = max(at_once([Union(begins, ends)])[1], 1)
+        # A request that has had its prefill takes part in the decode of the same turn of the engine.
+        ordinals = np.arange(len(pairs)) - np.repeat(first, last - first)
+        by_name = [ordinals[names[of_pair[pairs]] == name] for name in range(len(of_names))]
+        ordinal_of = [float(ordinal.mean()) if len(ordinal) else 0.0 for ordinal in by_name]
+        self._names = sorted(range(len(of_names)), key=ordinal_of.__getitem__)
         columns = names[of_pair[pairs]], served.weight[pairs], ratios[of_pair[pairs]]
         steps = list(zip(*(column.tolist() for column in columns), strict=True))
         self._steps = [steps[begin:end] for begin, end in zip(first[order].tolist(), last[order].tolist(), strict=True)]
@@ -99,11 +106,8 @@ class Engine:
                 now_ns += stops.popleft()[1]
             while waiting and len(active) < self._slots and arrivals[waiting[0]] <= now_ns:
                 active.append([waiting.popleft(), 0])
-            batches: dict[int, list[tuple[int, float, list[int]]]] = {}
-            for item in active:
-                name, weight, ratio = self._steps[item[0]][item[1]]
-                batches.setdefault(name, []).append((weight, ratio, item))
-            for name, members in batches.items():
+            for name in self._names:
+                members = [(*self._steps[item[0]][item[1]][1:], item) for item in active if self._next(item) == name]
                 cost = costs[name]
                 for at in range(0, len(members), cost.most):
                     some = members[at : at + cost.most]
@@ -113,10 +117,15 @@ class Engine:
                         item[1] += 1
                     ratio = max(some, key=itemgetter(0))[1]
                     now_ns += ratio * cost.of(len(some), sum(weight for weight, _, _ in some)) + self._gap_ns
-            active = [item for item in active if item[1] < len(self._steps[item[0]])]
+            active = [item for item in active if self._next(item) != NONE]
         replayed = np.array([queues[number] for number in present.tolist()], dtype=np.float64)
         replayed_ns = np.round(replayed).astype(np.int64) + self._latency_ns
         return Replay(self._place[present], self._queue_ns[present], replayed_ns)
+
+    def _next(self, item: Sequence[int]) -> int:
+        """Return the name of a request's next batch, `NONE` after its last one."""
+        steps = self._steps[item[0]]
+        return steps[item[1]][0] if item[1] < len(steps) else NONE
 
     def _stops(self, is_present: Bools) -> deque[tuple[int, int]]:
         """Return the begin and length of the stretches in which no absent request blocked the engine's loop."""
