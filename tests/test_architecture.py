@@ -351,7 +351,7 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_562, 11),
     "recording": (4_037, 19),
-    "report": (14_704, 52),
+    "report": (14_712, 52),
     "runtime": (2_674, 18),
     "sessions": (6_911, 29),
     "trace": (9_225, 33),

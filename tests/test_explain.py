@@ -96,6 +96,7 @@ def test_a_service_without_batches_and_keys_is_explained_by_its_calls() -> None:
     explanation = explained(trace, RequestChoice())
     assert (explanation.verdict, explanation.causes[0].title()) == (EXPLAINED, "own work: query")
     assert any("no rule has `batch:`" in reason for reason in explanation.not_assessed)
+    assert "processor contention or garbage collection, not assessed, would look alike" in explanation.sentence()
 
 
 def test_a_request_without_others_to_compare_with_is_inconclusive() -> None:

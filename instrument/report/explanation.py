@@ -68,6 +68,9 @@ TYPICAL, EXPLAINED, INCONCLUSIVE = "typical", "explained", "inconclusive"
 SLOWED = (listed.SLOW, listed.OWN, listed.COPY, listed.FILL, listed.TRANSPORTED)
 """The causes that a lack of processors or memory may look like."""
 
+STOPPED = (listed.SLOW, listed.OWN, listed.COPY)
+"""The causes that a single stop of a thread may look like."""
+
 KEY_LENGTH = 40
 
 
@@ -493,6 +496,11 @@ class _Evidence:
             note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms, where {usual}"
         elif share.name in (listed.BLOCKED, listed.PREFILL) and proofs and proofs[0].note:
             note = f"{note} ({proofs[0].note})"
+        elif share.name in STOPPED and proofs and proofs[0].time_ns >= MOSTLY * share.accounted_ns:
+            unseen = [] if self._assesses(listed.CONTENTION) else [listed.CONTENTION]
+            unseen += [] if len(self._times.collections) else [listed.COLLECTED]
+            if unseen:
+                note = f"{note}; one call has most of it, and {' or '.join(unseen)}, not assessed, would look alike"
         return replace(share, proofs=proofs, note=note)
 
 
