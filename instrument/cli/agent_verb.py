@@ -17,14 +17,18 @@ from instrument.runtime import run_folder
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "agent",
-        help="hold what other processes record, as a container beside theirs or in place of an agent that has gone",
-        description="With --socket it serves processes that join, until SIGTERM: services that are started with "
-        f"{run_folder.VARIABLE}=PATH in their environment. With --run it serves that run until the run is over.",
+        help="keep the recordings of other processes, from a container of its own or as a new agent of a run",
+        description="With --socket the agent serves processes until SIGTERM: those that start with "
+        f"{run_folder.VARIABLE}=PATH in their environment. With --run it serves that run until its end.",
     )
     place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--socket", metavar="PATH", help="where to listen, in a folder of this user's alone")
-    place.add_argument("--run", metavar="RUN", help="the run whose agent has gone")
-    parser.add_argument("--captures", metavar="DIR", help="where captures go (default: beside each service's files)")
+    place.add_argument(
+        "--socket", metavar="PATH", help="the path of the socket, in a folder that only this user may enter"
+    )
+    place.add_argument("--run", metavar="RUN", help="the run that lost its agent")
+    parser.add_argument(
+        "--captures", metavar="DIR", help="the folder for captures (default: that of each service's files)"
+    )
     parser.set_defaults(verb=agent)
 
 

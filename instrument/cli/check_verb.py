@@ -33,23 +33,23 @@ _ATTACHED_SHOWN = 20
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "check",
-        help="load a profile, import what it names, show what each rule matches and what it cannot reach",
+        help="load a profile, import the modules that it names, and show what each rule matches",
         usage="instrument check [--json] [--strict] [P [module ...] | --preset NAME] [-- command [argument ...]]",
-        description="With a command it runs as under `instrument run`, and what is shown is what became of the rules "
-        "at its end, in all of its processes. States: "
+        description="With a command, check runs it as `instrument run` does, and prints the result of each rule in "
+        "all of its processes. States: "
         + "; ".join(f"{state}: {meaning}" for state, meaning in STATES_OF_TARGETS.items())
         + ". Exit code 2: a bad profile, or a rule that matches nothing.",
     )
-    parser.add_argument("profile", metavar="P", nargs="?", help=f"profile.yaml ({DEFAULT})")
+    parser.add_argument("profile", metavar="P", nargs="?", help=f"path of the profile.yaml ({DEFAULT})")
     parser.add_argument(
         "--preset", **one_of(PRESETS), help="print the YAML of a preset; with --json or a command, check it instead"
     )
-    parser.add_argument("modules", nargs="*", metavar="module", help="modules to import besides those the rules name")
+    parser.add_argument("modules", nargs="*", metavar="module", help="further modules to import")
     parser.add_argument(
-        "--json", action="store_true", help="one JSON document; the command's output goes to stderr then"
+        "--json", action="store_true", help="print one JSON document; the output of the command goes to stderr"
     )
     parser.add_argument(
-        "--strict", action="store_true", help="exit code 1 where a target is not observed in full, or not at all"
+        "--strict", action="store_true", help="exit with 1 if a target is not observed, or only in part"
     )
     parser.set_defaults(verb=check)
 

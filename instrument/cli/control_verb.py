@@ -30,10 +30,10 @@ def add(verbs: Verbs) -> None:
 
 def _add_switch(verbs: Verbs) -> None:
     for name, does, on in (("on", "record again", True), ("off", "stop recording", False)):
-        parser = verbs.add_parser(name, help=f"have the processes of a run {does}; each answers")
+        parser = verbs.add_parser(name, help=f"have the processes of a run {does}, and print their answers")
         parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
-        parser.add_argument("--all", action="store_true", help="all that are found, unasked")
-        limit = f"the longest, for the answers (default: {WAIT_S:g})"
+        parser.add_argument("--all", action="store_true", help="all runs, without a question")
+        limit = f"seconds to wait for the answers (default: {WAIT_S:g})"
         parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=limit)
         parser.set_defaults(verb=functools.partial(switch, on=on))
 
@@ -89,21 +89,24 @@ def _word(answer: Mapping[str, Any] | None) -> str:
 def _add_reload(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "reload",
-        help="have running processes go over to a changed profile",
-        description="Asks every process of a run that has an agent, and prints what each answers. "
-        "With P, only processes that run that very file follow. "
-        "Exit code 0: all follow; 1: a process has not answered in time, or keeps a setting until it is restarted; "
-        "2: the profile was refused, or there is no such process.",
+        help="apply a changed profile to running processes",
+        description="Asks each process of a run that has an agent, and prints the answers. With P, only processes "
+        "with that profile follow. Exit code 0: all follow; 1: a process did not answer in time, or needs a "
+        "restart for a setting; 2: the profile was refused, or there is no such process.",
     )
     parser.add_argument(
-        "profile", nargs="?", metavar="P", help="the profile.yaml that has changed (default: each its own)"
+        "profile", nargs="?", metavar="P", help="the changed profile.yaml (default: that of each process)"
     )
     parser.add_argument(
-        "--pid", type=count, metavar="N", help="ask this process alone; P may be another file of its service then"
+        "--pid", type=count, metavar="N", help="ask only this process; P may then be another file of its service"
     )
-    parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"ask the processes of this run alone: {RUN}")
+    parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"ask only the processes of this run: {RUN}")
     parser.add_argument(
-        "--wait", type=seconds, default=WAIT_S, metavar="S", help=f"the longest, for the answers (default: {WAIT_S:g})"
+        "--wait",
+        type=seconds,
+        default=WAIT_S,
+        metavar="S",
+        help=f"seconds to wait for the answers (default: {WAIT_S:g})",
     )
     parser.set_defaults(verb=reload)
 

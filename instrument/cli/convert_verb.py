@@ -47,9 +47,9 @@ def _add_convert(verbs: Verbs) -> None:
         epilog="forms:\n" + "\n".join(f"  {form:<10} {suffix:<12} {about}" for form, (suffix, about) in FORMS.items()),
     )
     add_files(parser)
-    parser.add_argument("--to", required=True, **one_of(FORMS), help="the form, as below")
+    parser.add_argument("--to", required=True, **one_of(FORMS), help="the form to write, from the list below")
     parser.add_argument(
-        "-o", "--output", metavar="OUT", help="the file to write (default: the input's name, other end)"
+        "-o", "--output", metavar="OUT", help="the file to write (default: the name of the input with another suffix)"
     )
     parser.set_defaults(verb=convert)
 
@@ -148,14 +148,14 @@ def _beside(path: str, suffix: str) -> str:
 
 
 def _add_merge(verbs: Verbs) -> None:
-    parser = verbs.add_parser("merge", help="write several saved traces as one file, every span once")
+    parser = verbs.add_parser("merge", help="write several saved traces as one file, with each span once")
     add_files(parser)
     parser.add_argument(
         "-o",
         "--output",
         required=True,
         metavar="OUT",
-        help=f"what to write: {', '.join(f'{end} is {form}' for end, form in FORM_OF_END.items())}, or a recording",
+        help=f"the file to write: {', '.join(f'{end} is {form}' for end, form in FORM_OF_END.items())}, or a recording",
     )
     parser.set_defaults(verb=merge)
 

@@ -46,20 +46,27 @@ def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "init",
         allow_abbrev=False,
-        help="write a first profile for a service, with the reason of each rule",
+        help="observe a service, and write a first profile with a reason for each rule",
         usage="instrument init [--for TIME] [-o FILE] [--force] -- command [argument ...]",
-        description="Runs the service's command with all functions of its own recorded, and proposes rules for where "
-        "the time went when it ends; send it requests meanwhile. The service runs as it would under `python`; the last "
-        "line names its exit code.",
+        description="Runs the command and records all functions of the service itself. Send it requests meanwhile. "
+        "When the command ends, init proposes rules for the functions that took the time. The last line names the "
+        "exit code of the command.",
     )
     parser.add_argument(
-        "--for", dest="for_ns", type=time_ns, metavar="TIME", help="end the command by SIGTERM after so long, as in 30s"
+        "--for",
+        dest="for_ns",
+        type=time_ns,
+        metavar="TIME",
+        help="end the command by SIGTERM after this time, such as 30s",
     )
     parser.add_argument(
         "-o", dest="file", metavar="FILE", default="profile.yaml",
-        help="where to write (default: profile.yaml); - prints, and the command's output goes to stderr then",
+        help=(
+            "the file to write (default: profile.yaml); - prints the profile, and the output of the command goes to "
+            "stderr"
+        ),
     )  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.set_defaults(verb=init)
 
 

@@ -85,10 +85,13 @@ def _need_bytes(file: Path) -> int:
         return 0  # reading it will say what is wrong
 
 
-FILES = "recordings (.npz), .json or .json.gz, ours or other profilers', or a folder of them; several become one"
+FILES = (
+    "recordings (.npz), or Chrome traces (.json, .json.gz) of ours or of other profilers, or a folder of them; several "
+    "files are joined"
+)
 WALL = "wall"
 CLOCKS = ("monotonic", WALL)
-CLOCK = "wall = put files of several machines together by their time of day also where nobody knows how exact it is"
+CLOCK = "wall = join files of several machines by their time of day, even if its accuracy is unknown"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
 """The suffixes of files that are read in a folder. Of two files with one stem, the first suffix wins."""
@@ -176,14 +179,16 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
     """
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
-    several.add_argument("--run", metavar="RUN", help="of a folder, the files of this run (default: of the newest)")
-    several.add_argument("--all", action="store_true", help="of a folder, the files of all runs as one")
+    several.add_argument(
+        "--run", metavar="RUN", help="of a folder, read only the files of this run (default: the newest one)"
+    )
+    several.add_argument("--all", action="store_true", help="of a folder, read the files of all runs as one recording")
     parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",
         type=size_bytes,
         metavar="SIZE",
-        help="the most to use, such as 2GiB (default: 500MB, and more for files that are large themselves)",
+        help="largest memory to use, such as 2GiB (default: 500MB, and more for large files)",
     )
 
 

@@ -28,18 +28,18 @@ TABLES = {
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "query",
-        help="ask saved traces by SQL, with DuckDB",
+        help="run SQL on saved traces, with DuckDB",
         usage='instrument query FILE [FILE ...] "select ..."',
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="tables, times in ns on the monotonic clock:\n"
         + "\n".join(f"  {name:<11} {about}" for name, about in TABLES.items())
-        + "\n\nStatements reach these tables alone: no file and no network. Wants instrument-sdk[query].",
+        + "\n\nStatements can read only these tables: no file and no network. Needs instrument-sdk[query].",
     )
     add_files(parser)
-    parser.add_argument("statement", metavar="SQL", help="a statement, as DuckDB takes it")
+    parser.add_argument("statement", metavar="SQL", help="a statement in DuckDB's SQL")
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--json", action="store_true", help="rows as one JSON document")
-    forms.add_argument("--csv", action="store_true", help="rows as CSV")
+    forms.add_argument("--json", action="store_true", help="print the rows as one JSON document")
+    forms.add_argument("--csv", action="store_true", help="print the rows as CSV")
     parser.set_defaults(verb=query)
 
 

@@ -32,7 +32,7 @@ MOST = 15
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "report",
-        help="print the summary of saved recordings or Chrome traces",
+        help="print a report on saved recordings, Chrome traces, or a run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="views:\n" + "\n".join(f"  {view:<12}  {shows}" for view, shows in VIEWS.items()),
     )
@@ -40,35 +40,39 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--by",
         metavar="GROUP",
-        help="process: of several files, a report of each. endpoint, or an attribute such as tenant: requests, "
-        "batches, device time and waits by it",
+        help="process: print a report of each process. endpoint, or an attribute such as tenant: print the requests, "
+        "batches, device time and waits of each of its values",
     )
     parser.add_argument(
         "--with",
         dest="torch_trace",
         metavar="FILE",
-        help="a trace that torch.profiler saved of the same time: its kernels, allocations and FLOPs beside our spans",
+        help="a trace that torch.profiler saved of the same time, for its kernels, allocations and FLOPs",
     )
     parser.add_argument(
         "--view",
         action="extend",
         type=view_names,
         metavar="V[,V]",
-        help="which reports, in this order (default: brief, or events where --tracer-option or --threads is given)",
+        help="the views to print, in this order (default: brief; events with --tracer-option or --threads)",
     )
     parser.add_argument(
-        "--request", metavar="KEY", help="the life of one request, by its key or the number of its span, and no view"
+        "--request",
+        metavar="KEY",
+        help="print the life of one request instead of a view, by its key or the number of its span",
     )
-    parser.add_argument("--at-most", type=count, default=50, metavar="N", help="groups of --by (default: 50)")
-    parser.add_argument("--tracer-option", **one_of(TRACER_OPTIONS), help="default: Default")
-    parser.add_argument("--state", **one_of(STATES), default="All")
-    parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default")
-    parser.add_argument("--threads", **one_of(THREADS), help="tables of all, of each, or both (default: both)")
+    parser.add_argument("--at-most", type=count, default=50, metavar="N", help="number of groups of --by (default: 50)")
+    parser.add_argument("--tracer-option", **one_of(TRACER_OPTIONS), help="detail of events (default: Default)")
+    parser.add_argument("--state", **one_of(STATES), default="All", help="times to print (default: All)")
+    parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default", help="column that orders the rows")
+    parser.add_argument(
+        "--threads", **one_of(THREADS), help="print tables of all threads, of each thread, or both (default: both)"
+    )
     parser.add_argument(
         "--rows",
         type=count_or_all,
         metavar="N|all",
-        help=f"the N heaviest rows of each table, and one of the remaining (default: {MOST} in text, else all)",
+        help=f"print the N heaviest rows of each table, and one row of the rest (default: {MOST} in text, else all)",
     )
     parser.add_argument(
         "--least",
@@ -79,14 +83,16 @@ def add(verbs: Verbs) -> None:
         help="leave out rows with less time, such as 50us",
     )
     parser.add_argument(
-        "--skip-first", type=whole, default=0, metavar="N", help="iterations to leave out of means over iterations"
+        "--skip-first", type=whole, default=0, metavar="N", help="number of first iterations to leave out of averages"
     )
-    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="of times in text (default: ms)")
+    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="unit of times in text (default: ms)")
+    parser.add_argument("--html", metavar="PAGE", help="write one HTML file with all views, which needs no network")
     parser.add_argument(
-        "--html", metavar="PAGE", help="write all of it as one HTML file that needs no network, and no view"
+        "--json", action="store_true", help="print the same numbers as one JSON document, with times in ns"
     )
-    parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
-    parser.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
+    parser.add_argument(
+        "--corrected", action="store_true", help="subtract the cost of the probes below from self times"
+    )
     parser.set_defaults(verb=report)
 
 

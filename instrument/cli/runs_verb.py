@@ -31,15 +31,17 @@ def add(verbs: Verbs) -> None:
 
 
 RUN = (
-    "a run, as far as it takes to tell it from others, a service, the number of a process, or the path of an agent's "
-    "socket; INSTRUMENT_AGENT may hold that path"
+    "the first letters of a run, a service, a process id, or the path of an agent's socket, which INSTRUMENT_AGENT "
+    "may contain"
 )
 
 
 def _add_ps(verbs: Verbs) -> None:
-    parser = verbs.add_parser("ps", help="list the runs and their processes, with what each records, costs and loses")
+    parser = verbs.add_parser(
+        "ps", help="list the runs and their processes, with the calls, the cost and the losses of each"
+    )
     parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: all)")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON document, times in ns")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, with times in ns")
     parser.set_defaults(verb=ps)
 
 
@@ -74,11 +76,13 @@ EVERY_S = 1.0
 
 
 def _add_live(verbs: Verbs) -> None:
-    parser = verbs.add_parser("live", help="requests in flight, rates and hottest places of a run, as it is now")
+    parser = verbs.add_parser("live", help="show requests in flight, rates and the hottest places of a run")
     parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
     parser.add_argument("--every", type=seconds, default=EVERY_S, metavar="S", help=f"seconds (default: {EVERY_S:g})")
-    parser.add_argument("--once", action="store_true", help="one look at all since the begin, as plain text")
-    parser.add_argument("--json", action="store_true", help="each look as a line of JSON, times in ns")
+    parser.add_argument(
+        "--once", action="store_true", help="print one screen on the time since the begin, as plain text"
+    )
+    parser.add_argument("--json", action="store_true", help="print each screen as a line of JSON, with times in ns")
     parser.set_defaults(verb=live)
 
 
@@ -131,13 +135,15 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _add_dump(verbs: Verbs) -> None:
-    parser = verbs.add_parser("dump", help="save what the processes of a run have recorded; they go on meanwhile")
+    parser = verbs.add_parser("dump", help="save the recordings of a run's processes while they run")
     parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
-    parser.add_argument("--last", type=time_ns, metavar="T", help="only what ended in this time, such as 10s")
+    parser.add_argument(
+        "--last", type=time_ns, metavar="T", help="save only spans that ended in this time, such as 10s"
+    )
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="a file of a form that `convert` writes, by the end of its name (default: RUN-dump.npz)",
+        help="the file to write, in a form of `instrument convert` by its suffix (default: RUN-dump.npz)",
     )
     parser.set_defaults(verb=dump)
 
@@ -210,12 +216,12 @@ WHICH = "give the folder that limits.ring_dir of the profile names"
 def _add_recover(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "recover",
-        help="save what processes that were killed have left in the files of limits.ring_dir",
-        description="Each file of a process that has gone without a goodbye becomes a recording (.npz) of its name "
-        "beside it, which `instrument report` reads. Those of processes that run, or ended in order, are left alone.",
+        help="save the recordings of killed processes from the files of limits.ring_dir",
+        description="Writes a recording (.npz) next to each file of a process that was killed, for `instrument "
+        "report`. Files of processes that run, or that ended in order, remain as they are.",
     )
     parser.add_argument("folder", metavar="DIR", help="the folder that limits.ring_dir names")
-    parser.add_argument("--remove", action="store_true", help="then remove the files of all processes that are gone")
+    parser.add_argument("--remove", action="store_true", help="then remove the files of all ended processes")
     parser.set_defaults(verb=recover)
 
 
