@@ -948,7 +948,7 @@ def test_a_home_that_others_may_enter_is_not_used(monkeypatch: pytest.MonkeyPatc
     (first,) = run_folder.homes()
     first.mkdir()
     first.chmod(0o755)
-    with pytest.raises(PermissionError, match="this user's alone"):
+    with pytest.raises(PermissionError, match="belong to this user"):
         run_folder.make("20260101T000000-1")
     first.rmdir()
 
@@ -1097,7 +1097,7 @@ def test_a_run_that_is_still_going_is_reported_on_by_its_name_its_service_or_non
     command("report", "--html", "page.html")
     missing = done_by("report", "shap")
     assert missing.returncode == 2
-    assert missing.stderr.startswith("instrument: report: found no file that is called shap; asked for a run, ")
+    assert missing.stderr.startswith("instrument: report: there is no file shap, and there is not a run, ")
     assert folder.name in missing.stderr
 
 
@@ -1140,7 +1140,7 @@ def test_a_process_that_has_recorded_nothing_says_that_it_hears_later() -> None:
 def test_who_asks_for_a_run_that_there_is_not_is_told_which_there_are() -> None:
     done = subprocess.run([*INSTRUMENT, "live", "no-such", "--once"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "asked for a run, a service or a process that is called no-such, found " in done.stderr
+    assert "there is not a run, a service or a process named no-such; the runs are: " in done.stderr
 
 
 # -------------------------------------------------------------------- many processes

@@ -103,7 +103,7 @@ def test_as_the_first_process_it_hands_signals_on() -> None:
 def beside(*words: str) -> subprocess.Popen[str]:
     agent = subprocess.Popen([*INSTRUMENT, "agent", *words], stderr=subprocess.PIPE, text=True)
     assert agent.stderr is not None
-    assert "an agent listens at " in agent.stderr.readline()
+    assert "the agent listens at " in agent.stderr.readline()
     return agent
 
 
@@ -233,7 +233,7 @@ def test_of_an_agent_that_is_stopped_whoever_asks_is_told_its_number_and_that_it
     (agent,) = agents()
     (run,) = run_folder.found()
     refused = subprocess.run([*INSTRUMENT, "agent", "--run", run.name], capture_output=True, text=True, check=False)
-    assert f"an agent (process {agent}) listens there already\n" in refused.stderr
+    assert f"an agent (process {agent}) already listens there\n" in refused.stderr
     os.kill(agent, signal.SIGSTOP)
     try:
         shown = done_by("ps", run.name).stdout
@@ -242,7 +242,7 @@ def test_of_an_agent_that_is_stopped_whoever_asks_is_told_its_number_and_that_it
         os.kill(agent, signal.SIGCONT)
     way_out = f", and does not answer; `kill -9 {agent}` ends it, so that another one can take over\n"
     assert shown.endswith(f", an agent (process {agent}) listens{way_out}")
-    assert refused.stderr.endswith(f": an agent (process {agent}) listens there already{way_out}")
+    assert refused.stderr.endswith(f": an agent (process {agent}) already listens there{way_out}")
     service.communicate("\n", timeout=240)
 
 
@@ -355,7 +355,7 @@ def test_recover_saves_what_killed_processes_have_left_in_files(tmp_path: Path) 
     assert f"{killed.pid}.npz" in left
     assert f"{killed.pid}.recording" not in left
     empty = subprocess.run([*INSTRUMENT, "recover", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert (empty.returncode, "found no file" in empty.stderr) == (2, True)
+    assert (empty.returncode, "has no file" in empty.stderr) == (2, True)
 
 
 def test_recover_saves_what_a_killed_process_has_left_whose_parent_has_not_taken_notice_yet() -> None:
@@ -437,11 +437,11 @@ def test_verbs_find_an_agent_beside_the_service_and_take_a_service_by_its_name(
     refused = done_by("off")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.search(
-        r"found several: .*\(shop: 1 process, for .* s\); .*\(bank: 1 process, for .*--all", refused.stderr
+        r"there are several runs: .*\(shop: 1 process, for .* s\); .*\(bank: 1 process, for .*--all", refused.stderr
     )
     assert done_by("off", "shop").stdout == f"{shop}: does not record\n"
     assert ": 1 process, 1 switched off" in done_by("live", "--once", "shop").stdout
-    assert "found several" in done_by("live", "--once").stderr
+    assert "there are several runs" in done_by("live", "--once").stderr
     assert set(done_by("on", "--all").stdout.splitlines()) == {f"{shop}: records", f"{bank}: records"}
     assert done_by("reload", "--run", "bank").stdout.startswith(f"{bank}: generation")
     assert "1 process" in done_by("dump", "bank", "--output", "bank.npz").stdout

@@ -311,7 +311,7 @@ def test_an_agent_of_another_container_leaves_gauges_to_the_process_which_says_w
     alone = {which: ALONE}
     agent = subprocess.Popen([*alone.get("agent", []), *INSTRUMENT, *words], stderr=pipe, text=True)
     assert agent.stderr is not None
-    assert "an agent listens at " in agent.stderr.readline()
+    assert "the agent listens at " in agent.stderr.readline()
     monkeypatch.setenv(run_folder.VARIABLE, str(path))
     Path("profile.yaml").write_text(FUNCTIONS + GAUGES)
     Path("main.py").write_text(SERVICE)

@@ -247,9 +247,9 @@ def test_each_class_of_what_is_left_out_is_named(recorder: Any, caplog: pytest.L
             recorder.annotate_innermost(x=given)
     (note,) = FAULTS.notes_of_rules()
     told = "dict 3, int of more than 64 bits 1, list of int and str 1, ndarray 1"
-    assert note.startswith(f"annotate: not read: 6 times ({told}); asked for attribute x, found int")
+    assert note.startswith(f"annotate: not read: 6 times ({told}); the attribute x cannot be int")
     logged = [record.getMessage() for record in caplog.records]
-    assert [text.partition("found ")[2].partition(";")[0] for text in logged] == [
+    assert [text.partition("cannot be ")[2].partition(";")[0] for text in logged] == [
         "int of more than 64 bits", "list of int and str", "ndarray", "dict",
     ]  # fmt: skip
 

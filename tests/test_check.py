@@ -272,13 +272,13 @@ def test_a_command_that_never_imports_a_misspelt_module_names_the_nearest_one() 
 @pytest.mark.parametrize(
     ("arguments", "environ", "says"),
     [
-        (["p.yaml", "--"], {}, "nothing to run after --"),
-        (["p.yaml", "checked", "--", "main.py"], {}, "leave one of both out"),
+        (["p.yaml", "--"], {}, "there is no command after `--`"),
+        (["p.yaml", "checked", "--", "main.py"], {}, "exclude each other"),
         (["p.yaml", "--", "main.py"], {"INSTRUMENT": "off"}, "INSTRUMENT=off"),
-        (["p.yaml", "--", "absent.py"], {}, "check: asked to run 'absent.py', found no such file"),
-        (["p.yaml", "--", "-I", "main.py"], {}, "check: found -I before the script"),
-        (["p.yaml", "--", "-m"], {}, "check: nothing to run"),
-        (["p.yaml", "--", "killed.py"], {}, "ended with exit code -9 and no process of it reported"),
+        (["p.yaml", "--", "absent.py"], {}, "check: there is no file 'absent.py'"),
+        (["p.yaml", "--", "-I", "main.py"], {}, "check: the option -I of Python"),
+        (["p.yaml", "--", "-m"], {}, "check: there is no command to run"),
+        (["p.yaml", "--", "killed.py"], {}, "ended with exit code -9 before any of its processes reported"),
         (["bad.yaml", "--", "main.py"], {}, "bad.yaml:1:1"),
     ],
 )

@@ -492,23 +492,26 @@ BAD: list[tuple[list[str], str]] = [
     (["report", "empty.json", "--view", "requsts"], "did you mean 'requests'?"),
     (["report", "empty.json", "--sorted-by", "totl"], "did you mean 'total'?"),
     (["convert", "empty.json", "--to", "crome"], "did you mean 'chrome'?"),
-    (["run", "--profile", "profile.yaml"], "nothing to run"),
-    (["run", "--profile", "profile.yaml", "--", "absent.py"], "found no such file"),
-    (["run", "--profile", "profile.yaml", "--", "absent", "app:app"], "a module is run with -- -m absent"),
-    (["run", "--profile", "profile.yaml", "--", "python"], "give what you would give a shell"),
-    (["run", "--profile", "profile.yaml", "--", "python", "-I", "main.py"], "found -I before the script"),
-    (["run", "--profile", "profile.yaml", "--", "./profile.sh"], "chmod +x profile.sh gives it"),
-    (["run", "--profile", "profile.yaml", "--", "serve", "app:app"], "runs it; this is "),
+    (["run", "--profile", "profile.yaml"], "there is no command to run"),
+    (["run", "--profile", "profile.yaml", "--", "absent.py"], "there is no file"),
+    (["run", "--profile", "profile.yaml", "--", "absent", "app:app"], "run a module with `-- -m absent`"),
+    (["run", "--profile", "profile.yaml", "--", "python"], "give it as to a shell"),
+    (["run", "--profile", "profile.yaml", "--", "python", "-I", "main.py"], "the option -I of Python"),
+    (["run", "--profile", "profile.yaml", "--", "./profile.sh"], "make it so with `chmod +x profile.sh`"),
+    (["run", "--profile", "profile.yaml", "--", "serve", "app:app"], "and this is "),
     (["run", "--profile", "profile.yaml", "--", "other/python3", "main.py"], "there, and use its `instrument`"),
-    (["run", "--profil", "profile.yaml", "--", "main.py"], "which `instrument run` does not know; did you mean '--p"),
+    (
+        ["run", "--profil", "profile.yaml", "--", "main.py"],
+        "`instrument run` has no option '--profil'; did you mean '--p",
+    ),
     (["report", "empty.json", "--reqest", "r3"], "did you mean '--request'?"),
-    (["reprot", "empty.json"], "asked for the verb 'reprot'; allowed: init, run, "),
+    (["reprot", "empty.json"], "there is no command 'reprot'; allowed: init, run, "),
     (["reprot", "empty.json"], "did you mean 'report'?"),
     (["reload", "--pid", "abc"], "found 'abc'; allowed: 1 or more"),
-    (["-x", "report", "empty.json"], "found '-x', which `instrument` does not know; its --help lists all"),
-    (["recover", "."], "give the folder that limits.ring_dir of the profile names"),
-    (["run", "--profile", "profile.yaml", "--", "-X", "utf8", "-OI", "main.py"], "found -OI before the script"),
-    (["run", "--profile", "profile.yaml", "--", "-Em", "work"], "does not load what starts the session"),
+    (["-x", "report", "empty.json"], "`instrument` has no option '-x'; `--help` lists its options"),
+    (["recover", "."], "give the folder of limits.ring_dir in the profile"),
+    (["run", "--profile", "profile.yaml", "--", "-X", "utf8", "-OI", "main.py"], "the option -OI of Python"),
+    (["run", "--profile", "profile.yaml", "--", "-Em", "work"], "prevents the start of the session"),
     (["check", "exit.yaml"], "exiting_module fails to import: SystemExit: 0"),
     (["check", "wild.yaml"], "wo*:step: waiting (wo* not imported); name modules of it to import"),
     (["report", "empty.json", "--rows", "0"], "found '0'; allowed: 1 or more"),
@@ -644,7 +647,7 @@ def test_report_shows_the_views_in_the_order_asked(folder: Path, asked: list[str
     if "Device" in titles:
         assert "Busy with copies alone                        4         40.0%" in done.stdout
     if "Copies" in titles:
-        assert "torch.Tensor.to  h2d  1      16  4       1     4     device  pageable  async*" in done.stdout
+        assert "torch.Tensor.to  h2d        1      16  4       1     4     device  pageable  async*" in done.stdout
 
 
 def test_report_into_a_closed_pipe_is_quiet(folder: Path) -> None:

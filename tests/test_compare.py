@@ -255,7 +255,7 @@ def test_a_baseline_keeps_the_last_runs_that_passed(
     given = ["compare", "--baseline", str(tmp_path / "good"), "--keep", "2", "--fail-over", "10%"]
     (tmp_path / "good" / "archive").mkdir(parents=True)  # of somebody else
     assert main([*given, str(folder / "before.npz")]) == 0
-    assert "first run" in capsys.readouterr().out
+    assert "first one" in capsys.readouterr().out
     assert main([*given, str(folder / "slower.npz")]) == 1
     assert main([*given, str(folder / "load.json.gz")]) == 0
     assert main([*given, str(folder / "load.json.gz")]) == 0

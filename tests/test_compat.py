@@ -396,18 +396,18 @@ p.stop()
 
 class TestMiniCaffe:
     def test_its_states_are_told_as_it_told_them(self) -> None:
-        with pytest.raises(StateError, match="asked to disable the profiler, but it is off"):
+        with pytest.raises(StateError, match="the profiler is off; call enable"):
             minicaffe.disable()
         minicaffe.open_scope("while off")
         minicaffe.close_scope()
         minicaffe.enable()
-        with pytest.raises(StateError, match="asked to enable the profiler, but it is on already"):
+        with pytest.raises(StateError, match="the profiler is already on"):
             minicaffe.enable()
-        with pytest.raises(StateError, match="asked to close a scope, but this thread has none open"):
+        with pytest.raises(StateError, match="this thread has no open scope to close"):
             minicaffe.close_scope()
         minicaffe.open_scope("outer")
         minicaffe.open_scope("inner")
-        with pytest.raises(StateError, match="asked to disable the profiler with 2 scopes open"):
+        with pytest.raises(StateError, match="the profiler has 2 open scopes"):
             minicaffe.disable()
         minicaffe.close_scope()
         minicaffe.close_scope()
@@ -484,7 +484,7 @@ class TestMiniCaffe:
         thread.join()
         minicaffe.disable()
         minicaffe.enable()
-        with pytest.raises(StateError, match="this thread has none open"):
+        with pytest.raises(StateError, match="this thread has no open scope"):
             minicaffe.close_scope()
         minicaffe.disable()
 
@@ -496,7 +496,7 @@ class TestMiniCaffe:
         for verb in then:
             verb()
         minicaffe.enable()
-        with pytest.raises(StateError, match="this thread has none open"):
+        with pytest.raises(StateError, match="this thread has no open scope"):
             minicaffe.close_scope()
         minicaffe.open_scope("anew")
         minicaffe.close_scope()

@@ -233,9 +233,9 @@ def test_loaded_traces_are_data_frames_of_spans_and_of_requests(
     trace = replace(hostile(), spans=[])
     empty = LoadedTrace(file.load(file.dump(tmp_path / "empty.npz", trace)), "pandas").requests
     assert list(map(str, empty.types)) == list(map(str, requests.types))
-    with pytest.raises(InstrumentError, match="pandas, polars, pyarrow; asked for numpy"):
+    with pytest.raises(InstrumentError, match="pandas, polars, pyarrow; numpy is none of them"):
         _ = instrument.load(traces, frames="numpy").spans
-    with pytest.raises(TraceError, match="asked for the run r9"):
+    with pytest.raises(TraceError, match="has no run r9"):
         instrument.load(traces, run="r9")
 
 

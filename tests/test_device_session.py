@@ -200,7 +200,7 @@ def test_a_stream_may_be_named(torch: Any, session: Any) -> None:
         ("by address", True),
     ]
     assert not any(span.attributes for span in spans)
-    with pytest.raises(instrument.TargetError, match="takes a CUDA stream"):
+    with pytest.raises(instrument.TargetError, match="needs a CUDA stream"):
         instrument.scope("x", stream="fast")
 
 
@@ -651,7 +651,7 @@ def test_an_allocator_that_does_not_count_is_named_once_and_left_alone(torch: An
     running = session("device: {cuda: off, host: 10ms}")
     waited(lambda: len(held(running, "process_memory", -1)) > 5)
     assert [note for note in running.notes() if "allocator" in note] == [
-        "device.host: torch's allocator is not read any more: RuntimeError: custom allocator does not yet support "
+        "device.host: torch's allocator is no longer read: RuntimeError: custom allocator does not yet support "
         "getDeviceStats."
     ]
 

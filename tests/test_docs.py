@@ -341,7 +341,7 @@ def test_a_topic_is_printed_whole_where_there_is_no_terminal() -> None:
 def test_an_unknown_topic_names_the_nearest() -> None:
     done = run("help", "glosary")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("instrument: help: found the topic 'glosary'; allowed: ")
+    assert done.stderr.startswith("instrument: help: there is no topic 'glosary'; allowed: ")
     assert done.stderr.endswith("; did you mean 'glossary'?\n")
 
 

@@ -26,22 +26,22 @@ COUNTS = ("clauses", "private words", "vague names", "long sentences")
 MOST = {
     "": (0, 0, 0, 0),
     "agent": (0, 35, 24, 0),
-    "chrome": (0, 1, 0, 0),
-    "cli": (0, 12, 5, 0),
+    "chrome": (0, 0, 0, 0),
+    "cli": (0, 4, 5, 0),
     "compat": (0, 2, 0, 0),
     "device": (0, 0, 0, 0),
     "docs": (0, 0, 0, 0),
     "instrumentors": (0, 6, 1, 0),
     "native": (0, 11, 0, 0),
-    "otlp": (0, 44, 38, 0),
+    "otlp": (0, 43, 38, 0),
     "profile": (0, 3, 4, 0),
     "proposal": (0, 1, 0, 0),
     "recorder": (0, 6, 17, 0),
-    "recording": (0, 16, 4, 0),
+    "recording": (0, 15, 4, 0),
     "report": (0, 59, 10, 0),
     "runtime": (0, 0, 5, 0),
-    "sessions": (1, 29, 10, 0),
-    "trace": (0, 17, 29, 0),
+    "sessions": (1, 28, 10, 0),
+    "trace": (0, 15, 29, 0),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

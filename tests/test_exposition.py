@@ -235,7 +235,10 @@ def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypa
 def test_without_the_client_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     start("requests: auto")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(instrument.ExportError, match=r"prometheus_client is not installed; install instrument-sdk\["):
+    with pytest.raises(
+        instrument.ExportError,
+        match=r"prometheus_client is not installed, so metrics cannot be served; install instrument-sdk\[",
+    ):
         instrument.prometheus()
 
 

@@ -118,7 +118,7 @@ def test_profiled_on_a_class_takes_its_public_methods(recording: Recorder) -> No
 
 @pytest.mark.parametrize("thing", [5, property(), object()], ids=["int", "empty property", "object"])
 def test_profiled_refuses_what_it_cannot_record(thing: Any) -> None:
-    with pytest.raises(TargetError, match="takes a function, method or class"):
+    with pytest.raises(TargetError, match="needs a function, a method or a class"):
         profiled()(thing)
 
 

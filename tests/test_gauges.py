@@ -284,7 +284,7 @@ def test_a_gpu_that_falls_off_its_bus_is_named_once_and_the_others_are_read_on(r
         print(*gauges.notes(), sep="\\n")
         """,
     )
-    assert done.output == "device.nvml: GPU 0 (NVIDIA H200, GPU-aaaa) is not read any more: GPU is lost\n"
+    assert done.output == "device.nvml: GPU 0 (NVIDIA H200, GPU-aaaa) is no longer read: GPU is lost\n"
 
 
 def test_a_mig_instance_is_read_by_its_own_handle_and_the_samples_of_its_gpu(run: Run) -> None:
@@ -404,7 +404,7 @@ def test_numbers_follow_the_pci_bus_and_a_variable_that_is_set_late(run: Run) ->
     assert done.output.splitlines() == [
         "[(0, 'GPU-aaaa'), (1, 'GPU-bbbb')]",
         "[(0, 'GPU-bbbb')]",
-        "device.nvml: CUDA_VISIBLE_DEVICES='GPU-none' shows none of 2 GPUs; none is read",
+        "device.nvml: CUDA_VISIBLE_DEVICES='GPU-none' shows none of 2 GPUs; no GPU is read",
     ]
 
 

@@ -302,7 +302,7 @@ def test_what_a_window_has_is_sent_by_the_agent_or_counted(collector: Collector,
             pass
         assert message == {"window": [spans[0].start_ns, spans[-1].end_ns]}
     session._membership.close()
-    with pytest.raises(ExportError, match="asked the agent of the run to send 2 spans of a window"):
+    with pytest.raises(ExportError, match="the agent of the run does not answer, so 2 spans of a window"):
         session.exporting.unsent(spans)
     assert session.losses()["spans of windows that the agent of the run may not have kept"] == 2
 

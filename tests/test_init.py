@@ -144,7 +144,7 @@ def test_a_file_that_is_there_is_replaced_only_by_force_and_nothing_runs_before(
     write("profile.yaml", "service: mine\n")
     refused = command("init", "--", "batch.py")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "profile.yaml is there already; --force replaces it" in refused.stderr
+    assert "profile.yaml exists; replace it with --force" in refused.stderr
     assert Path("profile.yaml").read_text() == "service: mine\n"
     assert command("init", "--force", "--", "batch.py").returncode == 0
     assert "service: ${OTEL_SERVICE_NAME:-" in Path("profile.yaml").read_text()
@@ -162,14 +162,14 @@ def test_a_profile_that_is_printed_is_alone_on_standard_output() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "init: found no command to observe; give the service's after --"),
-        (["-o", "nowhere/p.yaml"], "found no folder"),
-        (["--"], "init: nothing to run after --"),
-        (["--", "-m"], "init: nothing to run; give what you"),
-        (["--", "absent.py"], "init: asked to run 'absent.py', found no such file"),
-        (["--", "killed.py"], "exit code -9 and no process of it reported"),
+        ([], "init: there is no command to observe"),
+        (["-o", "nowhere/p.yaml"], "does not exist; create it"),
+        (["--"], "init: there is no command after `--`"),
+        (["--", "-m"], "init: there is no command to run; give"),
+        (["--", "absent.py"], "init: there is no file 'absent.py'"),
+        (["--", "killed.py"], "exit code -9 before any of its processes reported"),
         (["--for", "soon", "--", "x.py"], "allowed: a number and one of ns, us, ms, s"),
-        (["--", "idle.py"], "nothing of its own was called"),
+        (["--", "idle.py"], "no function of its own modules was called"),
     ],
 )
 def test_bad_input_is_told_with_what_to_do(words: Sequence[str], told: str) -> None:

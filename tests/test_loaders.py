@@ -228,10 +228,10 @@ def _path() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
-        (7, None, "loader takes an iterable; found 7 of type int. Hand over what the loop runs over"),
-        (count, None, "loader takes an iterable; found <function count"),
-        ([], "", "loader: found name ''; allowed: text that says what is loaded"),
-        ([], 5, "loader: found name 5"),
+        (7, None, "loader needs an iterable, not 7 of type int. Give the object of the for loop"),
+        (count, None, "loader needs an iterable, not <function count"),
+        ([], "", "loader: the name '' is not a text; give a name of the data"),
+        ([], 5, "loader: the name 5"),
     ],
 )
 def test_what_cannot_be_iterated_is_refused(source: Any, name: Any, message: str) -> None:

@@ -293,7 +293,7 @@ def test_a_profile_and_a_preset_on_one_command_line_are_refused(folder: Path) ->
                   ["check", "p.yaml", "--preset", "serving"]):  # fmt: skip
         done = command(*words)
         assert done.returncode == 2
-        assert "give one of them, or put the line `preset: serving` into the profile" in done.stderr
+        assert "give one, or add the line `preset: serving` to the profile" in done.stderr
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -378,7 +378,7 @@ def test_the_rules_for_an_engine_are_taken_on_where_the_service_imports_it_and_t
     assert done.returncode == 0, done.stderr
     first = ["['POST /infer', 'dispatch', 'worker']", "True 1", "[]"]
     assert done.stdout.splitlines() == [*first, "2", *first]
-    assert done.stderr.count("imports mlserver, so the rules of the preset mlserver are taken on, too") == 1
+    assert done.stderr.count("imports mlserver, so the rules of the preset mlserver apply, too") == 1
 
 
 @pytest.mark.slow

@@ -935,7 +935,7 @@ class TestFiles:
         [
             (b"service: x\nstate: \xff", ":2:8: encoding: found the byte 0xff, which is not UTF-8"),
             ("service: x".encode("utf-16"), ":1:1: encoding: found the byte 0xff"),
-            (b"#" * (2**20 + 1), ": asked to read a profile, found more than 1 MiB"),
+            (b"#" * (2**20 + 1), ": the profile cannot be read: more than 1 MiB"),
             (b"service: a\0", ":1:11: YAML: found the character '\\x00'"),
             (b"state: x", ":1:8: state: found 'x'"),
         ],
@@ -956,9 +956,9 @@ class TestFiles:
         ],
     )
     def test_what_cannot_be_opened_says_what_to_do(self, tmp_path: Path, name: str, found: str) -> None:
-        with pytest.raises(ProfileError, match="asked to read a profile, found") as caught:
+        with pytest.raises(ProfileError, match="the profile cannot be read:") as caught:
             load(f"{tmp_path}/{name}", environ={})
-        assert f"found {found}" in str(caught.value)
+        assert f"cannot be read: {found}" in str(caught.value)
 
     @pytest.mark.parametrize("given", [5, b"profile.yaml", ["profile.yaml"]])
     def test_what_is_no_path_is_named(self, given: Any) -> None:

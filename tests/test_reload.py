@@ -428,7 +428,7 @@ def test_a_fault_while_rules_change_puts_the_old_ones_back(monkeypatch: pytest.M
         return False
 
     monkeypatch.setattr(Copies, "wants", break_down)
-    with pytest.raises(StateError, match=r"could not be put to work: RuntimeError: out of order"):
+    with pytest.raises(StateError, match=r"could not be applied: RuntimeError: out of order"):
         session.reload(loads('functions: [{match: "reloaded:*"}]\ncopies: [{}]', environ={}))
     monkeypatch.undo()
     assert module.first is wrapped
@@ -554,7 +554,7 @@ def test_nothing_watches_or_listens_unless_it_is_asked_to() -> None:
     instrument.stop()
     session = instrument.start(loads(WATCHED, environ={}))
     assert session is not None
-    assert any("there is no file to watch" in note for note in session.notes())
+    assert any("the profile has no file to watch" in note for note in session.notes())
 
 
 # -------------------------------------------------------------------- what the agent asks for
@@ -721,7 +721,7 @@ def test_a_refusal_of_one_setting_is_1_a_bad_profile_2_and_nobody_to_tell_2() ->
     rule = 'functions: [{match: "reloaded:handle"}]\n'
     write("ring.yaml", rule)
     code, _, errors = tell("--pid", str(os.getpid()))
-    assert (code, f"asked for process {os.getpid()} of a run" in errors) == (2, True)
+    assert (code, f"there is no process {os.getpid()} of a run" in errors) == (2, True)
     with recording("ring.yaml") as service:
         write("ring.yaml", rule + "limits: {ring: 1MiB}")
         code, lines, _ = tell("ring.yaml", "--wait", "60")
@@ -746,9 +746,9 @@ def test_a_reload_reaches_its_own_service_and_file_and_names_the_others() -> Non
         assert (code, set(lines)) == (0, {a.pid})
         assert "generation 2" in lines[a.pid]
         code, lines, errors = tell("c.yaml", "--wait", "60")
-        assert (code, lines, "asked for a process of a run" in errors) == (2, {}, True)
+        assert (code, lines, "there is no process of a run" in errors) == (2, {}, True)
         code, lines, errors = tell("c.yaml", "--pid", str(a.pid), "--wait", "60")
-        assert (code, lines[a.pid].startswith("left alone: it runs the service a")) == (2, True)
+        assert (code, lines[a.pid].startswith("not reloaded: it runs the service a")) == (2, True)
         code, lines, errors = tell("c.yaml", "--pid", str(b.pid), "--wait", "60")
         assert (code, "attached reloaded:first" in lines[b.pid]) == (0, True)
     assert "handle" in Path("a.txt").read_text()
@@ -777,7 +777,7 @@ def test_of_two_services_with_one_file_the_variable_says_which_is_meant(monkeypa
             monkeypatch.setenv("OTEL_SERVICE_NAME", name)
             pids[name] = stack.enter_context(recording("both.yaml")).pid
         code, lines, _ = tell("both.yaml", "--wait", "60")
-        assert (code, lines[pids["a"]].startswith("left alone: it runs the service a")) == (0, True)
+        assert (code, lines[pids["a"]].startswith("not reloaded: it runs the service a")) == (0, True)
         assert "generation 1" in lines[pids["b"]]
         monkeypatch.delenv("OTEL_SERVICE_NAME")
         code, lines, _ = tell("both.yaml", "--wait", "60")

@@ -86,9 +86,9 @@ def test_the_layout_of_a_requests_life() -> None:
 def test_a_request_is_found_by_its_key_or_the_number_of_its_span() -> None:
     assert life_of("b").span_id == life_of("5").span_id == 5
     assert life_of("b").parts == dict(life_of("5").parts)
-    with pytest.raises(TraceError, match=r"asked for the request 'bb', found 2 requests, 2 keys, .*; nearest is 'b'"):
+    with pytest.raises(TraceError, match=r"there is no request 'bb' among 2 requests with 2 keys.*; nearest is 'b'"):
         life_of("bb")
-    with pytest.raises(TraceError, match="asked for the request '9"):
+    with pytest.raises(TraceError, match="there is no request '9"):
         life_of("9" * 5000)
 
 

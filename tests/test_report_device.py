@@ -167,8 +167,8 @@ def test_what_was_dropped_everywhere_is_still_named() -> None:
 
 
 def test_short_stretches_come_with_a_warning() -> None:
-    assert "read several times too long" in device(trace_of(made(1, DECODE, 0, 1, ran(0, 0.009))))
-    assert "read several times too long" not in device(trace_of(made(1, DECODE, 0, 1, ran(0, 0.010))))
+    assert "measured several times too long" in device(trace_of(made(1, DECODE, 0, 1, ran(0, 0.009))))
+    assert "measured several times too long" not in device(trace_of(made(1, DECODE, 0, 1, ran(0, 0.010))))
 
 
 def test_a_window_that_the_rings_no_longer_hold_is_cut_and_said() -> None:

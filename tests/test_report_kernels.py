@@ -417,7 +417,7 @@ def test_a_trace_of_torch_alone_is_read_by_its_kernels(tmp_path: Path, capsys: p
     assert cli.main(["report", str(file.save(tmp_path / "torch.json")), "--view", "kernels", "--unit", "us"]) == 0
     text = capsys.readouterr().out
     assert "From: a profiler that saw every kernel" in text
-    assert "aten::addmm   1        40     40    100.0%" in text
+    assert "aten::addmm  1        40     40    100.0%" in text
 
 
 def test_two_files_are_joined_by_the_wall_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,10 +438,10 @@ def test_two_files_are_joined_by_the_wall_clock(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("pid", "one process, found those of 4321 and 9"),
-        ("time", "one time, found ours from 2026-10-01 .* torch.profiler's from 2026-10-01"),
-        ("order", "found a trace of torch.profiler and a trace of instrument; give ours first"),
-        ("nothing", "neither kernels nor allocations.*profile_memory=True"),
+        ("pid", "one process; they are of 4321 and 9"),
+        ("time", "one time; ours is from 2026-10-01 .* torch.profiler from 2026-10-01"),
+        ("order", "these are a trace of torch.profiler and a trace of instrument; give ours first"),
+        ("nothing", "no kernels, no allocations.*profile_memory=True"),
     ],
 )
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, change: str, told: str) -> None:

@@ -85,7 +85,7 @@ def test_a_large_file_may_be_given_more_memory_and_the_limit_is_put_back(tmp_pat
     path.write_text('{"traceEvents":[{}' + "".join(its) + "]}")
     refused = report(str(path), "--memory", "30MB")
     assert refused.code == 2
-    assert "takes more than 30 MB of memory; if you trust it, give more with --memory" in refused.text
+    assert "takes more than 30 MB of memory; if you trust the file, give more with --memory" in refused.text
     read = [report(str(path), "--memory", "1GiB"), report(str(path))]
     assert [done.code for done in read] == [0, 0]
     for done in [refused, *read]:

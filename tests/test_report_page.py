@@ -297,7 +297,7 @@ def test_a_request_that_is_asked_for_has_its_spans_whatever_is_left_out(monkeypa
     its = document_of(trace, request=key)["listed"]
     assert its["keys"][str(its["first"])] == [key]
     assert its["has_spans"][its["first"]] == 1
-    with pytest.raises(TraceError, match="asked for the request 'nobody'"):
+    with pytest.raises(TraceError, match="there is no request 'nobody'"):
         document_of(trace, request="nobody")
 
 
@@ -381,7 +381,7 @@ def test_several_files_are_one_page(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_what_a_page_has_no_use_for_is_refused(saved: Path, tmp_path: Path, more: list[str], capsys: Any) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(saved), "--html", str(page), *more]) == 2
-    assert f"--html is one page of all views; found {more[0]} beside it" in capsys.readouterr().err
+    assert f"--html writes all views on one page, so {more[0]} does not apply" in capsys.readouterr().err
     assert not page.exists()
 
 

@@ -16,7 +16,7 @@ from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report.view import Recording
 from instrument.trace.trace import Trace
 
-CIRCLE, TWICE, LATE = "parents in it run in a circle", "two spans in it have one id", "slices without a time"
+CIRCLE, TWICE, LATE = "a span in it is its own ancestor", "two spans in it have one id", "slices without a time"
 
 UNSOUND = {
     "two that are in each other": ([(1, 2, 0), (2, 1, 0)], CIRCLE),

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import types
@@ -357,7 +358,7 @@ def test_what_is_a_value_is_no_key_by_where_it_lies(
     )
     assert dict(span.attributes) == ({} if rule == "key: output" else {BATCH_KEYS: ("", "b")})
     (note,) = FAULTS.notes_of_rules()
-    assert f"not read: 1 times; asked for keys, found {type(given).__name__}" in note
+    assert re.search(rf"not read: 1 times; (the keys cannot be read: )?{type(given).__name__}", note)
 
 
 @pytest.mark.parametrize("rule", ["batch: output", "batch: 'output[]'", "batch: {argument: ids, weights: output}"])
@@ -368,7 +369,7 @@ def test_a_tensor_on_a_device_is_no_batch_and_is_never_read(rule: str, recorded:
     (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (value,)))
     assert BATCH_WEIGHTS not in span.attributes
     (note,) = FAULTS.notes_of_rules()
-    assert "found OnDevice that is on a device or has not one dimension, and is not read" in note
+    assert "OnDevice that is on a device or has not one dimension, and is not read" in note
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def test_an_address_that_is_taken_is_named_and_costs_the_service_nothing() -> No
         done = run("import engine, instrument\nengine.step(1)\nprint(instrument.prometheus())\n")
     assert done.returncode == 0
     assert calls(done.stdout) == 1
-    assert f"export.prometheus: asked to listen at {address}, found: Address already in use" in done.stderr
+    assert f"export.prometheus: cannot listen at {address}: Address already in use" in done.stderr
 
 
 def origin(pid: int, service: str = "shop") -> Origin:

@@ -640,8 +640,8 @@ def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and
     assert FAULTS.counts_of_rules() == {f"{place} prompt": 2, f"{place} request.user": 2}
     FAULTS.clear()
     first, second = caplog.records
-    assert first.getMessage().startswith(f"{place} prompt: asked for that of a Hostile, found ")
-    assert second.getMessage().startswith(f"{place} request.user: asked for 'user' of a dict, found AttributeError; it")
+    assert first.getMessage().startswith(f"{place} prompt: reading that of a Hostile raised ")
+    assert second.getMessage().startswith(f"{place} request.user: reading 'user' of a dict raised AttributeError; it")
     assert (first.exc_info, second.exc_info) == (None, None)
     for span in spans_in(recorder):
         assert span.attributes == {"prompt.type": f"{__name__}.Hostile", "temperature": 0.5}
@@ -684,9 +684,9 @@ def test_profiled_declares_a_phase_and_so_does_a_scope(recording: Recorder) -> N
         ("run", "user", None),
         ("run", "user", "post"),
     ]
-    with pytest.raises(TargetError, match="allowed: a name, such as prepare, infer_shape, compute, post"):
+    with pytest.raises(TargetError, match="is not a name; give one such as prepare, infer_shape, compute, post"):
         scope("x", phase="")
-    with pytest.raises(TargetError, match="allowed: a name, such as prepare, infer_shape, compute, post"):
+    with pytest.raises(TargetError, match="is not a name; give one such as prepare, infer_shape, compute, post"):
         profiled(phase=7)  # type: ignore[call-overload]
     with scope("x", phase="queue"):
         pass

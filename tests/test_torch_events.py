@@ -211,7 +211,7 @@ def test_an_error_that_tells_its_code_needs_no_text() -> None:
 def test_a_torch_that_is_too_old_is_named(torch: Any) -> None:
     torch.__version__ = "1.13.1"
     del torch._C._cuda_exchangeDevice
-    with pytest.raises(ImportError, match=r"found torch 1\.13\.1; 2\.1 and newer are known"):
+    with pytest.raises(ImportError, match=r"torch 1\.13\.1 is not supported; use 2\.1 or newer"):
         TorchDriver(torch)
 
 

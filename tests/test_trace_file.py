@@ -125,13 +125,13 @@ def span(span_id: int, parent_id: int, **more: int) -> Span:
 @pytest.mark.parametrize(
     ("spans", "why"),
     [
-        ([span(1, 2), span(2, 1)], "circle"),
-        ([span(1, 2), span(2, 3), span(3, 1), span(4, 0)], "circle"),
-        ([span(1, 1)], "circle"),
+        ([span(1, 2), span(2, 1)], "its own ancestor"),
+        ([span(1, 2), span(2, 3), span(3, 1), span(4, 0)], "its own ancestor"),
+        ([span(1, 1)], "its own ancestor"),
         ([span(1, 0), span(1, 0)], "two spans in it have one id"),
         ([span(1, 0), span(1 << 61, 0), span(1 << 61, 0)], "two spans in it have one id"),
-        ([span(1, 0, start_ns=5, end_ns=4)], "ends before it starts"),
-        ([span(1, 0, end_ns=(1 << 63) - 1)], "time that no clock reads"),
+        ([span(1, 0, start_ns=5, end_ns=4)], "ends before it begins"),
+        ([span(1, 0, end_ns=(1 << 63) - 1)], "out of range"),
     ],
 )
 def test_spans_that_are_no_sound_trace_are_refused(spans: list[Span], why: str) -> None:

@@ -99,9 +99,9 @@ def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Ask
         matches = runs if is_socket or not asked_name else [match for run in runs for match in _meant(run, asked_name)]
         if not matches:
             known_runs = "; ".join(run.described for run in runs) or "none"
-            wish = f"a run, a service or a process that is called {asked_name}" if asked_name else "a run"
-            advice = "`instrument ps` lists their processes" if runs else "`instrument run` begins one"
-            raise InstrumentError(f"asked for {wish}, found {known_runs}; {advice}")
+            wish = f"a run, a service or a process named {asked_name}" if asked_name else "a run"
+            advice = "`instrument ps` lists their processes" if runs else "`instrument run` starts a run"
+            raise InstrumentError(f"there is not {wish}; the runs are: {known_runs}; {advice}")
         yield matches
     finally:
         for member in (member for run in runs for member in run.members):
@@ -121,7 +121,7 @@ def only(verb: str, runs: Sequence[Asked]) -> Asked:
         return answering[0]
     if len(answering) > 1 or len(runs) > 1:
         names = "; ".join(run.described for run in answering or runs)
-        raise InstrumentError(f"{verb}: asked for one run, found several: {names}; name one, its service or a process")
+        raise InstrumentError(f"{verb}: there are several runs: {names}; name one of them, its service or a process id")
     raise InstrumentError(f"{verb}: {runs[0].name}: {runs[0].problem}")
 
 
@@ -141,7 +141,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
             while True:
                 message, descriptors = packets.receive(caller)
                 if message is None:
-                    raise ConnectionError("it hung up")
+                    raise ConnectionError("the process closed the connection")
                 if "end" in message:
                     end = message["end"]
                     break

@@ -112,7 +112,7 @@ def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
         notes, own_notes = tuple(map(str, said["notes"])), own_notes_of(said.get("own_notes", {}))
         return replace(facts, cost=cost, losses=dict(said["losses"]), notes=notes, own_notes=own_notes)
     except (KeyError, TypeError, ValueError) as problem:
-        raise TraceError(f"a process said goodbye in words of another version: {problem}") from problem
+        raise TraceError(f"a process ended with a message of another version: {problem}") from problem
 
 
 def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:

@@ -352,7 +352,7 @@ def combined_report(
             line += f", whose recording cannot be read: {problem!s:.200}"
         lines.append(line)
     if not read:
-        raise TraceError("no process of the run has left a recording")
+        raise TraceError("no process of the run has a recording")
     text = summary(views, Recording.of_saved(merge(read).saved), Options.of(options))
     if len(text.encode()) > LONGEST_BYTES:
         text = text.encode()[:LONGEST_BYTES].decode(errors="ignore").rpartition("\n")[0] + CUT

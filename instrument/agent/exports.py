@@ -104,9 +104,7 @@ class Exports:
         except OSError as problem:
             self._listeners[address] = None
             advice = "give export.prometheus.listen another address"
-            self._says(
-                f"instrument: export.prometheus: asked to listen at {address}, found: {problem.strerror}; {advice}"
-            )
+            self._says(f"instrument: export.prometheus: cannot listen at {address}: {problem.strerror}; {advice}")
 
     def _add(self, process: Process) -> None:
         settings = process.facts.get("export") or {}

@@ -100,7 +100,7 @@ class _Watched:
         is_open = sources.open()
         if self._wanted.nvml_ns is not None and not is_open:
             sources.close()
-            raise _LeftError(f"it cannot read GPUs here ({'; '.join(sources.notes()) or 'there is no driver'})")
+            raise _LeftError(f"the agent cannot read GPUs ({'; '.join(sources.notes()) or 'there is no driver'})")
         self._sources = sources
 
     def _keep(self, samples: Sequence[Sample]) -> None:

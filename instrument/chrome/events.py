@@ -163,7 +163,7 @@ class JsonText:
         """Read the next block, larger for a longer incomplete value. Return False at the end of the text."""
         size = len(self._text) - self._at
         if size > LIMIT_VALUE:
-            raise ValueError("one value in it is longer than in any trace; give a Chrome trace in JSON")
+            raise ValueError("a value in it is too long; give a Chrome trace in JSON")
         block = self._read(max(BLOCK_BYTES, size))
         self._seen_bytes += len(block)
         self.refuse_beyond_limit(self._seen_bytes)
@@ -322,7 +322,7 @@ def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
             return np.asarray(np.rint(times * 1000).astype(np.int64))
     numbers = list(map(nanoseconds, times_us))
     if not -limit_ns < min(numbers) <= max(numbers) < limit_ns:
-        raise ValueError("it has a time that no clock reads; write times relative to the start")
+        raise ValueError("it has a time out of range; write times relative to the start")
     return np.array(numbers, dtype=np.int64)
 
 

@@ -154,7 +154,7 @@ def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
                 continue
             keys += 1
             if keys > LIMIT_KEYS:
-                raise ValueError(f"it has more than {LIMIT_KEYS} keys beside its events; give a Chrome trace in JSON")
+                raise ValueError(f"it has more than {LIMIT_KEYS} keys next to its events; give a Chrome trace in JSON")
             key = checked(text.value(), str)
             text.take(":")
             if key == "traceEvents":
@@ -210,7 +210,8 @@ def join(trace: Trace, profiled: Trace) -> Trace:
     if trace.origin.recorder == "other" or profiled.origin.recorder != "other":
         kinds = [TORCHS if side.origin.recorder == "other" else OURS for side in (trace, profiled)]
         raise TraceError(
-            f"asked to join a {OURS} with a {TORCHS}, found a {kinds[0]} and a {kinds[1]}; give ours first"
+            f"to join them, one file must be a {OURS} and the other a {TORCHS}; these are a {kinds[0]} and a "
+            f"{kinds[1]}; give ours first"
         )
     spans = profiled.columns
     rows = spans.attributes.having(FLOPS)
@@ -219,18 +220,18 @@ def join(trace: Trace, profiled: Trace) -> Trace:
     flops = sorted((Flops(*call) for call in calls if call[2]), key=attrgetter("at_ns"))
     if profiled.watched is None and not flops:
         raise TraceError(
-            "asked to join a trace of torch.profiler, found neither kernels nor allocations nor shapes of operators in "
-            "it; record it with ProfilerActivity.CUDA, profile_memory=True or record_shapes=True"
+            "the trace of torch.profiler has no kernels, no allocations and no shapes of operators; record it with "
+            "ProfilerActivity.CUDA, profile_memory=True or record_shapes=True"
         )
     ours, theirs = trace.origin.pid, profiled.origin.pid
     if ours and theirs and ours != theirs:
-        raise TraceError(f"asked to join two traces of one process, found those of {ours} and {theirs}")
+        raise TraceError(f"the two traces must be of one process; they are of {ours} and {theirs}")
     moved_ns = profiled.origin.realtime_of(0) - trace.origin.realtime_of(0)
     first, last = (at_ns + moved_ns for at_ns in profiled.watched or (profiled.start_ns, profiled.end_ns))
     if first >= trace.end_ns or last <= trace.start_ns:
         raise TraceError(
-            f"asked to join two traces of one time, found ours from {_told(trace, trace.start_ns, trace.end_ns)} and "
-            f"torch.profiler's from {_told(trace, first, last)}; give a window that torch.profiler watched"
+            f"the two traces must be of one time; ours is from {_told(trace, trace.start_ns, trace.end_ns)} and "
+            f"that of torch.profiler from {_told(trace, first, last)}; give a window that torch.profiler recorded"
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
     try:

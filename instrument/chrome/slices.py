@@ -227,7 +227,7 @@ class OwnSlices:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
         if not -FARTHEST_NS < metadata.base_ns < FARTHEST_NS:
-            raise ValueError("it has a time that no clock reads; it is damaged")
+            raise ValueError("it has a time out of range; it is damaged")
         self._numbers = {name: array("q") for name in (*_NUMBERS, "error")}
         self._errors: dict[str | None, int] = {None: NONE}
         self._clipped: list[int] = []
@@ -307,7 +307,7 @@ class OwnSlices:
         total_ns = rows.end_ns - rows.start_ns
         span_id, site, task_id = (self._ordered(name, rows) for name in ("id", "site", "task"))
         if (span_id == UNTOLD).any() or not lie_within(site, 0, len(sites)):
-            raise ValueError("a slice in it is of no span or no place; it is damaged")
+            raise ValueError("a slice in it belongs to no span or site; it is damaged")
         parent_id = _or(self._ordered("parent", rows), np.append(span_id, 0)[rows.around])
         clipped = np.zeros(len(span_id), dtype=np.bool_)
         clipped[rows.rank[self._clipped]] = True
@@ -344,7 +344,7 @@ class OwnSlices:
         """Return the intervals of spans in the order of their places, without those of missing spans."""
         columns = {name: column(self._intervals.pop(name)) for name in _OF_INTERVALS}
         if any((columns[name] == UNTOLD).any() for name in ("device", "stream")) or (columns["place"] < 0).any():
-            raise ValueError("an interval in it is of no device, stream or place; it is damaged")
+            raise ValueError("an interval in it belongs to no device, stream or site; it is damaged")
         rows: Int32s = rows_of(span_id, columns.pop("owner"))
         order = np.lexsort((columns.pop("place"), rows))
         order = order[rows[order] != NONE]

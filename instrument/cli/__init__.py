@@ -72,12 +72,12 @@ def _read(words: list[str]) -> argparse.Namespace:
     word = words[0] if words else ""
     parser, verbs = _parsers(word)
     if word not in VERBS and word and not word.startswith("-"):
-        raise InstrumentError(f"asked for the verb {word!r}; allowed: {', '.join(VERBS)}{_meant(word, VERBS)}")
+        raise InstrumentError(f"there is no command {word!r}; allowed: {', '.join(VERBS)}{_meant(word, VERBS)}")
     options, unknown = parser.parse_known_args(words)
     if unknown:
         used = verbs.get(word, parser)
         hint = _meant(unknown[0], re.findall(r"--[a-z-]+", used.format_help()))
-        raise InstrumentError(f"found {unknown[0]!r}, which `{used.prog}` does not know{hint}; its --help lists all")
+        raise InstrumentError(f"`{used.prog}` has no option {unknown[0]!r}{hint}; `--help` lists its options")
     return options
 
 
@@ -124,7 +124,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
         at = words.index("--")
         if not words[at + 1 :]:
             raise InstrumentError(
-                f"{words[0]}: nothing to run after --; give script.py [argument ...] or -m module ..."
+                f"{words[0]}: there is no command after `--`; give `script.py [argument ...]` or `-m module ...`"
             )
         return words[:at], words[at + 1 :]
     if words[:1] != ["run"]:

@@ -44,16 +44,16 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
             if options.run not in folder_by_run:
                 runs = ", ".join(folder_by_run) or "none"
                 raise InstrumentError(
-                    f"agent: asked for the run {options.run}, found {runs}; `instrument ps` lists those that go on"
+                    f"agent: there is no run {options.run}; the runs are: {runs}; `instrument ps` lists their processes"
                 )
             path = folder_by_run[options.run] / run_folder.SOCKET
             run = Run(options.run, run_folder.first_process(options.run))
         run_folder.refuse_shared(path.parent)
         listener = run_folder.listen(path)
     except OSError as error:
-        raise InstrumentError(f"agent: cannot listen: {error}") from error
+        raise InstrumentError(f"agent: it cannot listen: {error}; choose another --socket") from error
     captures = Path(options.captures).absolute() if options.captures else None
-    print(f"instrument: an agent listens at {path}", file=sys.stderr)
+    print(f"instrument: the agent listens at {path}", file=sys.stderr)
     is_ours = True
     try:
         with run_folder.registered(path) if run is None else nullcontext():

@@ -57,9 +57,9 @@ def add(verbs: Verbs) -> None:
 def check(options: argparse.Namespace, host: list[str]) -> int:
     """Show what became of each rule. Returns the exit code."""
     if native.WHY_MISSING:
-        raise InstrumentError(f"check: nothing can be recorded here: {native.WHY_MISSING}")
+        raise InstrumentError(f"check: no call can be recorded here: {native.WHY_MISSING}")
     if options.modules and host:
-        raise InstrumentError("check: modules are imported where there is no command; leave one of both out")
+        raise InstrumentError("check: a command and modules to import exclude each other; remove one of them")
     path, is_unnamed = profile_of(options)
     if options.preset and not host and not options.json:
         sys.stdout.write(text_of(options.preset))
@@ -104,7 +104,7 @@ def _never_imported(verdict: Verdict, profile: Profile) -> bool:
 def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
     """Run a command as `instrument run` does. Returns the verdicts of its processes, and facts of the command."""
     if OFF:
-        raise InstrumentError(f"check: nothing of the command would be instrumented: {OFF}; unset it")
+        raise InstrumentError(f"check: the environment has {OFF}, so the command would not be instrumented; unset it")
     host_of("check", host)
     from tempfile import TemporaryDirectory
 
@@ -114,8 +114,8 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
         reports = reports_to_check(folder)
     if not reports:
         raise InstrumentError(
-            f"check: the command ended with exit code {code} and no process of it reported on the rules; one that is "
-            "killed or ends by os._exit before it has recorded for a second cannot"
+            f"check: the command ended with exit code {code} before any of its processes reported on the rules; let "
+            "it run for a second, and end it by SIGTERM"
         )
     verdicts = over_processes(Verdict(**facts) for report in reports for facts in report["verdicts"])
     processes = [{"pid": report["pid"], "calls": report["calls"]} for report in reports]

@@ -44,7 +44,7 @@ def share(text: str) -> float:
     """Read a share, such as 3% or 0.03."""
     match = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)(%?)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a share such as 3%")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 3%")
     return float(match[1]) / (100 if match[2] else 1)
 
 
@@ -93,10 +93,10 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     baseline = Path(options.baseline) if options.baseline else None
     if len(options.sides) != (1 if baseline else 2):
         names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
-        raise InstrumentError(f"compare: asked for {len(options.sides)} files or folders; give {names}")
+        raise InstrumentError(f"compare: there are {len(options.sides)} files or folders; give {names}")
     if baseline is not None and not (runs := _kept(baseline)):
         _keep(baseline, options.sides[0], options.keep)
-        print(f"instrument: compare: the baseline {baseline} was empty; {options.sides[0]} is its first run")
+        print(f"instrument: compare: the baseline {baseline} had no run; {options.sides[0]} is now its first one")
         return 0
     befores = list(map(str, runs)) if baseline is not None else options.sides[:1]
     load_libraries()

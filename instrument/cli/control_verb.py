@@ -70,8 +70,8 @@ def _is_wanted(runs: Sequence[client.Asked], *, on: bool) -> bool:
     verb, names = "on" if on else "off", [run.described for run in runs]
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InstrumentError(
-            f"{verb}: asked for one run, found several: {'; '.join(names)}; name one, its service or a process, or "
-            "give --all"
+            f"{verb}: there are several runs: {'; '.join(names)}; name one of them, its service or a process "
+            "id, or add --all"
         )
     print("\n".join(map(safe, names)), file=sys.stderr)
     print(f"instrument: {verb}: all {len(runs)} runs? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -124,15 +124,15 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
     other_by_pid = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
     for pid, profile_there in other_by_pid.items():
         hint = "" if request.switch else f"; --pid {pid} gives it another file of its service"
-        print(f"{pid}: left alone: {profile_there}{hint}")
+        print(f"{pid}: not reloaded: {profile_there}{hint}")
         del answers[pid]
     if not answers:
-        target = "a process" if options.pid is None else f"process {options.pid}"
+        target = "process" if options.pid is None else f"process {options.pid}"
         if other_by_pid:
-            raise InstrumentError(f"reload: asked for {target} that runs {options.profile}, found only others")
+            raise InstrumentError(f"reload: no {target} has the profile {options.profile}; leave P out to reload all")
         raise InstrumentError(
-            f"reload: asked for {target} of a run with an agent, found none; a process without an agent follows its "
-            "file with `control: {watch: true}`, and instrument.reload() in its code"
+            f"reload: there is no {target} of a run with an agent; a process without an agent needs `control: "
+            "{watch: true}` in its profile, or instrument.reload() in its code"
         )
     for pid, answer in answers.items():
         print(f"{pid}: {_sentence(answer, options.wait)}")
@@ -140,7 +140,7 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
     if silent:
         names = ", ".join(silent)
         print(
-            f"instrument: reload: no answer yet after {options.wait:g} s from {names}; --wait S gives more time",
+            f"instrument: reload: {names} did not answer within {options.wait:g} s; give more time with --wait S",
             file=sys.stderr,
         )
     if any(answer and answer.get("error") for answer in answers.values()):
@@ -181,7 +181,7 @@ def _is_meant(member: client.Member, options: argparse.Namespace) -> bool:
 
 def _say_who_is_slow(answers: Mapping[str, Answer | None], wait_s: float) -> None:
     names = ", ".join(pid for pid, answer in answers.items() if answer is None)
-    print(f"instrument: reload: no answer yet from {names}; waiting up to {wait_s:g} s", file=sys.stderr)
+    print(f"instrument: reload: waiting for answers of {names}, up to {wait_s:g} s", file=sys.stderr)
 
 
 def _sentence(answer: Answer | None, waited_s: float) -> str:

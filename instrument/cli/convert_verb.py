@@ -58,7 +58,7 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
     """Write the file, and say which one it is. Returns the exit code."""
     paths = files_of("convert", options)
     if options.output is None and len(paths) > 1:
-        raise InstrumentError(f"convert: found {len(paths)} files; give the one to write with -o OUT")
+        raise InstrumentError(f"convert: there are {len(paths)} files; name the file to write with -o OUT")
     target = Path(options.output or _beside(paths[0], FORMS[options.to][0]))
     refuse_to_replace_input(target, paths)
     if options.to == "otlp":
@@ -72,7 +72,7 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
 def refuse_to_replace_input(target: Path, paths: Sequence[str]) -> None:
     """Raise `InstrumentError` where what is to be written is one of the files that are read."""
     if any(target.exists() and target.samefile(path) for path in paths if os.path.exists(path)):  # noqa: PTH110
-        raise InstrumentError(f"asked to write {target}, which is one of the files to read; give another name with -o")
+        raise InstrumentError(f"{target} is one of the files to read; give another name with -o")
 
 
 def write(target: Path, form: str, saved: Saved) -> None:
@@ -117,7 +117,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.trace.trace import with_spans
 
     if not all(saved.trace.origin.realtime_ns for saved in files):
-        raise TraceError("a file does not tell the time of day, which OTLP wants; convert it to something else")
+        raise TraceError("a file has no time of day, which OTLP needs; choose another form")
     merged = merge(files, by_wall_clock=True)
     facts, columns = merged.saved.trace, merged.saved.trace.columns
     joined = join(columns, facts.apart_ns)

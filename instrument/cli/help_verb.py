@@ -39,7 +39,7 @@ def show(options: argparse.Namespace, host: list[str]) -> int:
     if name not in pages:
         near = nearest(name, pages)
         hint = f"; did you mean {near!r}?" if near else ""
-        raise InstrumentError(f"help: found the topic {options.topic!r}; allowed: {', '.join(pages)}{hint}")
+        raise InstrumentError(f"help: there is no topic {options.topic!r}; allowed: {', '.join(pages)}{hint}")
     pydoc.pager(pages[name].read_text("utf-8"))
     return 0
 

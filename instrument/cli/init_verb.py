@@ -76,13 +76,15 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
     path = Path(options.file)
     if not prints and path.exists() and not options.force:
         raise InstrumentError(
-            f"init: {path} is there already; --force replaces it, -o FILE writes another, -o - prints"
+            f"init: {path} exists; replace it with --force, write another file with -o FILE, or print the "
+            "profile with -o -"
         )
     if not prints and not path.absolute().parent.is_dir():
-        raise InstrumentError(f"init: found no folder {path.absolute().parent} to write {path.name} to")
+        raise InstrumentError(f"init: the folder {path.absolute().parent} of {path.name} does not exist; create it")
     if not host:
         raise InstrumentError(
-            "init: found no command to observe; give the service's after --, as in `instrument init -- server.py`"
+            "init: there is no command to observe; give that of the service after `--`: `instrument init -- "
+            "python server.py`"
         )
     profile_name = "profile.yaml" if prints else str(path)
     host_of("init", host)
@@ -115,7 +117,7 @@ def _write(path: Path, text: str, *, replaces: bool) -> None:
 def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
     """Run a command with everything of its own recorded. Returns what its processes did, and its exit code."""
     if OFF:
-        raise InstrumentError(f"init: nothing of the command would be observed: {OFF}")
+        raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
     names = own_names(words, Path.cwd())
     patterns = ", ".join(f'"{pattern}"' for pattern in patterns_of(names))
     with TemporaryDirectory(prefix="instrument-init-") as folder:
@@ -124,7 +126,8 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
         environ = {INIT_FOLDER: folder, SALT_VARIABLE: secrets.token_hex(16)}
         end = "ends" if for_ns is None else f"ends, or {for_ns / 1e9:g} s have passed"
         print(
-            f"instrument: observing; send it requests. The profile is written when the command {end}", file=sys.stderr
+            f"instrument: observing the command; send it requests. The profile is written when the command {end}",
+            file=sys.stderr,
         )
         ended = list[int]()
         with running(str(profile), words, environ, ended, to_stderr=to_stderr) as child:
@@ -133,13 +136,14 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
         observation = merged_reports(folder)
     if not observation.processes:
         raise InstrumentError(
-            f"init: the command ended with exit code {code} and no process of it reported; one that is killed, "
-            "or ends by os._exit, cannot"
+            f"init: the command ended with exit code {code} before any of its processes reported; end it by SIGTERM "
+            "or Ctrl-C"
         )
     if not any(node.called.label or node.called.kind == "request" for node in observation.nodes()):
         raise InstrumentError(
-            f"init: the command ended with exit code {code}, and nothing of its own was called; own modules are those "
-            f"below the current folder, beside the script and on PYTHONPATH: found {', '.join(names) or 'none'}"
+            f"init: the command ended with exit code {code}, and no function of its own modules was called; own "
+            "modules are below the current folder, next to the script, or on PYTHONPATH: "
+            f"{', '.join(names) or 'none'}"
         )
     return observation, code
 
@@ -153,6 +157,6 @@ def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, boo
     try:
         return child.wait(END_S), True
     except subprocess.TimeoutExpired:
-        print(f"instrument: the command has not ended {END_S:g} s after SIGTERM; it is killed", file=sys.stderr)
+        print(f"instrument: the command did not end within {END_S:g} s after SIGTERM, so it is killed", file=sys.stderr)
         child.kill()
         return child.wait(), True

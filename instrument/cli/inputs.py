@@ -61,8 +61,8 @@ def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> I
             raise
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))  # the message needs some, too
         raise InstrumentError(
-            f"{verb}: {' with '.join(files)} takes more than {bound / 1e6:.0f} MB of memory; if you trust it, give "
-            "more with --memory, such as --memory 4GiB"
+            f"{verb}: {' with '.join(files)} takes more than {bound / 1e6:.0f} MB of memory; if you trust the file, "
+            "give more with --memory, such as --memory 4GiB"
         ) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
@@ -138,7 +138,10 @@ def _files_in(folder: str) -> list[str]:
             if name.endswith(suffix):
                 path_by_stem.setdefault(name.removesuffix(suffix), str(Path(folder, name)))
     if not path_by_stem:
-        raise TraceError(f"the folder {folder} has no recording and no trace ({', '.join(SUFFIXES)}) in it")
+        raise TraceError(
+            f"the folder {folder} has no recording and no trace ({', '.join(SUFFIXES)}); name the folder of "
+            "`export.recording.path`"
+        )
     return [path_by_stem[stem] for stem in sorted(path_by_stem)]
 
 
@@ -279,7 +282,7 @@ def chosen(folder: str, runs: Sequence[FilesOfRun], name: str | None) -> tuple[F
         for run in runs:
             if run.name == name:
                 return run, ""
-        raise TraceError(f"asked for the run {name}, found in the folder {folder}: {names}")
+        raise TraceError(f"the folder {folder} has no run {name}; its runs are: {names}")
     newest = runs[-1]
     if len(runs) == 1:
         return newest, ""

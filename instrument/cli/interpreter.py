@@ -107,11 +107,11 @@ def host_of(verb: str, words: list[str]) -> Command:
             _refuse_another(verb, words[0], Path(interpreter))
         return _python_of(verb, [str(path), *words[1:]])
     if not os.access(path, os.X_OK):
-        raise InstrumentError(f"{verb}: asked to run {words[0]!r}, found no right to run it; chmod +x {path} gives it")
+        raise InstrumentError(f"{verb}: {words[0]} is not executable; make it so with `chmod +x {path}`")
     return Command([str(path.absolute()), *words[1:]])
 
 
-_NOTHING = "nothing to run; give what you would give a shell: `-- python server.py`, `-- uvicorn app:app`"
+_NOTHING = "there is no command to run; give it as to a shell: `-- python server.py`, `-- uvicorn app:app`"
 _INTERPRETER = re.compile(r"python[\d.]*")
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh", "busybox", "env"}
 _OF_PYTHON = re.compile(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?([^\n\"]*python[\d.]*)")
@@ -130,8 +130,8 @@ def _python_of(verb: str, words: list[str]) -> Command:
         letters, last, argument = option.groups()
         if set(letters) & set("IES"):
             raise InstrumentError(
-                f"{verb}: found {word} before the script; with -I, -E or -S Python does not load what starts the "
-                "session. Leave it out, or call instrument.start() in the service"
+                f"{verb}: the option {word} of Python prevents the start of the session; remove it, or call "
+                "instrument.start() in the service"
             )
         if last in ("m", "c"):
             break
@@ -182,8 +182,7 @@ def _path_of(verb: str, word: str) -> Path:
     command = None if "/" in word else shutil.which(word)
     if command is None:
         raise InstrumentError(
-            f"{verb}: asked to run {word!r}, found no such file in {Path.cwd()}, and no such command; a module is run "
-            f"with -- -m {word}"
+            f"{verb}: there is no file {word!r} in {Path.cwd()}, and no such command; run a module with `-- -m {word}`"
         )
     return Path(command)
 
@@ -199,8 +198,8 @@ def _refuse_another(verb: str, word: str, interpreter: Path) -> None:
     environments = [(python.parent.parent / "pyvenv.cfg").exists() for python in (interpreter, own)]
     if any(environments) or not interpreter.samefile(own):
         raise InstrumentError(
-            f"{verb}: asked to run {word!r}, found that {interpreter} runs it; this is {own}. Install instrument-sdk "
-            "there, and use its `instrument`"
+            f"{verb}: {word!r} runs with {interpreter}, and this is {own}; install instrument-sdk there, and use "
+            "its `instrument`"
         )
 
 

@@ -108,8 +108,8 @@ class LoadedTrace:
             return relation.pl()
         if kind == "pyarrow":
             return relation.to_arrow_table()
-        state = "none of them is installed" if kind is None else f"asked for {kind}"
-        raise InstrumentError(f"load: data frames are of {', '.join(FRAMES)}; {state}: pip install pandas")
+        state = "none of them is installed" if kind is None else f"{kind} is none of them"
+        raise InstrumentError(f"load: data frames need one of {', '.join(FRAMES)}; {state}: pip install pandas")
 
 
 def load(
@@ -126,7 +126,7 @@ def load(
     pyarrow. Raises `TraceError` for what cannot be read.
     """
     if not paths:
-        raise InstrumentError("load: found no path; give a file or a folder")
+        raise InstrumentError("load: there is no path; give a file or a folder")
     names = [os.fspath(path) for path in paths]
     read = list(map(saved_in, files_in(names, run, all_runs, lambda sentence: warnings.warn(sentence, stacklevel=4))))
     return LoadedTrace(one_trace(read, clock), frames)

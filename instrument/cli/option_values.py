@@ -105,8 +105,8 @@ def profile_of(options: argparse.Namespace) -> tuple[str, bool]:
     """Return the file of the profile that `run` or `check` takes, and True where the user has named none."""
     if options.profile and options.preset:
         raise InstrumentError(
-            f"found both the profile {options.profile} and --preset {options.preset}; give one of them, or put the "
-            f"line `preset: {options.preset}` into the profile"
+            f"the profile {options.profile} and --preset {options.preset} exclude each other; give one, or add the "
+            f"line `preset: {options.preset}` to the profile"
         )
     of_variable = os.environ.get("INSTRUMENT_PROFILE", "")
     if of_variable and not (options.preset or options.profile or os.access(of_variable, os.R_OK)):

@@ -118,7 +118,9 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
             options.memory = options.memory or bound_bytes([*options.traces, *options.traces])  # apart, and as one
     if options.torch_trace and (run is not None or len(options.traces) > 1 or options.by == PROCESS):
         problem = "several" if run is None else "a run"
-        raise InstrumentError(f"report: --with is for one file, found {problem}; give that of the same process")
+        raise InstrumentError(
+            f"report: --with needs one file of ours, and there are {problem}; give the file of the same process"
+        )
     load_libraries()
     from instrument.report.summary import prepare
 
@@ -138,8 +140,8 @@ def _run_of(options: argparse.Namespace) -> RunRead | None:
         return read_run("report", names[0])
     except InstrumentError as problem:
         if not names[0]:
-            raise InstrumentError(f"{problem}; or name the files of one that has ended") from None
-        raise InstrumentError(f"report: found no file that is called {names[0]}; {problem}") from None
+            raise InstrumentError(f"{problem}; name the files of a run that has ended") from None
+        raise InstrumentError(f"report: there is no file {names[0]}, and {problem}") from None
 
 
 def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
@@ -180,7 +182,9 @@ def _written(options: argparse.Namespace, chosen: Options, run: RunRead | None) 
 
     for name in ("json", "by", "view"):
         if getattr(options, name) and (name != "by" or options.by == PROCESS):
-            raise InstrumentError(f"report: --html is one page of all views; found --{name} beside it; leave one out")
+            raise InstrumentError(
+                f"report: --html writes all views on one page, so --{name} does not apply; remove one of them"
+            )
     for header, _, recording in _recordings(options, run):
         page = write_page(options.html, recording, chosen, request=options.request, header=header)
         sys.stdout.write(f"HTML page: {page}\n")

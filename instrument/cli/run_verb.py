@@ -57,7 +57,7 @@ def add(verbs: Verbs) -> None:
 def run(options: argparse.Namespace, host: list[str]) -> int:
     """Become the host under the profile, or stay as its parent where this is the first process of a container."""
     if native.WHY_MISSING:
-        print(f"instrument: nothing is recorded: {native.WHY_MISSING}", file=sys.stderr)
+        print(f"instrument: no call is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = profile_of(options)
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links

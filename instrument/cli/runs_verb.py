@@ -117,7 +117,8 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
         from rich.text import Text
     except ImportError:
         raise InstrumentError(
-            "live: the screen takes rich (pip install 'instrument-sdk[live]'); --once prints one look without it"
+            "live: rich is not installed; install it with: pip install 'instrument-sdk[live]', or print one "
+            "screen with --once"
         ) from None
     try:
         with Live(Text("\n".join(screen.lines())), screen=True, auto_refresh=False) as shown:
@@ -192,7 +193,7 @@ def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead
                 print(f"instrument: {verb}: process {member.pid}: {problem}", file=sys.stderr)
         ended = run.folded + sum(member.memory < 0 and not member.lives for member in run.members)
     if not read:
-        why = run.none_joined or "none of its processes has a recording that can be read"
+        why = run.none_joined or "no recording of its processes can be read"
         raise InstrumentError(f"{verb}: {run.name}: {why}")
     return RunRead(run.name, read, ended, bool(run.living))
 
@@ -202,7 +203,7 @@ def _saved(memory: int, since_ns: int, end_ns: int) -> Saved:
     from instrument.trace.of_recording import saved_of
 
     if memory < 0:
-        raise TraceError("nobody else can read its recording")
+        raise TraceError("its recording cannot be read by other processes")
     mapped = Mapped(memory)
     try:
         return saved_of(mapped, since_ns, end_ns)
@@ -210,7 +211,7 @@ def _saved(memory: int, since_ns: int, end_ns: int) -> Saved:
         mapped.close()
 
 
-WHICH = "give the folder that limits.ring_dir of the profile names"
+WHICH = "give the folder of limits.ring_dir in the profile"
 
 
 def _add_recover(verbs: Verbs) -> None:
@@ -232,7 +233,7 @@ def recover(options: argparse.Namespace, host: list[str]) -> int:
     except OSError as error:
         raise InstrumentError(f"recover: cannot read {options.folder}: {error.strerror}; {WHICH}") from error
     if not files:
-        raise InstrumentError(f"recover: found no file in {options.folder} that ends in {memory.SUFFIX}; {WHICH}")
+        raise InstrumentError(f"recover: the folder {options.folder} has no file *{memory.SUFFIX}; {WHICH}")
     failed = False
     for path in files:
         try:

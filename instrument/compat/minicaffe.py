@@ -49,7 +49,7 @@ def enable() -> None:
     global _is_on, _looked_at, _own
     with _lock:
         if _is_on and not _has_ended():
-            raise StateError("asked to enable the profiler, but it is on already; disable() it first")
+            raise StateError("the profiler is already on; call disable() first")
         _forget_scopes()
         running = _running()
         if running is None:
@@ -65,12 +65,12 @@ def disable() -> None:
     global _is_on
     with _lock:
         if not _is_on:
-            raise StateError("asked to disable the profiler, but it is off; enable() it first")
+            raise StateError("the profiler is off; call enable() first")
         if _has_ended():
             _forget_scopes()
         count = sum(len(scopes) for thread, scopes in _scopes_of.items() if thread.is_alive())
         if count:
-            raise StateError(f"asked to disable the profiler with {count} scopes open; close_scope() them first")
+            raise StateError(f"the profiler has {count} open scopes; call close_scope() first")
         if _own is not None and _running() is _own:
             process.disable()
         _is_on = False
@@ -87,7 +87,7 @@ def close_scope() -> None:
     if not _is_on:
         return
     if not _opened.scopes:
-        raise StateError("asked to close a scope, but this thread has none open; open_scope(name) begins one")
+        raise StateError("this thread has no open scope to close; call open_scope(name) first")
     _opened.scopes.pop().end()
 
 

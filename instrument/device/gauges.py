@@ -69,7 +69,7 @@ class TorchMemory:
                     )
         except Exception as error:  # another allocator may have no counters
             first = str(error).partition("\n")[0]
-            self.problem = f"torch's allocator is not read any more: {type(error).__name__}: {first}"
+            self.problem = f"torch's allocator is no longer read: {type(error).__name__}: {first}"
         return gauges
 
 

@@ -199,7 +199,7 @@ class Nvml:
         self._shown = visible_devices(self._variable, self._devices)
         self.gpus = [Gpu(number, device.model, device.uuid) for number, device in enumerate(self._shown)]
         if self._devices and not self._shown:
-            self._note(f"{VARIABLE}={self._variable!r} shows none of {len(self._devices)} GPUs; none is read")
+            self._note(f"{VARIABLE}={self._variable!r} shows none of {len(self._devices)} GPUs; no GPU is read")
         ordered = self._environ.get(ORDER) == "PCI_BUS_ID"
         if not ordered and len({device.model for device in self._devices}) > 1 and self._shown:
             self._note(
@@ -239,7 +239,7 @@ class Nvml:
             raise NvmlError(_explained(nvml, error)) from error
         if code in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
             device.lost = True
-            self._note(f"GPU {gpu.device} ({device.model}, {device.uuid}) is not read any more: {error}")
+            self._note(f"GPU {gpu.device} ({device.model}, {device.uuid}) is no longer read: {error}")
         elif code in (
             nvml.NVML_ERROR_NOT_SUPPORTED,
             nvml.NVML_ERROR_NO_PERMISSION,

@@ -87,7 +87,7 @@ class TorchDriver:
             self._current: Callable[[int], int] = native._cuda_getCurrentRawStream
             self._captures: Callable[[], bool] = native._cuda_isCurrentStreamCapturing
         except AttributeError as error:
-            raise ImportError(f"found torch {torch.__version__}; 2.1 and newer are known ({error})") from error
+            raise ImportError(f"torch {torch.__version__} is not supported; use 2.1 or newer ({error})") from error
         self._torch = torch
         self._native = native
         self._exchange_mode = _mode_exchange(is_rocm=bool(getattr(torch.version, "hip", None)))

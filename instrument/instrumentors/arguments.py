@@ -115,7 +115,7 @@ class ArgumentReader:
                     attributes[attribute.name] = attribute.take(value)
                 except Exception as error:  # its text may contain values that no rule names
                     subject = f"{part!r} of a {type(value).__name__}" if part else f"that of a {type(value).__name__}"
-                    words = f"asked for {subject}, found {type(error).__name__}"
+                    words = f"reading {subject} raised {type(error).__name__}"
                     FAULTS.note_of_rule(f"{self._place}: attribute {attribute.path_text}", words)
         return attributes
 
@@ -254,7 +254,7 @@ class KeyReader:
 
         def complain(value: Any, error: Exception) -> Values:
             reason = error if type(error) is UnreadError else f"{type(error).__name__} below a {type(value).__name__}"
-            FAULTS.note_of_rule(place, f"asked for keys, found {reason}")
+            FAULTS.note_of_rule(place, f"the keys cannot be read: {reason}")
             return {}
 
         return complain
@@ -350,7 +350,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
             del keys[BATCH_LIMIT:]
         values: dict[str, AttributeValue] = {BATCH_KEYS: (batch := texts(keys))}
         if refused := refused_keys(keys, batch):
-            FAULTS.note_of_rule(place, f"asked for keys, found {refused} among them; {ALLOWED_KEYS}")
+            FAULTS.note_of_rule(place, f"{refused} cannot be a key; {ALLOWED_KEYS}")
         if weights is not None:
             weight_items = _items(weights, len(keys))
             numbers = weights_of(weight_items) if len(weight_items) == len(keys) else None
@@ -358,7 +358,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
                 values[BATCH_WEIGHTS] = numbers
             elif of_weights is not None or are_amounts(weight_items):
                 weights_place = f"{place}: {request_keys.weights or 'weights'}"
-                FAULTS.note_of_rule(weights_place, f"asked for {len(keys)} weights, {NO_WEIGHTS}")
+                FAULTS.note_of_rule(weights_place, f"{len(keys)} keys need as many weights, {NO_WEIGHTS}")
         return values
 
     return read

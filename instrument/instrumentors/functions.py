@@ -188,9 +188,9 @@ def profiled(name: Any = None, *, kind: str | None = None, device: bool = False,
     for an object that cannot be recorded.
     """
     if kind is not None and kind not in KINDS:
-        raise TargetError(f"profiled: found kind {kind!r}; allowed: {', '.join(KINDS)}")
+        raise TargetError(f"profiled: there is no kind {kind!r}; allowed: {', '.join(KINDS)}")
     if phase is not None and (not isinstance(phase, str) or not phase):
-        raise TargetError(f"profiled: found phase {phase!r}; allowed: a name, such as {', '.join(PHASES)}")
+        raise TargetError(f"profiled: the phase {phase!r} is not a name; give one such as {', '.join(PHASES)}")
     if name is None or isinstance(name, str):
         return lambda target: _profile(target, name, kind, device, phase)
     return _profile(name, None, kind, device, phase)
@@ -217,8 +217,8 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
         target = put(wrapped)
     if not parts:
         raise TargetError(
-            f"profiled takes a function, method or class; found {target!r} of type {type(target).__name__}. "
-            "Put it below the decorator that returns such an object."
+            f"profiled needs a function, a method or a class, not {target!r} of type {type(target).__name__}. Put "
+            "it below the decorator that returns such an object."
         )
     return target
 
@@ -244,7 +244,7 @@ def _say_hint(pid: int) -> None:
         functions = f"@profiled on {len(_decorated)} function{'s' * (len(_decorated) != 1)}"
         hint = "use `instrument run -- ...` or `instrument.start()`; INSTRUMENT=off hides this line"
         with contextlib.suppress(OSError, ValueError):  # closed by the program
-            print(f"instrument: {functions} recorded nothing, for there was no session: {hint}", file=sys.stderr)
+            print(f"instrument: {functions} recorded no call, because no session was started: {hint}", file=sys.stderr)
 
 
 def withdraw_hint() -> None:

@@ -42,11 +42,11 @@ def loader(iterable: T, name: str | None = None) -> T:
     kind = type(iterable)
     if not any(_has(kind, method) for method in ("__iter__", "__next__", "__getitem__", "__aiter__", "__anext__")):
         raise TargetError(
-            f"loader takes an iterable; found {iterable!r:.80} of type {kind.__name__}. "
-            "Hand over what the loop runs over, or use profiled for a function."
+            f"loader needs an iterable, not {iterable!r:.80} of type {kind.__name__}. Give the object of the for "
+            "loop, or use profiled for a function."
         )
     if name is not None and (not isinstance(name, str) or not name):
-        raise TargetError(f"loader: found name {name!r}; allowed: text that says what is loaded")
+        raise TargetError(f"loader: the name {name!r} is not a text; give a name of the data")
     title = getattr(iterable, "__name__", None)
     site = RECORDER.scope_site(name or (title if isinstance(title, str) and title else kind.__name__), "loader")
     RECORDER.may_mute(site, shape="wrapper")

@@ -218,7 +218,7 @@ def proxy_for(endpoint: str) -> Proxy | None:
         port = 0
     if proxy.scheme != "http" or not proxy.hostname or not port:
         shown = without_secrets(text)
-        logger.warning("%s: found %r; allowed: http://host:port; the collector is asked without it", variable, shown)
+        logger.warning("%s: found %r; allowed: http://host:port; spans are sent without the proxy", variable, shown)
         return None
     authorization = ""
     if proxy.username is not None:

@@ -85,8 +85,7 @@ def require_client() -> None:
         import prometheus_client  # noqa: F401
     except ImportError as missing:
         raise ExportError(
-            "asked for metrics in Prometheus's format, but prometheus_client is not installed; "
-            "install instrument-sdk[prometheus]"
+            "prometheus_client is not installed, so metrics cannot be served; install instrument-sdk[prometheus]"
         ) from missing
 
 

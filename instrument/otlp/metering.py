@@ -263,4 +263,7 @@ class Metering:
             is_written = self._place.write_meter(state)
         if not is_written and not self._is_said:
             self._is_said = True
-            logger.warning("more metrics than a recording has room for: who exports it next may tell some anew")
+            logger.warning(
+                "the recording has no room for the state of all metrics: the next exporter may report some of them "
+                "from 0"
+            )

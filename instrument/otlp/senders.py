@@ -149,10 +149,12 @@ class HttpSender(Sender):
             self._tls = url.scheme == "https"
             self._address = (url.hostname or "", url.port or (443 if self._tls else 80))
         except ValueError as fault:
-            raise ExportError(f"asked to export spans to {without_secrets(settings.endpoint)!r}: {fault}") from fault
+            raise ExportError(
+                f"the OTLP endpoint is not valid: {without_secrets(settings.endpoint)!r}: {fault}"
+            ) from fault
         if url.scheme not in ("http", "https") or not url.hostname:
             shown = without_secrets(settings.endpoint)
-            raise ExportError(f"asked to export spans to {shown!r}, which is no http:// or https:// URL")
+            raise ExportError(f"the OTLP endpoint is not valid: {shown!r}, which is no http:// or https:// URL")
         self._proxy = proxy = proxy_for(settings.endpoint)
         # A proxy is asked for the whole URL, but where it has opened a tunnel.
         before = f"http://{url.netloc.rpartition('@')[2]}" if proxy is not None and not self._tls else ""
@@ -162,7 +164,7 @@ class HttpSender(Sender):
         if proxy is not None and before and proxy.authorization:
             lines.append(f"Proxy-Authorization: {proxy.authorization}")
         if " " in path or not all(line.isascii() and line.isprintable() for line in lines):
-            raise ExportError("a header or the path of the OTLP endpoint holds characters that are not allowed there")
+            raise ExportError("a header or the path of the OTLP endpoint has characters that are not allowed")
         lines += [f"User-Agent: {_user_agent()}", "Content-Type: application/x-protobuf"]
         self._gzip = settings.compression == "gzip"
         lines += ["Content-Encoding: gzip"] if self._gzip else []
@@ -293,8 +295,8 @@ def require_grpc() -> None:
 
     if find_spec("grpc") is None:
         raise ExportError(
-            "asked to export spans by grpc, but it is not installed; "
-            "install instrument-sdk[grpc], or set the protocol to http/protobuf"
+            "grpc is not installed, so spans cannot be sent; install instrument-sdk[grpc], or set the protocol to "
+            "http/protobuf"
         )
 
 
@@ -329,8 +331,7 @@ class GrpcSender(Sender):
         for name, _ in self._metadata:
             if not _METADATA.fullmatch(name):
                 raise ExportError(
-                    f"asked to export spans by grpc with the header {name!r}, which it cannot send as text; "
-                    "allowed: letters, digits and _.-, without -bin at the end"
+                    f"gRPC cannot send the header {name!r}; allowed: letters, digits and _.-, and no -bin at the end"
                 )
 
     def _try(self, place: str, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
@@ -404,7 +405,7 @@ def sender_for(settings: Otlp) -> Sender:
         return GrpcSender(settings)
     if settings.protocol == "http/protobuf":
         return HttpSender(settings)
-    raise ExportError(f"asked to export spans by {settings.protocol!r}; there are http/protobuf and grpc")
+    raise ExportError(f"there is no OTLP protocol {settings.protocol!r}; allowed: http/protobuf, grpc")
 
 
 def modules_of(settings: Otlp) -> tuple[str, ...]:

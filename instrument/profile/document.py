@@ -64,7 +64,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def _unreadable(name: str, problem: str) -> ProfileError:
-    return ProfileError([f"{name}: asked to read a profile, found {problem}"])
+    return ProfileError([f"{name}: the profile cannot be read: {problem}"])
 
 
 _TOO_LARGE = "more than 1 MiB; is this the right file?"

@@ -205,13 +205,15 @@ class Recorder(Readback):
     ) -> Scope:
         """Make a scope. Raises `TargetError` for a bad name, kind, phase or stream."""
         if not isinstance(name, str) or not name:
-            raise TargetError(f"a scope needs a name that says what it times; found {name!r}")
+            raise TargetError(f"a scope needs a name, not {name!r}")
         if phase is not None and (not isinstance(phase, str) or not phase):
-            raise TargetError(f"scope {name!r}: found phase {phase!r}; allowed: a name, such as {', '.join(PHASES)}")
+            raise TargetError(
+                f"scope {name!r}: the phase {phase!r} is not a name; give one such as {', '.join(PHASES)}"
+            )
         if kind is None:
             kind = "phase" if phase else "user"
         elif kind not in KINDS:
-            raise TargetError(f"scope {name!r}: found kind {kind!r}; allowed: {', '.join(KINDS)}")
+            raise TargetError(f"scope {name!r}: there is no kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
         own: dict[Any, Any] | None = span_attributes.of_scope(attributes, self.complain) if attributes else None
         if stream is not None:
@@ -420,7 +422,7 @@ def stream_handle(stream: Any) -> int:
         if isinstance(handle, int):
             return handle
     raise TargetError(
-        f"stream= takes a CUDA stream: an object with __cuda_stream__ or the address as an int; found {stream!r}"
+        f"stream= needs a CUDA stream: an object with __cuda_stream__, or the address as an int, not {stream!r}"
     )
 
 

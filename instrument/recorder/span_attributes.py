@@ -51,22 +51,22 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
     """Return the attributes that a span keeps of a mapping and of names: long texts cut, numbers as Python's own."""
     result: dict[str, AttributeValue] = {}
     if attributes is not None and not issubclass(type(attributes), Mapping):
-        complain(REFUSED, f"asked for attributes, found {_kind(attributes)}; give a mapping, or name=value")
+        complain(REFUSED, f"attributes must be a mapping, or name=value, not {_kind(attributes)}")
         attributes = None
     try:
         values = {**(attributes or {}), **more}  # type: ignore[dict-item]
     except Exception as error:  # a mapping of the service's own
-        complain(REFUSED, f"asked for attributes, found {_kind(error)} when reading them")
+        complain(REFUSED, f"the attributes cannot be read: {_kind(error)}")
         values = dict(more)
     for name, value in values.items():
         if type(name) is not str or not name:
-            complain(REFUSED, f"asked for an attribute, found {_kind(name)} for its name; allowed: text, not empty")
+            complain(REFUSED, f"the name of an attribute must be a text, not {_kind(name)}")
             continue
         checked_value = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
         if checked_value is None:
             allowed = "text, a bool, a number of 64 bits, or a list of one of these"
             kind = _kinds(value)
-            complain(REFUSED, f"asked for attribute {name:.60}, found {kind}; allowed: {allowed}", kind)
+            complain(REFUSED, f"the attribute {name:.60} cannot be {kind}; allowed: {allowed}", kind)
         else:
             result[_cut(name)] = checked_value
     return result
@@ -90,7 +90,8 @@ def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, 
     result = checked(attributes, {}, complain)
     for name in list(result)[ATTRIBUTE_LIMIT:]:
         complain(
-            "attributes beyond the limit of a span", f"asked for attribute {name:.60}; a span has {ATTRIBUTE_LIMIT}"
+            "attributes beyond the limit of a span",
+            (f"the attribute {name:.60} is one too many; a span has at most {ATTRIBUTE_LIMIT}"),
         )
         del result[name]
     return result
@@ -231,7 +232,7 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
     if key is not None and (text := key_text(key)):
         attributes[KEY] = text
     elif key is not None:
-        complain(REFUSED, f"asked for a key, found {_kind(key)}; {ALLOWED_KEYS}")
+        complain(REFUSED, f"a key cannot be {_kind(key)}; {ALLOWED_KEYS}")
     if batch is None:
         return attributes
     try:
@@ -241,18 +242,18 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
         problem = error if type(error) is UnreadError else f"{_kind(batch)}, {_kind(error)} when reading it"
-        complain(REFUSED, f"asked for a batch, found {problem}")
+        complain(REFUSED, f"the batch cannot be read: {problem}")
         return attributes
     if len(keys) > BATCH_LIMIT:
-        complain(REFUSED, f"asked for a batch, found more than {BATCH_LIMIT} keys; those beyond are left out")
+        complain(REFUSED, f"a batch has more than {BATCH_LIMIT} keys; the others are left out")
         del keys[BATCH_LIMIT:]
     attributes[BATCH_KEYS] = texts = tuple(map(key_text, keys))
     if refused := refused_keys(keys, texts):
-        complain(REFUSED, f"asked for the keys of a batch, found {refused} among them; {ALLOWED_KEYS}")
+        complain(REFUSED, f"{refused} cannot be a key of a batch; {ALLOWED_KEYS}")
     if weights is not None and len(weights) == len(keys) and (amounts := weights_of(weights)) is not None:
         attributes[BATCH_WEIGHTS] = amounts
     elif weights is not None and are_amounts(weights):
-        complain(REFUSED, f"asked for {len(keys)} weights, {NO_WEIGHTS}")
+        complain(REFUSED, f"{len(keys)} keys need as many weights, {NO_WEIGHTS}")
     return attributes
 
 

@@ -19,10 +19,10 @@ def rename(recorder: Any, frame: Any, name: object) -> None:
     if site is None:
         return
     if text is None:
-        words = f"asked for a span's name, found {name!r:.60}; allowed: text"
+        words = f"the name of a span must be a text, not {name!r:.60}"
         recorder.complain("span names that are no text", words)
     elif site.kind == "step":
-        words = f"asked to rename {site.name}, found a step, which is counted by name"
+        words = f"{site.name} is a step and cannot be renamed, because steps are counted by name"
         recorder.complain("steps not renamed", words)
     elif frame is None:
         recorder.rename_innermost(_renamed_site(recorder, site, text))
@@ -55,7 +55,7 @@ def set_status(recorder: Any, frame: Any, code: object, description: object, err
     """Set the status of a frame's span, or with None of the innermost open one of this context."""
     status = span_attributes.status_attributes(code, description, error_type)
     if status is None:
-        recorder.complain("states that no span has", f"asked for status {code!r:.60}; allowed: ok, error")
+        recorder.complain("states that no span has", f"there is no status {code!r:.60}; allowed: ok, error")
     elif frame is None:
         recorder.annotate_innermost(status)
     else:

@@ -50,7 +50,7 @@ class Allocations(Sequence[Allocation]):
         try:
             return cls(b"".join([cls.ROW.pack(*cls._FACTS(allocation)) for allocation in allocations]))
         except error as problem:
-            raise OverflowError("an allocation has numbers of 64 bits; found another") from problem
+            raise OverflowError("an allocation has a number beyond 64 bits") from problem
 
     def moved(self, by_ns: int) -> Allocations:
         """Return the allocations with their times moved by `by_ns`."""

@@ -154,12 +154,12 @@ class Mapped:
     def _read_head(self) -> Any:
         data = self._bytes(0, layout.HEADER.size)
         if len(data) < layout.HEADER.size or data[:8] != layout.MAGIC:
-            raise TraceError(f"asked for a recording in memory, found {data[:8]!r}; it is none, or was cut short")
+            raise TraceError(f"the memory begins with {data[:8]!r}; it is not a recording, or it was cut off")
         head = np.frombuffer(data, _HEADER)[0]
         if head["version"] != layout.VERSION:
             raise TraceError(
-                f"found a recording of layout {head['version']}, allowed: {layout.VERSION}; read it with the version "
-                "of instrument that wrote it"
+                f"the recording has the layout {head['version']}, and this version reads {layout.VERSION}; read it "
+                "with the version of instrument that wrote it"
             )
         parts, end = {}, layout.HEADER.size
         table = np.frombuffer(data, _PART, len(layout.PARTS), layout.HEADER.fields["parts"][0])
@@ -167,7 +167,7 @@ class Mapped:
             parts[name] = layout.Part(*part)
             offset, stride, slots, *_ = part
             if stride != layout.STRIDES[name] or slots > MOST_SLOTS[name] or not end <= offset <= LARGEST_BYTES:
-                raise TraceError(f"the part {name!r} of a recording lies where it cannot; it is damaged")
+                raise TraceError(f"the part {name!r} of the recording is out of place; it is damaged")
             end = offset + stride * slots
         self._parts: Mapping[str, layout.Part] = parts
         self._base = int(head["address"])
@@ -177,7 +177,7 @@ class Mapped:
         """Rows of rings that were given up."""
         self._object_bytes = int(head["object_bytes"])
         if self._object_bytes > layout.STRIDES["rings"] - layout.RING.size:
-            raise TraceError("the rings of a recording begin where they cannot; it is damaged")
+            raise TraceError("the rings of the recording are out of place; it is damaged")
         self._ring_type = _ring_type(self._object_bytes)
         return head
 

@@ -63,7 +63,7 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
     elif hasattr(os, "memfd_create"):
         fd = _without_name()
     else:
-        raise OSError("this system has no memory that other processes could be given")
+        raise OSError("this system has no memory to share with other processes")
     try:
         fd, low_fd = duplicate(fd), fd
         os.close(low_fd)
@@ -119,12 +119,10 @@ def _make_room(directory: Path, room_bytes: int) -> None:
 def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and limit < size_bytes:
-        raise OSError(f"files are limited to {limit} bytes (ulimit -f), a recording takes {size_bytes}")
+        raise OSError(f"files are limited to {limit} bytes (ulimit -f), and a recording needs {size_bytes}")
     # Where memory is promised strictly, what is not there when it is touched would end the process.
     if is_sparse and _read("/proc/sys/vm/overcommit_memory") == "2":
-        raise OSError(
-            "this system promises memory strictly (vm.overcommit_memory = 2), and a recording takes it by pages"
-        )
+        raise OSError("this system does not overcommit memory (vm.overcommit_memory = 2), which a recording needs")
 
 
 def _without_name() -> int:

@@ -62,7 +62,7 @@ def is_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
     if name not in names:
         near = nearest(name, names)
         hint = f"; nearest is {near!r}" if near else ""
-        raise TraceError(f"asked for the endpoint {name!r:.80}, found {len(names)} endpoints, and none is that{hint}")
+        raise TraceError(f"there is no endpoint {name!r:.80} among {len(names)} endpoints{hint}")
     is_named: NDArray[np.bool_] = np.array([site.name == name for site in trace.sites])[of_site]
     return is_named
 

@@ -203,8 +203,8 @@ def places_of_request(trace: Columns, joined: Joined, name: str) -> list[int]:
     near = nearest(name, keys)
     hint = f"; nearest is {near!r}" if near else ""
     raise TraceError(
-        f"asked for the request {name!r:.80}, found {len(joined.rows)} requests, {len(keys)} keys, and none of them "
-        f"that{hint}; give a key, or the number of a request's span as the view requests has it"
+        f"there is no request {name!r:.80} among {len(joined.rows)} requests with {len(keys)} keys{hint}; give a "
+        "key, or the number of a request's span from the view requests"
     )
 
 

@@ -65,7 +65,7 @@ class Options:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                raise TypeError(f"asked for the option {name!r}; allowed: {', '.join(names)}")
+                raise TypeError(f"there is no option {name!r}; allowed: {', '.join(names)}")
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def __post_init__(self) -> None:

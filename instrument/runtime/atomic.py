@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         if not _may_be_replaced(path):
-            raise FileExistsError(errno.EEXIST, "something that is no file has this name")
+            raise FileExistsError(errno.EEXIST, "this path exists, and is not a regular file")
     file, part = _part_of(path.parent)
     try:
         with file:
@@ -71,7 +71,7 @@ def append(path: Path, text: str) -> None:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise FileExistsError(errno.EEXIST, "something that is no file has this name")
+            raise FileExistsError(errno.EEXIST, "this path exists, and is not a regular file")
         data, before = memoryview(text.encode(errors="backslashreplace")), os.fstat(file.fileno()).st_size
         try:
             while data:

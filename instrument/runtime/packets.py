@@ -61,13 +61,13 @@ def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
 
 def _parsed(data: bytes, flags: int) -> Message:
     if flags & _socket.MSG_TRUNC:
-        raise PacketError(f"found a packet of more than {PACKET_BYTES} bytes")
+        raise PacketError(f"a packet has more than {PACKET_BYTES} bytes")
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as problem:
-        raise PacketError(f"found a packet that is no JSON: {problem!s:.80}") from None
+        raise PacketError(f"a packet is not JSON: {problem!s:.80}") from None
     if not isinstance(message, dict):
-        raise PacketError("found a packet that is no JSON object")
+        raise PacketError("a packet is not a JSON object")
     return message
 
 

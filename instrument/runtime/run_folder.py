@@ -77,8 +77,8 @@ def refuse_shared(folder: Path) -> None:
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise PermissionError(
-            f"{folder}: found mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}; it must be a folder of this "
-            "user's alone, mode 0700"
+            f"{folder}: its mode is {stat.filemode(facts.st_mode)} of user {facts.st_uid}; it must belong to this "
+            "user, with mode 0700"
         )
 
 
@@ -87,7 +87,7 @@ def listen(path: Path) -> socket.socket:
     holder = holder_of(path)
     if holder is not None:
         raise FileExistsError(
-            f"{path}: {agent_name(holder)} listens there already{'' if _answers(path) else unanswered(holder)}"
+            f"{path}: {agent_name(holder)} already listens there{'' if _answers(path) else unanswered(holder)}"
         )
     path.unlink(missing_ok=True)
     listener = socket.socket(packets.FAMILY, packets.KIND)

@@ -196,7 +196,7 @@ class ControlThread:
         try:
             request = Request(**message["do"])
         except TypeError:
-            answer: Answer = {"error": "asked for something that this version does not do"}
+            answer: Answer = {"error": "this version does not know the request"}
         else:
             answer = self._ask(request)
         membership.send({"answer": answer, "number": message.get("number", 0)})

@@ -147,7 +147,7 @@ class Exporting:
             return False
         self._facts.publish()
         if (problem := self._membership.join()) and not self._membership.can_begin_agent():
-            account.complain(f"{problem}; what this process records goes with it", log=False)
+            account.complain(f"{problem}; the recording of this process ends with it", log=False)
         return True
 
     def choose(self) -> None:
@@ -219,8 +219,8 @@ class Exporting:
                 return []
             self.count_loss("spans of windows that the agent of the run may not have kept", len(spans))
             raise ExportError(
-                f"asked the agent of the run to send {len(spans)} spans of a window, found that it does not hear; "
-                "those that the profile's `capture` keeps are sent by the next one"
+                f"the agent of the run does not answer, so {len(spans)} spans of a window were not sent; the next "
+                "agent sends those that `capture` keeps"
             )
         with self.lock.acquired():
             reader = self.reading

@@ -83,7 +83,7 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
         name = match[1]
         if name not in values:
             names = ", ".join(f"{{{key}}}" for key in values)
-            raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {names}")
+            raise TraceError(f"the path {template!r} has the unknown field {{{name}}}; allowed: {names}")
         return values[name]
 
     name = re.sub(r"\{(.*?)\}", value, template)

@@ -297,8 +297,8 @@ class _ToCollector:
         if missing > 0:
             session.exporting.count_loss("spans of windows that did not reach the OpenTelemetry collector", missing)
             raise ExportError(
-                f"asked to send {size} spans to the OpenTelemetry collector, {missing} did not reach it"
-                f"{f' ({delivery.reason})' if delivery.reason else ''}"
+                f"{missing} of {size} spans did not reach the OpenTelemetry "
+                f"collector{f' ({delivery.reason})' if delivery.reason else ''}"
             )
 
     def _settings_for(self, session: Session) -> Otlp:
@@ -378,7 +378,9 @@ class Backlog:
                 self._waiting.clear()
             self._thread = None
         if thread.is_alive():
-            logger.warning("a handler of a Profiler still runs after %d s; nobody waits for it", limit_ns // 10**9)
+            logger.warning(
+                "a handler of a Profiler still runs after %d s, and the process does not wait for it", limit_ns // 10**9
+            )
         self._give_up(given_up, f"they were not written within {limit_ns / 1e9:g} s")
 
     def _give_up(self, windows: Sequence[Window], why: str) -> None:

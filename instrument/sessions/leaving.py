@@ -223,7 +223,7 @@ class Leaving:
         if settings is None or answer.get("others"):
             return
         if answer.get("late"):
-            logger.warning("the report of the run was not there in time; its agent writes it once it is")
+            logger.warning("the report of the run was not ready in time; the agent prints it later")
         elif answer.get("report"):
             self._saving.write_report(settings, str(answer["report"]), round(deadline.last_s() * 1e9))
         elif is_due and not self._has_little_to_report():
@@ -243,7 +243,7 @@ class Leaving:
         is_for_agent = handover.has_agent and not handover.left and _can_agent_report()
         if lost and not is_for_agent:
             text = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-            logger.warning("not all that this process recorded had reached the collector at its end: %s", text)
+            logger.warning("some spans of this process had not reached the collector at its end: %s", text)
 
     def _has_little_to_report(self) -> bool:
         """Return True where only collections of garbage were recorded here, and rules are at work in other processes.

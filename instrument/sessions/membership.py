@@ -99,7 +99,7 @@ class Membership:
         except (OSError, ValueError) as error:
             self.close()
             is_gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
-            return f"agent: asked to join the run at {self.path}, found that {NOBODY if is_gone else error}"
+            return f"agent: cannot join the run at {self.path}: {NOBODY if is_gone else error}"
         return ""
 
     def _memory_if_there(self) -> list[int]:

@@ -108,8 +108,8 @@ class OwnExport:
         while self.look(at_once=True) or exported.is_behind:
             if time.monotonic() > end:
                 raise ExportError(
-                    f"asked to send {len(spans)} spans of a window, found that the collector has not taken what was "
-                    "recorded before them; what the profile's `capture` keeps is sent once it does"
+                    f"{len(spans)} spans of a window were not sent, because the collector has not accepted earlier "
+                    "ones; those that `capture` keeps are sent later"
                 )
             time.sleep(ROOM_S)
         return exported.unsent(spans)

@@ -85,12 +85,12 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     for remark in chosen.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
     if is_told and is_main():
-        logger.warning("%s: %s; instrument.summary() and instrument.dump() tell in code", chosen.source, NO_EXPORT)
+        logger.warning("%s: %s; call instrument.summary() or instrument.dump() in code", chosen.source, NO_EXPORT)
     with _session_lock:
         if _session is not None:
             raise StateError(
-                f"asked to start a session with {chosen.source}, but one with {_session.profile.source} runs already; "
-                "call instrument.stop() first"
+                f"cannot start a session with {chosen.source}: a session with {_session.profile.source} runs; call "
+                "instrument.stop() first"
             )
         leave = _begin_run(chosen)
         session = Session(chosen, _forget)
@@ -155,7 +155,7 @@ def is_running() -> bool:
 def session() -> Session:
     """Return the running session. Raises `StateError` where none runs."""
     if _session is None:
-        raise StateError("no session runs; call instrument.start(profile) or use `instrument run`")
+        raise StateError("no session runs; call instrument.start(profile), or use `instrument run`")
     return _session
 
 
@@ -255,7 +255,7 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
     global _checking
     with _session_lock:
         if _session is not None:
-            raise StateError("check was asked while a session runs; call instrument.stop() first")
+            raise StateError("cannot check while a session runs; call instrument.stop() first")
         _checking = True
         selection = Selection(profile)
         undo = selection.attach(main=False)  # that is `instrument check` itself

@@ -156,7 +156,7 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
         return selection.change(to)
     except Exception as fault:
         selection.change(now, anew=True)
-        raise StateError(f"{to.source} could not be put to work: {type(fault).__name__}: {fault}") from fault
+        raise StateError(f"{to.source} could not be applied: {type(fault).__name__}: {fault}") from fault
 
 
 class Generations:
@@ -243,7 +243,7 @@ class Generations:
         loads("")  # imports what reading a profile needs
         if self._file is None:
             source = session.profile.source
-            session.account.complain(f"control.watch: there is no file to watch; the profile is {source}")
+            session.account.complain(f"control.watch: the profile has no file to watch; it is {source}")
         self.control = self._new_control()
         self.control.start()
 
@@ -273,11 +273,11 @@ class Generations:
         session = self._session
         if profile is None and self._file is None:
             raise StateError(
-                f"asked to reload, but the session's profile is no file ({session.profile.source}); give one to reload"
+                f"cannot reload: the profile of the session is no file ({session.profile.source}); give a file"
             )
         with self.lock:  # the file is read within, or of two callers the one that read first might be the last
             if self._has_ended():
-                raise StateError("asked to reload a session that has been stopped; call instrument.start()")
+                raise StateError("cannot reload: the session has been stopped; call instrument.start()")
             new_profile, file = read(profile, self._file)
             next_profile = self._with_engines(taken_on(new_profile, session.profile))
             attached: list[str] = []
@@ -313,8 +313,8 @@ class Generations:
         if len(to.functions) > len(now.functions) and mark not in board.marks():
             board.put([mark])
             logger.warning(
-                "instrument: the service imports %s, so the rules of the preset %s are taken on, too "
-                "(`instrument check --preset %s` prints them; `engines: off` leaves them out)",
+                "instrument: the service imports %s, so the rules of the preset %s apply, too (`instrument check "
+                "--preset %s` prints them; `engines: off` leaves them out)",
                 package, preset, preset,
             )  # fmt: skip
 

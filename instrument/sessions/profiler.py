@@ -160,7 +160,7 @@ class Profiler:
         """Begin step 0. Raises `StateError` where it has begun, and where the profile cannot have a session."""
         with self._lock:
             if self._is_running:
-                raise StateError("asked to start a Profiler that runs; call stop() first, or make another one")
+                raise StateError("the Profiler already runs; call stop() first, or create another one")
             if not self._timer_only:
                 session = join(self._profile, state=self._state, tracer_option=self._tracer_option)
                 try:
@@ -367,9 +367,9 @@ class Profiler:
 
     def _refuse_unless_running(self, verb: str) -> None:
         if self._is_delivering:
-            raise StateError(f"asked to {verb} within on_trace_ready, where no step is under way; do so in the loop")
+            raise StateError(f"cannot {verb} within on_trace_ready, because no step is open; do so in the loop")
         if not self._is_running:
-            raise StateError(f"asked to {verb} a Profiler that does not run; use it in a with statement, or start() it")
+            raise StateError(f"cannot {verb} a Profiler that does not run; use it in a with statement, or call start()")
 
     def _made(
         self, session: Session, windows: Windows, bounds: tuple[int, int, int], last_step: int, *, partial: bool = False
@@ -438,7 +438,9 @@ class Profiler:
         errors. Raises `TargetError` for an asynchronous iterable.
         """
         if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):
-            raise TargetError(f"Profiler.loader: found the asynchronous {batches!r:.80}; use instrument.loader for it")
+            raise TargetError(
+                f"Profiler.loader: it cannot take the asynchronous {batches!r:.80}; use instrument.loader for it"
+            )
         kind = SizedLoaderItems if hasattr(batches, "__len__") else LoaderItems
         return kind(loader(batches, name), self)
 
@@ -492,7 +494,7 @@ class Profiler:
             process.tell_that_it_is_off()
             return Path(path)
         if window is None:
-            raise StateError(f"asked to export a window to {os.fspath(path)}, but none has ended; see the schedule")
+            raise StateError(f"no window has ended yet to export to {os.fspath(path)}; see the schedule")
         return window.export(path)
 
 

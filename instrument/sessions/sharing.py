@@ -55,13 +55,13 @@ def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | No
         if profile is not None:
             source = profile.source if isinstance(profile, Profile) else os.fspath(profile)
             raise StateError(
-                f"asked for a Profiler with the profile {source}, but a session with {running.profile.source} runs and "
-                "a process has one; leave the profile out to look at that session, or end it first"
+                f"a Profiler with the profile {source} cannot start: a session with {running.profile.source} runs; "
+                "leave the profile out, or stop the session"
             )
         if settings.get("state", "CPU") != "CPU" and running.profile.state == "CPU":
             raise StateError(
-                f"asked for a Profiler with state {settings['state']}, but the session that runs with "
-                f"{running.profile.source} has state CPU and times no device; leave the state out or change the profile"
+                f"a Profiler with state {settings['state']} cannot start: the session with {running.profile.source} "
+                "has state CPU, without device times; leave the state out, or change the profile"
             )
         if running in _guests:
             _guests[running] += 1

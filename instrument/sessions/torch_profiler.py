@@ -196,8 +196,8 @@ class TorchProfiler:
         with self._lock:
             if self._running is not None and not self._is_here():
                 self._say(
-                    "torch.profiler was begun on another thread than the window ends on, and ends on that one alone; "
-                    "its operators are not joined"
+                    "torch.profiler was started on another thread, and can only stop there; its operators are not "
+                    "joined"
                 )
                 return None
             self._stop("")

@@ -249,7 +249,7 @@ def lengths_below(
 _STARTS = np.array([bucket_start(index) for index in range(LAST_BUCKET + 1)], dtype=np.int64)
 
 
-_TOO_DEEP = "its calls lie in one another deeper than any program's; it is damaged"
+_TOO_DEEP = "its calls are nested too deeply; it is damaged"
 
 
 class _Paths:

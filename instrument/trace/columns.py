@@ -353,19 +353,19 @@ def _refuse_unsound(trace: Columns) -> None:
         raise ValueError("its columns are of different lengths; it is damaged")
     for starts, ends in ((trace.start_ns, trace.end_ns), (work.start_ns, work.end_ns)):
         if not lie_within(starts, -FARTHEST_NS, FARTHEST_NS) or not lie_within(ends, -FARTHEST_NS, FARTHEST_NS):
-            raise ValueError("it has a time that no clock reads; it is damaged")
+            raise ValueError("it has a time out of range; it is damaged")
         if (ends < starts).any():
-            raise ValueError("something in it ends before it starts; it is damaged")
+            raise ValueError("a span in it ends before it begins; it is damaged")
     if not lie_within(trace.active_ns, -FARTHEST_NS, FARTHEST_NS) or not lie_within(
         trace.self_ns, -FARTHEST_NS, FARTHEST_NS
     ):
-        raise ValueError("it has a length of time that no clock reads; it is damaged")
+        raise ValueError("it has a duration out of range; it is damaged")
     tables = (
         (trace.site, 0, len(trace.sites)), (trace.error, NONE, len(trace.errors)), (work.label, 0, len(work.labels)),
         (work.row, 0, count),
     )  # fmt: skip
     if not all(lie_within(*table) for table in tables) or (work.row[1:] < work.row[:-1]).any():
-        raise ValueError("it names what is in none of its tables; it is damaged")
+        raise ValueError("it refers to a row that does not exist; it is damaged")
     # A duplicate id has one row for both. `np.unique` would take thirty times as long.
     if (rows_of(trace.span_id, trace.span_id) != np.arange(count)).any():
         raise ValueError("two spans in it have one id; it is damaged")

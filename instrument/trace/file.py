@@ -168,7 +168,7 @@ def without_endless(saved: Saved) -> Saved:
     """
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
-        raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+        raise ValueError("its calls are nested too deeply; it is damaged")
     if saved.tally is None and int(level.sum(dtype=np.int64)) > LIMIT_LINKS:
         return replace(saved, tally=saved.counted())
     return saved
@@ -179,7 +179,7 @@ def facts_of(path: str | os.PathLike[str]) -> Trace:
     with _refusals(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")
         if member.file_size > LIMIT_VALUE:
-            raise ValueError("its metadata is longer than in any recording")
+            raise ValueError("its metadata is too long")
         content = json.loads(_array(archive.read(member)).tobytes())
         return Metadata(checked(content["trace"], dict)).trace([], [])
 

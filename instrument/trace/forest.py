@@ -57,7 +57,7 @@ def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
         depth[open_rows] += depth[up]
         above[open_rows] = farther
         open_rows = open_rows[farther != NONE]
-    raise ValueError("parents in it run in a circle; it is damaged")
+    raise ValueError("a span in it is its own ancestor; it is damaged")
 
 
 def tops(parents: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -71,7 +71,7 @@ def tops(parents: NDArray[np.int32]) -> NDArray[np.int32]:
                 break
             return np.asarray(top)
         top = farther
-    raise ValueError("parents in it run in a circle; it is damaged")
+    raise ValueError("a span in it is its own ancestor; it is damaged")
 
 
 def nearest(above: NDArray[np.int32], is_wanted: NDArray[np.bool_]) -> NDArray[np.int32]:

@@ -263,7 +263,7 @@ def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     Raises `TypeError` for a text that is no object."""
     objects = json.loads(b"[%b]" % b",".join(texts))
     if not all(isinstance(attributes, dict) for attributes in objects):
-        raise TypeError("attributes in it are none")
+        raise TypeError("its attributes are not valid")
     return [{key: as_tuples(value) for key, value in attributes.items()} for attributes in objects]
 
 
@@ -317,13 +317,13 @@ def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) ->
 
 def _texts(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TypeError("a table of names in it is none")
+        raise TypeError("a table of names in it is not valid")
     return tuple(names)
 
 
 def _refuse_outside(rows: Column, count: int) -> None:
     if len(rows) and not 0 <= rows.min() <= rows.max() < count:
-        raise ValueError("it names what is in none of its tables; it is damaged")
+        raise ValueError("it refers to a row that does not exist; it is damaged")
 
 
 def _with_rare(arrays: Arrays, name: str, usual: Int64s) -> Int64s:

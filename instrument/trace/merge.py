@@ -82,12 +82,12 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     apart_ns = 0 if clock == MONOTONIC else _apart_ns(parts)
     if apart_ns is None and not by_wall_clock:
         raise TraceError(
-            f"asked to put {len(files)} files of {len(groups)} processes on one clock, found that they are not of one "
-            "machine, or do not tell, nor how exact its wall clock was; take these with --clock wall, which may be "
-            "seconds apart, or see each with --by process"
+            f"cannot put {len(files)} files of {len(groups)} processes on one clock: they are of several machines, "
+            "or do not name theirs, and the accuracy of the wall clock is unknown; use --clock wall, which may be "
+            "seconds off, or --by process"
         )
     if clock == WALL and (undated := [saved for saved in parts if not saved.trace.origin.realtime_ns]):
-        raise TraceError(f"the file of {called(undated[0])} does not tell the time of day; see each with --by process")
+        raise TraceError(f"the file of {called(undated[0])} has no time of day; see each process with --by process")
     try:
         before_ns = max(saved.trace.apart_ns for saved in parts)  # of files that were merged before
         merging = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))

@@ -260,7 +260,7 @@ class Metadata:
             return None
         imports, process_ns, why = facts["imports"], facts["process_ns"], facts.get("why", "")
         if why not in FIRSTS:
-            raise ValueError(f"it has {why!r:.40} for a reason, which there is not; it is damaged")
+            raise ValueError(f"it has {why!r:.40} for a reason, which does not exist; it is damaged")
         return Startup(
             session_ns=self.base_ns + checked(facts["session_ns"], int),
             process_ns=None if process_ns is None else self.base_ns + checked(process_ns, int),
@@ -303,7 +303,7 @@ class Metadata:
                 names[index(name)], kind, device, stream, start_ns, start_ns + length_ns, thread_id, launched_ns
             )
             if kind not in WORK or length_ns < 0:
-                raise ValueError("a kernel in it is none; it is damaged")
+                raise ValueError("a kernel in it is not valid; it is damaged")
             kernels.append(work)
         return KernelColumns.of(kernels).moved(0)
 
@@ -327,7 +327,7 @@ class Metadata:
             paths.append((*paths[_place(parent)], self.sites[index(site)]))
             links += len(paths[-1])
             if links > LIMIT_LINKS:
-                raise ValueError("its call paths are longer than any program's; it is damaged")
+                raise ValueError("its call paths are too long; it is damaged")
         lines, of_line, buckets, times = list[Totals](), list[int](), list[int](), list[int]()
         for node, thread_id, *numbers, histogram in saved["rows"]:
             if self._facts["format"] == READ[0]:  # it had no waiting times; a coroutine's self time counts as waiting
@@ -354,7 +354,7 @@ def _place(node: Any) -> int:
 
 def _column(kind: Any, text: Any) -> Column:
     if kind not in _KINDS_OF_COLUMNS:
-        raise ValueError(f"it has {kind!r:.40} for the type of a column, which there is not; it is damaged")
+        raise ValueError(f"it has {kind!r:.40} for the type of a column, which does not exist; it is damaged")
     most = LIMIT_SPANS * np.dtype(kind).itemsize
     numbers = zlib.decompressobj().decompress(base64.b64decode(checked(text, str), validate=True), most + 1)
     if len(numbers) > most:
@@ -394,7 +394,7 @@ def _read_merged_process(facts: Any) -> MergedProcess:
     numbers = checked(facts["numbers"], dict)
     moved_ns = checked(facts["moved_ns"], int)
     if not -INT64 >> 2 < moved_ns < INT64 >> 2:
-        raise ValueError("it has a time that no clock reads; it is damaged")
+        raise ValueError("it has a time out of range; it is damaged")
     windows = _pairs(facts["windows"])
     own_numbers: Any = {name: dict(_pairs(numbers[name])) for name in NUMBERS_OF_PROCESS}
     is_watched = checked(facts["is_watched"], bool)
@@ -409,14 +409,14 @@ def _site(facts: dict[str, Any]) -> Site:
     pairs = tuple((checked(key, str), as_tuples(value)) for key, value in facts.get("attributes", ()))
     site: Site = made(Site, facts, attributes=pairs)
     if site.kind not in KINDS:
-        raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which there is not; it is damaged")
+        raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which does not exist; it is damaged")
     return site
 
 
 def _bucket(value: Any) -> int:
     """Return the bucket of a histogram. Raises `ValueError` beyond the last one, whose begin may be huge."""
     if (bucket := index(value)) > LAST_BUCKET:
-        raise ValueError("a histogram in it has a bucket to which no time belongs; it is damaged")
+        raise ValueError("a histogram in it has an unknown bucket; it is damaged")
     return bucket
 
 

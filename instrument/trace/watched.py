@@ -61,7 +61,7 @@ class KernelColumns(Sequence[Kernel]):
         times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
         edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
         if not all(-FARTHEST_NS < edge_ns + by_ns < FARTHEST_NS for edge_ns in edges_ns):
-            raise ValueError("it has a time that no clock reads; it is damaged")
+            raise ValueError("it has a time out of range; it is damaged")
         by_ns = by_ns if edges_ns else 0
         return replace(
             self,
@@ -182,7 +182,7 @@ def unpacked_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> Ker
         lie_within(times, -FARTHEST_NS, FARTHEST_NS) for times in (start_ns, end_ns, launched_ns)
     )
     if not is_sound or (end_ns < start_ns).any() or len(set(names)) != len(names):
-        raise ValueError("a kernel in it is none; it is damaged")
+        raise ValueError("a kernel in it is not valid; it is damaged")
     return KernelColumns(tuple(names), WORK, name.astype(np.int32), kind.astype(np.int32), *numbers)
 
 
@@ -207,7 +207,7 @@ def unpacked_allocations(columns: Arrays, base_ns: int) -> Allocations:
     column_by_name |= {name: columns[f"allocation_{name}"] for name in PLAIN}
     column_by_name |= {name: summed(columns[f"allocation_{name}_steps"]) for name in ("at_ns", *LEVELS)}
     if {len(column) for column in column_by_name.values()} != {len(thread_id)}:
-        raise ValueError("an allocation in it is none; it is damaged")
+        raise ValueError("an allocation in it is not valid; it is damaged")
     rows = np.empty(len(thread_id), dtype=ROW)
     for name, column in column_by_name.items():
         rows[name] = column
@@ -217,5 +217,5 @@ def unpacked_allocations(columns: Arrays, base_ns: int) -> Allocations:
 def _of_table(columns: Arrays, name: str) -> Int64s:
     table, places = columns[f"{name}_ids"], columns[name]
     if not lie_within(places, 0, len(table)):
-        raise ValueError("it names what is in none of its tables; it is damaged")
+        raise ValueError("it refers to a row that does not exist; it is damaged")
     return np.asarray(table.astype(np.int64)[places])

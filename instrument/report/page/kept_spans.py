@@ -118,9 +118,7 @@ class KeptSpans:
         if request is None:
             return None
         if self.listed.what != "request":
-            raise TraceError(
-                f"asked for the request {request!r:.80}, found no request in the trace; leave --request out"
-            )
+            raise TraceError(f"the trace has no request, so not {request!r:.80} either; leave --request out")
         return places_of_request(self._trace, self._recording.once(joined_requests), request)[0]
 
     # Which spans
