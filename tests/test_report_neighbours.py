@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from noisy_tenants import KINDS, is_conserved, is_placebo_free, workload
 from simulated_engine import Service
-from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made
+from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made, schedule
 
+from instrument.cli import main
 from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
 from instrument.report.batches_view import batches
 from instrument.report.device_view import device
@@ -18,6 +20,7 @@ from instrument.report.neighbours_view import NOBODY, neighbours
 from instrument.report.request_groups import group_shares, joined_requests, request_ledger, request_turns
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
+from instrument.trace import file
 from instrument.trace.bill import WAYS, Account
 from instrument.trace.trace import Trace
 
@@ -66,6 +69,16 @@ def test_each_wait_is_charged_to_those_who_were_served_or_blocked_the_loop() -> 
     assert bill.sentence() == "Requests of a waited 295 ns each for requests of b."
     assert bill.suffered_ns == bill.inflicted_ns + bill.nobody_ns
     assert "Suffered" in "\n".join(bill.lines())
+
+
+def test_a_group_that_no_request_has_is_refused_with_those_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(file.dump(tmp_path / "run.npz", recording_of(shared_engine()).trace))
+    assert main(["report", path, "--view", "neighbours", "--by", "tenant"]) == 0
+    assert "Waits by tenant" in capsys.readouterr().out
+    assert main(["report", path, "--by", "tenat"]) == 2
+    assert "allowed: endpoint, http.request.header.x-tenant" in capsys.readouterr().err
 
 
 def test_a_bill_without_waits_says_how_to_get_one() -> None:
@@ -134,6 +147,27 @@ def test_the_bill_equals_one_that_is_made_by_hand(seed: int) -> None:
     }
     assert places == by_hand(recording, group, count)
     assert (bill.charged_ns.sum(axis=(0, 2)) == bill.suffered_ns).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_irregular_recordings_charge_each_nanosecond_once(seed: int) -> None:
+    rng, spans = random.Random(seed), schedule(seed)
+    threads, end = sorted({span.thread_id for span in spans}), max(span.end_ns for span in spans)
+    names = ["", *(span.site.name for span in spans)]
+    for number in range(rng.randrange(6)):
+        at = rng.randrange(end)
+        blocked = made(100_000 + number, BLOCKED_LOOP, at, at + rng.randrange(1, end), thread=rng.choice(threads))
+        blocked.attributes = {BLOCKED_BY: rng.choice(names)}
+        spans.append(blocked)
+    recording = recording_of(spans)
+    joined, count = recording.once(joined_requests), rng.randrange(1, 5)
+    group = np.array([rng.randrange(count) for _ in joined.rows], dtype=np.int64)
+    every = np.ones(len(group), dtype=np.bool_)
+    account = Account(recording.columns, joined, recording.once(request_turns), group, count, every)
+    bill = account.bill(recording.once(request_ledger))
+    assert (bill.charged_ns.sum(axis=(0, 2)) == bill.suffered_ns).all()
+    assert (bill.charged_ns >= 0).all()
+    assert is_conserved(neighbours(recording, Options()))
 
 
 def test_requests_share_batches_device_time_and_tokens_by_any_attribute() -> None:

@@ -145,6 +145,7 @@ def _run_of(options: argparse.Namespace) -> RunRead | None:
 
 
 def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
+    from instrument.report.request_groups import refuse_unknown_group
     from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, document
 
@@ -157,6 +158,7 @@ def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
         return _written(options, chosen, run)
     documents = []
     for place, (header, facts, recording) in enumerate(_recordings(options, run)):
+        refuse_unknown_group(recording, chosen)
         if options.request is not None:
             from instrument.report.request_life import request_life
 

@@ -220,10 +220,12 @@ def _without(
     engine = Engine(recording.columns, joined, recording.once(request_turns), account.lanes)
     every = engine.replay(np.ones(len(joined.rows), dtype=np.bool_))
     if not every.is_sound:
-        return every, ()
+        return every if len(every.place) else None, ()
     rows = []
     for cause in causes:
         is_other = group[every.place] != cause
+        if not is_other.any():
+            continue
         alone = engine.replay(group != cause)
         recorded_ns, replayed_ns = np.sort(every.queue_ns[is_other]), np.sort(every.replayed_ns[is_other])
         falls = float(replayed_ns.mean() - alone.replayed_ns.mean())

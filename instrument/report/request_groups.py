@@ -13,9 +13,10 @@ from operator import attrgetter
 
 import numpy as np
 
+from instrument.errors import InstrumentError
 from instrument.recording.distributions import OTHER, group_of
 from instrument.report.section import Section
-from instrument.report.table import bounded, remaining_row, share
+from instrument.report.table import bounded, remaining_row, safe, share
 from instrument.report.utilisation import request_of_spans, requests_within
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
@@ -79,11 +80,29 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
 def values_of(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
     """Return the value of an attribute of requests. The end of its name is enough: `tenant` for a header `x-tenant`."""
     if not len(trace.attributes.having(attribute)):
-        names = dict.fromkeys(name for row in rows[:ROWS_WITH_NAMES].tolist() for name in trace.attributes[row])
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
-        attribute = next((name for name in names if name.endswith(ends)), attribute)
+        attribute = next((name for name in _attributes_of(trace, rows) if name.endswith(ends)), attribute)
     return list(map(group_of, trace.attributes.values(attribute, rows)))
 
+
+def _attributes_of(trace: Columns, rows: Int64s) -> Iterable[str]:
+    return dict.fromkeys(name for row in rows[:ROWS_WITH_NAMES].tolist() for name in trace.attributes[row])
+
+
+def refuse_unknown_group(recording: Recording, options: Options) -> None:
+    """Raise `InstrumentError` if no request has the attribute of `requests_by`, with the attributes that exist."""
+    trace, rows, attribute = recording.columns, recording.once(joined_requests).rows, options.requests_by
+    if attribute in ("", ENDPOINT) or not len(rows) or any(values_of(trace, rows, attribute)):
+        return
+    names = [safe(name) for name in _attributes_of(trace, rows) if not name.startswith("instrument.")]
+    raise InstrumentError(
+        f"report: asked for groups by {attribute!r}, found no request with that attribute; allowed: "
+        f"{', '.join([ENDPOINT, *sorted(names)[:MOST_NAMES]])}"
+    )
+
+
+MOST_NAMES = 20
+"""The most attributes that a refusal names."""
 
 ROWS_WITH_NAMES = 1_000
 """The number of requests in which the end of an attribute's name is looked for."""
