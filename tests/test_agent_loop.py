@@ -20,10 +20,10 @@ from instrument import clock
 from instrument.agent import departure, journal, loop, runs
 from instrument.agent.client import Member
 from instrument.agent.jobs import Jobs
+from instrument.agent.live_view import LiveSampler
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import GOODBYE, VANISHED, Process, Run, exit_fd_of
 from instrument.agent.runs import Runs
-from instrument.agent.screen import LiveSampler
 from instrument.runtime import packets, run_folder
 
 

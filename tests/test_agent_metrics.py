@@ -19,7 +19,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_collectors import Collector, collecting, refuse_with, take
 from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
 
-from instrument.agent.exports import EXPORTER
+from instrument.agent.exporter_process import EXPORTER
 from instrument.otlp import export_facts
 from instrument.otlp.export_facts import Ids, MeteredFacts
 from instrument.profile.model import Capture

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import instrument
 from instrument.agent.client import Member
-from instrument.agent.screen import LiveSampler
+from instrument.agent.live_view import LiveSampler
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.profile.keys import loads

@@ -11,7 +11,7 @@ import pytest
 from otlp_spans import ORIGIN
 from test_agent import agents, begin, children_of, folder, until
 
-from instrument.agent.exports import EXPORTER
+from instrument.agent.exporter_process import EXPORTER
 from instrument.otlp import kept_files
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.kept_files import REMOVED, KeptFiles

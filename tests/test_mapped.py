@@ -31,7 +31,7 @@ from tallies import rows_of
 from instrument import clock, native
 from instrument.agent.client import Member
 from instrument.agent.departure import fold
-from instrument.agent.screen import LiveSampler
+from instrument.agent.live_view import LiveSampler
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import UNMETERED, ExportFacts, Ids
 from instrument.otlp.recording_reader import RecordingReader

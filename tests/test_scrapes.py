@@ -20,7 +20,7 @@ from otlp_collectors import collecting, take
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from test_agent import agents, begin, children_of, folder, run, until
 
-from instrument.agent.exports import EXPORTER
+from instrument.agent.exporter_process import EXPORTER
 from instrument.agent.scrapes import APART, EndedMetrics
 from instrument.otlp.exposition import Metered, families_of_run, text_of
 from instrument.recording.distributions import COUNTER, HISTOGRAM, UPDOWN, Distribution, Exemplar, Metric, Snapshot

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from instrument.agent.loop import Connection
@@ -193,40 +194,44 @@ class AgentEnd:
             packets.send(self._connection, message)
 
 
+def in_child(work: Callable[[], object]) -> int:
+    """Fork a child that does some work and ends. Return its process id. Raise `OSError`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
 def _forked(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
     """Fork a child. Return the agent's end of the connection to it, and its process id. Raise `OSError`."""
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
-    agent = os.getpid()
-    try:
-        pid = os.fork()
-    except OSError:
-        ours.close()
-        theirs.close()
-        raise
-    if pid == 0:
-        _be(theirs, serve, name, agent)
-    theirs.close()
+    with theirs:
+        try:
+            pid = in_child(partial(_be, theirs, serve, name, os.getpid()))
+        except OSError:
+            ours.close()
+            raise
     return Connection(ours), pid
 
 
 def _be(connection: socket.socket, serve: Callable[[socket.socket], object], name: str, agent: int) -> None:
-    """Serve in the child, with all other descriptors of the agent closed. Never return."""
-    code = 1
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # they are for the agent, which ends this one in its time
-        descriptor = 3
-        os.dup2(connection.fileno(), descriptor)
-        os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
-        _prepare(agent)
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"
-        with suppress(OSError):
-            Path("/proc/self/comm").write_text(name, "ascii")
-        gc.freeze()
-        serve(socket.socket(packets.FAMILY, packets.KIND, fileno=descriptor))
-        code = 0
-    finally:
-        os._exit(code)
+    """Serve in the child, with all other descriptors of the agent closed."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are for the agent, which ends this one in its time
+    descriptor = 3
+    os.dup2(connection.fileno(), descriptor)
+    os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
+    _prepare(agent)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name, "ascii")
+    gc.freeze()
+    serve(socket.socket(packets.FAMILY, packets.KIND, fileno=descriptor))
 
 
 def _prepare(agent: int) -> None:

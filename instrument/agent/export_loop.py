@@ -26,13 +26,14 @@ from instrument.runtime.faults import logger
 
 if TYPE_CHECKING:
     from instrument.agent import scrapes
-    from instrument.otlp import export_facts, exported, exporter, kept_files
+    from instrument.otlp import export_facts, exporter, kept_files, recording_export
     from instrument.otlp.exposition import Metered
     from instrument.otlp.span_queue import Source
     from instrument.recording.distributions import Metric
 else:  # a run that has only its gauges read needs no numpy
     scrapes = LazyModule("instrument.agent.scrapes")
-    export_facts, exported = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.exported")
+    export_facts = LazyModule("instrument.otlp.export_facts")
+    recording_export = LazyModule("instrument.otlp.recording_export")
     exporter, kept_files = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.kept_files")
 
 LOOK_S = 0.2
@@ -69,7 +70,7 @@ class ExportLoop:
         self._agent = AgentEnd(connection)
         self._gauges = GaugeThread(self._agent.tell)
         self._exporters: dict[Otlp | None, exporter.Exporter] = {}
-        self._recordings: dict[int, exported.RecordingExport] = {}
+        self._recordings: dict[int, recording_export.RecordingExport] = {}
         self._settings: dict[int, Otlp | None] = {}
         self._scopes: dict[int, list[scrapes.Scope]] = {}
         """The scopes of scrapes that each recording belongs to, by number."""
@@ -108,8 +109,8 @@ class ExportLoop:
         self._gauges.stop()
 
     @cached_property
-    def _run(self) -> exported.ExportedRun:
-        return exported.ExportedRun(self._recordings)
+    def _run(self) -> recording_export.ExportedRun:
+        return recording_export.ExportedRun(self._recordings)
 
     @cached_property
     def _ended(self) -> scrapes.EndedMetrics:
@@ -146,7 +147,7 @@ class ExportLoop:
             if export is not None:
                 self._attempt(int(message[name]), partial(action, int(message[name]), export))
 
-    def _note_ended(self, _: int, export: exported.RecordingExport) -> None:
+    def _note_ended(self, _: int, export: recording_export.RecordingExport) -> None:
         export.has_ended = True
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
@@ -182,7 +183,9 @@ class ExportLoop:
         try:
             otlp = None if settings is None else export_facts.settings_from(settings)
             sends = otlp is not None
-            self._recordings[number] = exported.RecordingExport(fd, self._exporter(otlp), generation, sends=sends)
+            self._recordings[number] = recording_export.RecordingExport(
+                fd, self._exporter(otlp), generation, sends=sends
+            )
             self._settings[number] = otlp
         finally:
             os.close(fd)
@@ -227,7 +230,7 @@ class ExportLoop:
             self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
 
     def _look(
-        self, *, is_last: bool = False, at_once: bool = False, metered: exported.RecordingExport | None = None
+        self, *, is_last: bool = False, at_once: bool = False, metered: recording_export.RecordingExport | None = None
     ) -> bool:
         """Read and settle all of them once, and take the metrics of one; returns True where any has more by now."""
         has_more = bool(self._recordings) and self._run.look(
@@ -240,7 +243,7 @@ class ExportLoop:
             sender.note_silence()
         return has_more
 
-    def _look_after(self, number: int, export: exported.RecordingExport) -> None:
+    def _look_after(self, number: int, export: recording_export.RecordingExport) -> None:
         export.write_kept(at_once=False)
         if not export.is_behind:  # those come first the next time that there was no room for
             self._recordings[number] = self._recordings.pop(number)
@@ -248,7 +251,7 @@ class ExportLoop:
         if export.is_over and export.is_settled():
             self._let_go(number)
 
-    def _send_window(self, message: Mapping[str, Any], _: int, export: exported.RecordingExport) -> None:
+    def _send_window(self, message: Mapping[str, Any], _: int, export: recording_export.RecordingExport) -> None:
         """Send all that was recorded in a time; requests that are open are kept until they end."""
         spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
         export.keep_open(spans)
@@ -261,7 +264,7 @@ class ExportLoop:
             if not self._look(at_once=True):
                 return
 
-    def _send_now(self, _: int, export: exported.RecordingExport) -> None:
+    def _send_now(self, _: int, export: recording_export.RecordingExport) -> None:
         """Send what a process has recorded until now."""
         self._settle_now()
         self._look(at_once=True, metered=export)

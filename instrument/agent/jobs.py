@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import departure
+from instrument.agent.child import in_child
 from instrument.agent.processes import Process
 
 AT_ONCE = 2
@@ -71,31 +72,27 @@ class Jobs:
     def _begun(self, job: Job, then: Callable[[Answer], object]) -> _Child:
         read_fd, write_fd = os.pipe()
         try:
-            pid = os.fork()
+            return _Child(in_child(partial(self._do, job, write_fd)), read_fd, then)
         except OSError:
             os.close(read_fd)
-            os.close(write_fd)
             raise
-        if pid:
-            os.close(write_fd)
-            return _Child(pid, read_fd, then)
-        code = 1
-        try:
-            for key in list(self._selector.get_map().values()):
-                os.close(key.fd)  # or others would hear nothing of the agent's end, or that it has hung up, until then
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(LIMIT_S)
-            os.environ["OPENBLAS_NUM_THREADS"] = "1"
-            try:
-                answer = job()
-            except BaseException as problem:
-                answer = {"error": f"{type(problem).__name__}: {problem!s:.500}"}
-            data = memoryview(json.dumps(answer).encode())
-            while data:
-                data = data[os.write(write_fd, data) :]
-            code = 0
         finally:
-            os._exit(code)
+            os.close(write_fd)
+
+    def _do(self, job: Job, write_fd: int) -> None:
+        """Do a job in its child, and write the answer."""
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)  # or others would hear nothing of the agent's end, or that it has hung up, until then
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LIMIT_S)
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        try:
+            answer = job()
+        except BaseException as problem:
+            answer = {"error": f"{type(problem).__name__}: {problem!s:.500}"}
+        data = memoryview(json.dumps(answer).encode())
+        while data:
+            data = data[os.write(write_fd, data) :]
 
     def _read(self, descriptor: int) -> None:
         child = self._running[descriptor]

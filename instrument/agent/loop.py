@@ -39,11 +39,6 @@ class Connection:
         return self.sock.fileno()
 
     @property
-    def is_trusted(self) -> bool:
-        """Return True if the other end is this user or root. Modes of folders depend on the file system."""
-        return self.uid in (os.geteuid(), 0)
-
-    @property
     def has_waiting(self) -> bool:
         """Return True if packets wait to be sent."""
         return bool(self._waiting)
@@ -219,7 +214,8 @@ class EventLoop:
                     self.after(ACCEPT_AGAIN_S, self._listen)
                 return
             connection = Connection(sock)
-            if not connection.is_trusted or len(self._connections) >= CONNECTIONS:
+            is_trusted = connection.uid in (os.geteuid(), 0)  # modes of folders depend on the file system
+            if not is_trusted or len(self._connections) >= CONNECTIONS:
                 connection.close()
                 continue
             self._connections.add(connection)
@@ -269,19 +265,16 @@ class EventLoop:
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as problem:
             kept_descriptors = []
             connection.is_broken = True  # it is JSON, and says nothing that we know, or the fault is ours
-            self._note_refused(problem)
+            self.refused += 1
+            if self.refused == 1 and self._says is not None:
+                words = f"later ones are counted: {type(problem).__name__}: {problem!s:.200}"
+                self._says(f"instrument: the agent could not take what a process told it, {words}")
         for descriptor in descriptors:
             if descriptor not in kept_descriptors:
                 os.close(descriptor)
         if connection.is_broken:
             self.drop(connection)
         return not connection.is_broken
-
-    def _note_refused(self, problem: Exception) -> None:
-        self.refused += 1
-        if self.refused == 1 and self._says is not None:
-            words = f"{type(problem).__name__}: {problem!s:.200}"
-            self._says(f"instrument: the agent could not take what a process told it, later ones are counted: {words}")
 
     def _watch(self, connection: Connection) -> None:
         """Watch a connection for packets, and for room to send while packets wait."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import departure, journal, processes, telling
-from instrument.agent.exports import Exports
+from instrument.agent.exporter_process import Exports
 from instrument.agent.jobs import Jobs, Saves
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import (
@@ -329,7 +329,7 @@ class Runs:
             return
         is_asked = process.facts.get("asks_for_requests", True)
         if not said and is_asked and not any(member.has_requests for member in (process, *process.run.processes)):
-            self._loop.attempt(partial(self._connections.last_look, process))
+            self._loop.attempt(partial(self._connections.look_now, process))
             said = departure.seen_of_unmet(process)
         if said:
             self._say(process.run, f"instrument: process {process.pid}: {said}", process)

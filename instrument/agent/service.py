@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,13 @@ class Questions:
             self._loop.send(question.asker, {"end": {"agent": os.getpid()}})
 
 
+@dataclass(eq=False)
 class Question:
     """A question to processes, and those that have not answered yet."""
 
-    def __init__(self, number: int, asker: Connection) -> None:
-        self.number = number
-        self.asker = asker
-        self.waiting: set[Process] = set()
+    number: int
+    asker: Connection
+    waiting: set[Process] = field(default_factory=set)
 
 
 END_S = 4.5

@@ -168,19 +168,18 @@ class ConnectionWatch:
             return
         began = time.thread_time()
         before = process.ports
-        self._look_now(process, by_table_of_s=FIRST_S)
+        self.look_now(process, by_table_of_s=FIRST_S)
         if process.ports != before:
             self._tell(process, {"connections": sorted(process.ports)})
         age_s = (time.monotonic_ns() - process.joined_ns) / 1e9
         wait_s = min(max(age_s / AGE_SHARE, FIRST_S), LONGEST_S) + COST_SHARE * (time.thread_time() - began)
         self._after(wait_s, lambda: self._look(process))
 
-    def last_look(self, process: Process) -> None:
-        """Take down the ports of a process that connections came to, also where it listens there no more."""
-        self._look_now(process)
+    def look_now(self, process: Process, by_table_of_s: float = 0.0) -> None:
+        """Note the ports of a process that connections came to, also where it listens there no more.
 
-    def _look_now(self, process: Process, by_table_of_s: float = 0.0) -> None:
-        """Look at a process. Processes use a table of this network of at most that age in seconds, once each."""
+        Processes use a table of this network of at most that age in seconds, once each.
+        """
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or listening.is_same_network(folder)
         is_old = process.pid in self._table_users or time.monotonic() - self._table_at >= by_table_of_s

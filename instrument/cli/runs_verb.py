@@ -47,7 +47,7 @@ def _add_ps(verbs: Verbs) -> None:
 
 def ps(options: argparse.Namespace, host: list[str]) -> int:
     """Print the runs. Returns the exit code."""
-    from instrument.agent.screen import LiveSampler
+    from instrument.agent.live_view import LiveSampler
 
     with client.asked(options.run, memory=True) as runs:
         screens = [(run, LiveSampler(run.name).look(run.members, run.folded)) for run in runs]
@@ -88,7 +88,7 @@ def _add_live(verbs: Verbs) -> None:
 
 def live(options: argparse.Namespace, host: list[str]) -> int:
     """Show the run until it is over or somebody presses Ctrl-C. Returns the exit code."""
-    from instrument.agent.screen import LiveSampler, Screen
+    from instrument.agent.live_view import LiveSampler, Screen
 
     sampler = LiveSampler("")
 

@@ -16,8 +16,8 @@ from instrument.runtime.cheap_start import LazyModule
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp.exported import ExportedRun, RecordingExport
     from instrument.otlp.exposition import Metered
+    from instrument.otlp.recording_export import ExportedRun, RecordingExport
     from instrument.otlp.span_queue import Source
 else:
     otlp = LazyModule("instrument.otlp")
@@ -53,13 +53,13 @@ class OwnExport:
 
     def prepare(self) -> None:
         """Import what is needed, where no fork can come in: a child would be left with half of it."""
-        import instrument.otlp.exported  # noqa: F401
+        import instrument.otlp.recording_export  # noqa: F401
 
     def begin(self, memory_fd: int) -> None:
         """Prepare to read this recording, from the row at which its last exporter stopped. Raises `OSError`."""
         if self._exported is not None or self.is_over:
             return
-        from instrument.otlp.exported import ExportedRun, RecordingExport
+        from instrument.otlp.recording_export import ExportedRun, RecordingExport
 
         self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends, facts=self._facts)
         self._run = ExportedRun({0: self._exported})

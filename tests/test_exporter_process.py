@@ -17,13 +17,13 @@ import pytest
 from fuzz_recordings import copied
 from test_agent import children_of
 
-from instrument.agent.exports import Exports
+from instrument.agent.exporter_process import Exports
 from instrument.agent.loop import Connection
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import Ids, MeteredFacts, settings_from, told
-from instrument.otlp.exported import ExportedRun, RecordingExport
 from instrument.otlp.exporter import Exporter
+from instrument.otlp.recording_export import ExportedRun, RecordingExport
 from instrument.profile.model import Capture
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import ExportCheckpoint

@@ -15,10 +15,10 @@ import pytest
 from otlp_collectors import Collector, Handler, collecting, refuse_with
 from readback import rows_in
 
-from instrument.otlp import export_facts, exported, recording_reader
+from instrument.otlp import export_facts, recording_export, recording_reader
 from instrument.otlp.export_facts import UNMETERED, Ids, MeteredFacts
-from instrument.otlp.exported import ExportedRun, RecordingExport
 from instrument.otlp.exporter import Exporter
+from instrument.otlp.recording_export import ExportedRun, RecordingExport
 from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import SENT, ExportCheckpoint, Progress
 from instrument.recording.slot_ring import IntervalRing
@@ -307,7 +307,7 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
 def test_what_a_process_leaves_in_its_recording_for_want_of_room_is_told(
     service: Service, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exported, "WAITING_SPANS", 0)
+    monkeypatch.setattr(recording_export, "WAITING_SPANS", 0)
     service.open.clear()
     found = service.handed_over(collector)
     for count in (5, 7):
