@@ -527,11 +527,11 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A machine without an NVIDIA driver, whatever this one is; returns the libraries that were asked for."""
     asked: list[str] = []
 
-    def refuse(name: str) -> None:
+    def refuse(name: str, _: int) -> None:
         asked.append(name)
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(nvml, "CDLL", refuse)
+    monkeypatch.setattr(nvml, "dlopen", refuse)
     return asked
 
 
