@@ -353,7 +353,7 @@ LINES_AND_FILES = {
     "recording": (4_035, 19),
     "report": (14_731, 52),
     "runtime": (2_674, 18),
-    "sessions": (6_915, 29),
+    "sessions": (6_914, 29),
     "trace": (9_225, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -280,7 +280,7 @@ def test_other_instrumentations_do_not_see_our_requests(collector: Receiver, mon
     suppressed: list[object] = []
 
     with exporting(way_to(collector)) as exporter:
-        exporter._settled = lambda _: suppressed.append(context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY))
+        exporter.settled = lambda _: suppressed.append(context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY))
         for _ in range(2):
             offer(exporter, tree(1))
             assert exporter.flush(60 * SECOND).complete
@@ -481,7 +481,7 @@ def test_a_refusal_that_comes_before_the_body_was_read_is_understood() -> None:
 def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_own_resource() -> None:
     with collecting(reject_two) as server, exporting(server.settings) as exporter:
         noted: list[tuple[Source, int]] = []
-        exporter._settled = lambda source: noted.append((source, source.counts["sending"]))
+        exporter.settled = lambda source: noted.append((source, source.counts["sending"]))
         sources = []
         for number in range(3):
             ids = Ids((number, number, number), f"process-{number}")

@@ -106,7 +106,7 @@ class Exporter:
         self._settings = settings
         self._sends = sends
         self._threads = threads
-        self._settled = settled
+        self.settled = settled
         self._sender = sender_for(settings)
         self._detected: Mapping[str, object] | None = None if detects else {}
         self._is_beside_service = detects
@@ -416,7 +416,7 @@ class Exporter:
             self._telling = source
             try:
                 taken = self._attempt_metrics_of(sender, source, metrics)
-                self._settled(source)
+                self.settled(source)
             finally:
                 self._telling = None
             if not taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
@@ -495,7 +495,7 @@ class Exporter:
                 verdict = Response(False, reason=self._queue.reason)
                 break
             self._queue.note_sending(request)
-            self._settled(request.source)  # who hears what is settled hears it before it is sent, too
+            self.settled(request.source)  # who hears what is settled hears it before it is sent, too
             self._sent_at_ns = time.monotonic_ns()
             left_s = partial(self._left_s, sender, self._sent_at_ns + timeout_ns)
             verdict = sender.send(request.data, request.spans, left_s, self._pause)
@@ -518,7 +518,7 @@ class Exporter:
             if not self._serves(sender):
                 return
             self._queue.settle(request, verdict)
-        self._settled(request.source)
+        self.settled(request.source)
         self._say(verdict)
 
     def _left_s(self, sender: Sender, deadline_ns: int) -> float:

@@ -67,8 +67,6 @@ class Leaving:
         membership: Membership,
         facts: RunFacts,
         stop: Callable[[], None],
-        *,
-        is_of_run: bool,
     ) -> None:
         self._recorded = recorded
         self._exporting = exporting
@@ -76,7 +74,6 @@ class Leaving:
         self._membership = membership
         self._facts = facts
         self._stop = stop
-        self._is_of_run = is_of_run
         self._observed_for = os.environ.get(environment.INIT_FOLDER, "")
         self.undos: list[Callable[[], object]] = []
         """The last ways back: an exit or a SIGTERM waits for all that comes before them."""
@@ -185,7 +182,8 @@ class Leaving:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
 
     def _is_first(self) -> bool:
-        return files.is_main() and (self._is_of_run or run_folder.first_process(files.run_told()) == os.getpid())
+        is_of_run = "INSTRUMENT_RUN_PID" in os.environ
+        return files.is_main() and (is_of_run or run_folder.first_process(files.run_told()) == os.getpid())
 
     def _wait_for_collector(self, deadline: Deadline) -> None:
         """Wait for the collector; but a moment where another process of the run has just done so in vain.

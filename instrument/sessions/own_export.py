@@ -41,6 +41,7 @@ class OwnExport:
 
     def __init__(self, exporter: otlp.Exporter, facts: Callable[[], Any] | None = None, *, sends: bool = True) -> None:
         self._exporter = exporter
+        exporter.settled = self.note_sent
         self._facts = facts
         self.sends = sends
         self._exported: RecordingExport | None = None

@@ -97,8 +97,7 @@ class Recorded:
         self.exporter: otlp.Exporter | None = None
         self.own: OwnExport | None = None
         if profile.export.otlp is not None:
-            note_sent = lambda source: self.own and self.own.note_sent(source)  # noqa: E731
-            self.exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads, note_sent)
+            self.exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
             self.own = OwnExport(self.exporter)
         self.handover = Handover(self.exporter, lambda: RECORDER.memory_fd, self.own)
         self.costs = Costs(RECORDER)

@@ -63,8 +63,7 @@ class Session:
         self._saving = saving = Saving(recorded, files.working_folder(), files.run_of_process())
         gauges, memory = (lambda: self._gauge_watch.facts()), (lambda: RECORDER.memory_fd)
         run_facts = RunFacts(recorded, facts, saving, gauges, lambda: self.threads)
-        prepare = lambda function: self.generations.while_no_fork_comes(function)  # noqa: E731
-        self._membership = membership = Membership(run_facts.at_join, memory, prepare)
+        self._membership = membership = Membership(run_facts.at_join, memory, self._run_guarded)
         self._gauge_watch = watch = GaugeWatch(recorded.gauges, membership, memory, facts.publish)
         self.generations = Generations(
             recorded,
@@ -77,7 +76,7 @@ class Session:
             look_after_export=lambda is_joined: self.exporting.look_after(is_joined=is_joined),
             hear_agent=lambda message: self.exporting.hear_agent(message),
         )
-        self.exporting = Exporting(recorded, facts, saving, membership, watch, prepare, lambda: self.threads)
+        self.exporting = Exporting(recorded, facts, saving, membership, watch, self._run_guarded, lambda: self.threads)
         self.threads = SessionThreads(
             recorded.account,
             recorded.budget,
@@ -90,8 +89,7 @@ class Session:
             follow=self._follow_threads,
             tell_others=self._mark_board,
         )
-        is_of_run = self._is_of_run
-        self.leaving = Leaving(recorded, self.exporting, saving, membership, run_facts, self.stop, is_of_run=is_of_run)
+        self.leaving = Leaving(recorded, self.exporting, saving, membership, run_facts, self.stop)
         self.leaving.undos.append(lambda: forget(self))
         self.flush, self.prometheus = self.exporting.flush, self.exporting.prometheus
         self.losses, self.notes, self.verdicts = self.account.losses, self.account.notes, self.account.verdicts
@@ -99,6 +97,9 @@ class Session:
         self.summary, self.views = recorded.summary, recorded.views
         self.startup, self.recording = recorded.startup, recorded.recording
         self.take, self.trace_of = recorded.take, recorded.trace_of
+
+    def _run_guarded(self, function: Callable[[], object]) -> None:
+        self.generations.while_no_fork_comes(function)
 
     @property
     def profile(self) -> Profile:
@@ -185,7 +186,7 @@ class Session:
         self._announce()
         if self._is_of_run or self._forked:  # of which many never record
             publish = self._facts.publish_context  # it imports what packs it
-            FAULTS.attempt("process context", partial(self.generations.while_no_fork_comes, publish))
+            FAULTS.attempt("process context", partial(self._run_guarded, publish))
 
     def _announce(self) -> None:
         """Report to the agent that this process records before it may ask: who can be asked is known to record."""
