@@ -191,7 +191,7 @@ def test_what_was_left_for_the_report_of_a_run_of_which_nobody_comes_back_is_rem
         agent.turn()
         assert [path.exists() for path in left] == [False, False, True]
     agent.close()
-    assert said[0].startswith("instrument: no report tells of 9 of the processes of the run gone, which ended under")
+    assert said[0].startswith("instrument: no report covers 9 of the processes of the run gone, which ended under")
 
 
 def test_ps_tells_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_path: Path) -> None:

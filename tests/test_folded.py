@@ -76,7 +76,7 @@ def test_the_head_of_a_report_counts_all_requests_and_says_of_which_its_parts_ar
     before = fold([worker(pid, at_ms=100 * pid) for pid in range(1, 9)])
     newest = saved(worker(9, at_ms=900), tmp_path / "9.npz")
     text = report([ReportedProcess("that ended before", before, True, 8), ReportedProcess("9 (in order)", newest)])
-    assert "requests: 36; 9 of them ended with an error; told of below: the newest 8" in text
+    assert "requests: 36; 9 of them ended with an error; shown below: the newest 8" in text
     assert row(text, "GET /x")[:4] == ["8", "of", "36", "2"]
     assert row(text, "step")[2] == "36"
     assert "Processes: 9\n  8 that ended before\n  9 (in order)\n" in text
@@ -94,7 +94,7 @@ def test_an_endpoint_of_which_no_span_is_held_any_more_is_counted(fold: Fold, mo
     monkeypatch.setattr(merge, "SPANS_KEPT", 4)
     before = fold([worker(1, name="GET /old"), worker(2, at_ms=100)])
     text = report([ReportedProcess("that ended before", before, True, 2)])
-    assert "requests: 8; 2 of them ended with an error; told of below: the newest 2" in text
+    assert "requests: 8; 2 of them ended with an error; shown below: the newest 2" in text
 
 
 def test_what_is_folded_again_and_again_grows_no_further(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_a_late_start_reaches_what_the_hosts_modules_name_and_gives_it_back(
     kept, other = host.double, [jax.jit(lambda x: x * 3)]
     selection = select(PROFILE)
     (verdict,) = [verdict for verdict in selection.verdicts() if verdict.state == "partly"]
-    assert "were made before and are held where no module names them" in verdict.why
+    assert "were created before, and no module has a name of them" in verdict.why
     assert selection.late[-1] == "jax"
     host.double(X)
     host.half = host.jit(lambda x: x / 2)

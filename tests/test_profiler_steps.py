@@ -829,7 +829,7 @@ def test_what_torch_profiler_saw_meanwhile_is_in_the_views_of_a_window(torch: An
     grown = {place.name: place.increase_bytes for place in memory.places}  # type: ignore[attr-defined]
     assert grown["grow"] == 6_000_000
     assert "grow" in profiler.summary(views=["memory"], beside="theirs.json", unit="us")
-    assert "torch.profiler was not beside" in profiler.summary(views=["memory"])
+    assert "torch.profiler did not run" in profiler.summary(views=["memory"])
     Path("ours.json").write_text("[]")
     with pytest.raises(TraceError, match="the trace of torch"):
         profiler.window.views(["kernels"], beside="ours.json")

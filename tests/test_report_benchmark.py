@@ -282,6 +282,6 @@ def test_a_profiler_counts_all_its_steps_and_a_window_those_in_it() -> None:
 def test_without_steps_it_says_how_to_get_some() -> None:
     for view in (benchmark(Recording.of_trace(trace_of(made(WORK, 0, 1))), Options()), counted(Benchmark(), Options())):
         assert isinstance(view, Loops)
-        assert "No step was recorded. A step is what lies between two calls of `Profiler.step()`" in text_of(view)
+        assert "No step was recorded. A step is the time between two calls of `Profiler.step()`" in text_of(view)
     document = summary_document(["benchmark"], Recording.of_trace(training()), Options())
     assert document["views"]["benchmark"]["loops"][0]["rate_of"] == "samples"

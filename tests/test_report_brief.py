@@ -89,7 +89,7 @@ def crowded() -> Trace:
 
 def test_a_screen_has_what_was_served_its_parts_the_time_the_device_the_cost_and_what_is_missing() -> None:
     text = text_of(service())
-    assert "requests: 6; 1 of them ended with an error; told of below: the newest 5" in text
+    assert "requests: 6; 1 of them ended with an error; shown below: the newest 5" in text
     assert row(text, "POST /chat")[:2] == ["3", "1"]
     assert row(text, "queue")[0] == "3"
     assert row(text, "Linear [model.layers.0.mlp.up]")[1].endswith("%")

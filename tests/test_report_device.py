@@ -174,7 +174,7 @@ def test_short_stretches_come_with_a_warning() -> None:
 def test_a_window_that_the_rings_no_longer_hold_is_cut_and_said() -> None:
     trace = trace_of(made(1, DECODE, 60, 61, ran(50, 70)), held_from_ns=60 * MS)
     text = device(trace)
-    assert "Spans: the newest 1 are held, none is missing from 0.06 s to 0.1 s; of all that" in text
+    assert "Spans: the newest 1 are kept, none is missing from 0.06 s to 0.1 s; of all that" in text
     assert ["Busy", "with", "compute", "10", "25.0%", "window"] in [line.split() for line in text.splitlines()]
 
 

@@ -44,7 +44,7 @@ def test_it_names_rows_as_paddle_does_and_says_what_each_share_is_of() -> None:
 -------------------------      Device Summary       -------------------------
 
 Read from first to last: 1000 ms, every 1000 ms
-Mean, Min., Max.: of the samples; Sum: growth; n/a: the device does not tell it
+Mean, Min., Max.: of the samples; Sum: growth; n/a: the device does not report it
 GPU 0: NVIDIA H200, GPU-aaaa
 
 Device        Gauge                 Unit   Samples  Mean        Min.        Max.        Sum

@@ -356,7 +356,7 @@ def test_operators_are_numbered_in_the_order_of_execution_with_their_mean_over_t
     ]
     lines = view(golden_trace(), tracer_option="AllOpDetail").lines()
     assert "OP_ID2. matmul_grad : 0.028 sec" in lines
-    assert "Iterations (step): 2 timed, 0 skipped as the first, 0 cut at the edge of what is held" in lines
+    assert "Iterations (step): 2 timed, 0 skipped as the first, 0 cut at the edge of the kept spans" in lines
 
 
 @given(traces(), st.integers(0, 2))
@@ -430,7 +430,7 @@ def test_the_first_iterations_can_be_skipped_and_what_is_cut_is_never_timed() ->
 
 def test_skipping_all_iterations_divides_by_none() -> None:
     lines = view(requests(3), tracer_option="AllOpDetail", skip_first=5).lines()
-    assert "Iterations (request): 0 timed, 2 skipped as the first, 1 cut at the edge of what is held" in lines
+    assert "Iterations (request): 0 timed, 2 skipped as the first, 1 cut at the edge of the kept spans" in lines
     assert "None is left to be timed." in lines
 
 

@@ -167,7 +167,7 @@ def test_threads_that_load_side_by_side_leave_no_negative_rest() -> None:
 
 def test_what_is_not_known_is_said() -> None:
     tally, facts = a_service()
-    assert "only a session's own trace tells it" in text_of(view_of(tally, None))
+    assert "only a session's own trace has it" in text_of(view_of(tally, None))
     text = text_of(view_of(tally, replace(facts, process_ns=None, imports=None)))
     assert "Process began, until the session did - -" in " ".join(text.split())
     assert "`startup: auto` in the profile" in text

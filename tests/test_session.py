@@ -285,7 +285,7 @@ def test_events_count_every_call_while_the_views_of_spans_say_what_the_rings_hol
     text = session.summary(views=["events", "device"])
     held = session.trace().held
     assert next(line for line in text.splitlines() if line.startswith("request")).split()[1] == "3000"
-    assert re.search(r"Spans: the newest \d+ are held, none is missing from [\d.]+ s to [\d.]+ s; of all that", text)
+    assert re.search(r"Spans: the newest \d+ are kept, none is missing from [\d.]+ s to [\d.]+ s; of all that", text)
     assert session.recorded.start_ns < held[0] < held[1]
 
 

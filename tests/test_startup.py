@@ -102,7 +102,9 @@ def test_a_torch_that_does_not_tell_is_named(recorder: Any) -> None:
     family = StartupWatch(recorder=recorder)
     family.imported(types.ModuleType("torch._dynamo.callback"))
     (verdict,) = family.verdicts()
-    assert str(verdict) == "startup: torch.compile: unreachable (this version of torch does not tell when it compiles)"
+    assert (
+        str(verdict) == "startup: torch.compile: unreachable (this version of torch does not report when it compiles)"
+    )
     family.undo()
 
 

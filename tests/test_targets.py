@@ -656,8 +656,8 @@ def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and
             "match: 'targets.shapes:generator', key: return.id",
             "what a generator gives in the end is no result that has keys",
         ),
-        ("match: 'targets.shapes:served', attributes: {argument: more}", "more stands for many arguments"),
-        ("match: 'targets.shapes:greatest', attributes: {argument: x}", "does not tell its parameters"),
+        ("match: 'targets.shapes:served', attributes: {argument: more}", "more takes many arguments"),
+        ("match: 'targets.shapes:greatest', attributes: {argument: x}", "has no known parameters"),
     ],
 )
 def test_an_attribute_that_cannot_be_had_is_named(

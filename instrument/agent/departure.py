@@ -195,7 +195,7 @@ def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], ob
             remove_saved(folder, [str(path)])
     for run, count in counts.items():
         says(
-            f"instrument: no report tells of {count} of the processes of the run {run}, which {ENDED_BEFORE}: none of "
+            f"instrument: no report covers {count} of the processes of the run {run}, which {ENDED_BEFORE}: none of "
             "the others has come back"
         )
 

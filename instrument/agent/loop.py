@@ -267,8 +267,8 @@ class EventLoop:
             connection.is_broken = True  # it is JSON, and says nothing that we know, or the fault is ours
             self.refused += 1
             if self.refused == 1 and self._says is not None:
-                words = f"later ones are counted: {type(problem).__name__}: {problem!s:.200}"
-                self._says(f"instrument: the agent could not take what a process told it, {words}")
+                words = f"later ones are only counted: {type(problem).__name__}: {problem!s:.200}"
+                self._says(f"instrument: the agent could not take a message of a process; {words}")
         for descriptor in descriptors:
             if descriptor not in kept_descriptors:
                 os.close(descriptor)

@@ -149,7 +149,7 @@ class ProfileStats:
             work_ns = sum(row.totals.self_ns for row in torch_tally.rows() if is_operator(row.path[-1]))
             lines.append(f"  Time in thunks: {work_ns / 1e9:e}s ({100 * work_ns / (calls_ns or 1):.3f}%)")
             if calls < self.calls:
-                lines.append(f"  Thunks, classes, ops and instances: of the first {calls}, with torch.profiler beside")
+                lines.append(f"  Thunks, classes, ops and instances: of the first {calls}, with torch.profiler")
         return "\n".join([*lines, "", *_sections(tally, rows, instances)]) + "\n"
 
     def _tally(self) -> Tally:

@@ -70,14 +70,14 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return f"{function!r} does not tell its parameters"
+        return f"{function!r} has no known parameters"
     parameter = parameters.get(name)
     if parameter is None:
         if any(candidate.kind is candidate.VAR_KEYWORD for candidate in parameters.values()):
             return Parameter(name, -1, LEFT_OUT)
         return f"no argument {name}, found {', '.join(parameters) or 'none'}"
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        return f"{name} stands for many arguments; name one of them"
+        return f"{name} takes many arguments; name one of them"
     position = -1 if parameter.kind is parameter.KEYWORD_ONLY else list(parameters).index(name)
     return Parameter(name, position, LEFT_OUT if parameter.default is parameter.empty else parameter.default)
 

@@ -122,7 +122,7 @@ class StartupWatch:
         owner = getattr(module, "CompilationCallbackHandler", None)
         method = vars(owner).get("install_callbacks") if isinstance(owner, type) else None
         if not isinstance(method, FunctionType):
-            why = "this version of torch does not tell when it compiles"
+            why = "this version of torch does not report when it compiles"
             self._dynamo = Verdict("startup", "unreachable", "torch.compile", why)
             return
         recorder, span = self._recorder, self._recorder.span_of(COMPILED)

@@ -20,7 +20,7 @@ STATES: Mapping[str, str] = {
     "partly": "it records, but not all calls: other objects refer to the function, or a subclass overrides it",
     "uncalled": "it would record, but nothing has called it",
     "unmet": "requests or jobs came, and none of them was recorded",
-    "compiled": "it lies inside a region that torch.compile has compiled, where no probe is left",
+    "compiled": "it is inside a region that torch.compile has compiled, which has no probes",
     "waiting": "nothing to attach to yet: its module is not imported, or no layer that it selects has run",
     "unreachable": "it is there and cannot be observed",
     "not found": "its module is imported and has nothing of that name",

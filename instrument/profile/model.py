@@ -51,7 +51,7 @@ VIEWS: Mapping[str, str] = {
     "device": "what each GPU did: busy, starved, idle; streams; what the gauges of process and GPUs read",
     "copies": "by direction and call: bytes, times, GB/s, pageable or pinned, sync or async",
     "memory": "peaks and when; with a trace of torch.profiler (--with) which places hold how much",
-    "distribution": "communication beside computation, on the host and on each device",
+    "distribution": "communication and computation, and their overlap, on the host and on each device",
     "user": "scopes of the service's own, by name",
     "requests": "by endpoint: count, errors, percentiles, what the time went to; the slowest requests",
     "batches": "by name: sizes, times, time per item, how uneven; what requests share",

@@ -154,7 +154,7 @@ def _with_fields(text: str) -> str:
     return re.sub(r"\{(\w+)\}", lambda part: "{" + nearest(part[1], ("service", "run", "pid", "window")) + "}", text)
 
 
-_WILDCARDS = "no empty segment; * stands for any part of a segment, ** alone for any number of segments"
+_WILDCARDS = "no empty segment; * matches any part of a segment, ** alone any number of segments"
 function_pattern = spelled(
     FUNCTION_SYNTAX,
     f"module:qualname with one ':' and {_WILDCARDS}; + after the name of a method for its overrides in subclasses, too",
@@ -244,7 +244,7 @@ def capture(**values: Any) -> Capture:
 
 
 _COMPARED_SHAPES = [{"type": "number"}, {"type": "boolean"}, {"$ref": "#/$defs/compared"}]
-_COMPARED = "text, a number, true or false, a comparison such as '>=500', or a list of these"
+_COMPARED = "text, a number, true or false, a comparison such as '>=500', or a list of them"
 
 
 @shaped({"anyOf": _COMPARED_SHAPES})

@@ -94,7 +94,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         if any(node.parent in batch_parents for node in nodes):
             rule = _rule(choice, label, nodes)
             rule.batch = candidate.path
-            rule.reasons.append("serves one request at a time, beside the batches")
+            rule.reasons.append("serves one request at a time, besides the batches")
         elif added < KEYS and _calls(nodes) <= 2 * len(candidate.ids.digests & bound):
             added += 1
             rule = _rule(choice, label, nodes)

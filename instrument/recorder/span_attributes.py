@@ -64,7 +64,7 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
             continue
         checked_value = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
         if checked_value is None:
-            allowed = "text, a bool, a number of 64 bits, or a list of one of these"
+            allowed = "text, a bool, a number of 64 bits, or a list of one kind of them"
             kind = _kinds(value)
             complain(REFUSED, f"the attribute {name:.60} cannot be {kind}; allowed: {allowed}", kind)
         else:

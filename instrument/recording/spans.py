@@ -265,7 +265,7 @@ GAUGES: Mapping[str, Gauge] = {
     "torch_allocated": Gauge("bytes", "of device memory, by tensors, as torch's allocator counts them"),
     "torch_allocated_peak": Gauge("bytes", "of device memory, the most that tensors had, since torch began to count"),
     "torch_reserved": Gauge("bytes", "of device memory, that torch's allocator holds, for tensors or in its cache"),
-    "torch_reserved_peak": Gauge("bytes", "of device memory, the most that torch's allocator held, counted alike"),
+    "torch_reserved_peak": Gauge("bytes", "of device memory, the peak of torch's allocator, counted in the same way"),
     "power": Gauge("W", "mean since the reading before, where the device counts its energy; else as NVML says it"),
     "energy": Gauge("J", "since the first reading", grows=True),
     "temperature": Gauge("C", "of the GPU"),

@@ -102,7 +102,7 @@ class BatchTimes(View):
             Section(
                 "Times", self.rows,
                 "name=Batch|summed_ns=Sum|p50_ns=p50|p99_ns=p99|per_item_ns=An item|a_second=A second",
-                ("A second: items, or the weight of items where it is told, in a second of batches.",),
+                ("A second: items, or their weight if it is known, per second of batches.",),
             ),
             Section(
                 "Device time", [row for row in self.rows if row.device_ns is not None],

@@ -133,14 +133,14 @@ class Brief(View):
             cancelled = sum(endpoint.cancelled for endpoint in self.requests.endpoints)
             broken_off = f", {cancelled} {'was' if cancelled == 1 else 'were'} cancelled" if cancelled else ""
             if self.requests.is_part:
-                ended += f"; told of below: the newest {self.requests.requests}"
+                ended += f"; shown below: the newest {self.requests.requests}"
             ended += broken_off + self.requests.late
             lines = wrapped(f"Window: {window}; requests: {self.requests.counted}{cut}; {ended}")
         elif self.steps is not None and not cut:
             lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]
         else:
             has_why = any(note.startswith("requests: ") for note in self.notes)
-            why = f"No whole request is held{cut}." if cut else NO_REQUEST if has_why else ""
+            why = f"No whole request is kept{cut}." if cut else NO_REQUEST if has_why else ""
             lines = wrapped(f"Window: {window}. {why}" if why else f"Window: {window}")
         if self.requests.coverage.complete:
             return lines

@@ -162,7 +162,7 @@ class CopiesView(View):
     def foot(self) -> list[str]:
         lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
         if any(use.device_ns and use.timed < use.calls for use in self.directions):
-            lines.append("Over part: the rate is of those calls alone that have device time, over that.")
+            lines.append("Over part: the rate is that of the calls with device time, over that time.")
         if any(not use.base for use in self.calls):
             lines.append("GB/s -: the call does not wait for the copy, so its host time says nothing of it.")
         staged = sum(use.staged for use in self.directions)

@@ -135,7 +135,7 @@ class DeviceSummary:
             widths=WIDTHS,
             lead=[
                 f"Read from first to last: {in_unit(self.read_ns, unit)} {unit}{every}",
-                f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_REPORTED}: the device does not tell it",
+                f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_REPORTED}: the device does not report it",
                 *(shorten(f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}", LINE) for gpu in self.gpus),
                 "",
             ],
@@ -347,7 +347,7 @@ def _parts(use: DeviceUse) -> list[DevicePart]:
         DevicePart("Busy", use.busy_ns, use.busy_ratio, "window"),
         DevicePart("Two or more streams busy", use.overlap_ns, use.overlap_ratio, "busy"),
         DevicePart("Busy by launch-bound stretches alone", use.launch_bound_ns, use.launch_bound_ratio, "busy"),
-        DevicePart("Copies beside compute", use.hidden_copy_ns, use.hidden_copy_ratio, "copies"),
+        DevicePart("Copies during compute", use.hidden_copy_ns, use.hidden_copy_ratio, "copies"),
         DevicePart(
             "Starved, of the time with requests in flight", use.starved_ns, use.starved_in_flight_ratio, "in flight"
         ),
@@ -408,7 +408,7 @@ def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
         "name=By request|requests=Requests|wall_mean_ns=Wall|own_mean_ns=Own|own_ratio=|others_mean_ns=Others|"
         "others_ratio=|starved_mean_ns=Starved|starved_ratio=",
         (
-            "Within the wall of those that used it the device was busy with their own work, with that of",
+            "Within the wall of requests that used it, the device was busy with their own work, with that of",
             "others alone, or idle (starved): means, and shares of the wall.",
         ),
     )  # fmt: skip
@@ -432,7 +432,7 @@ def _notes(view: DeviceView) -> list[str]:
     if any(use.launch_bound_ns for use in view.devices):
         lines += [
             "Launch-bound stretches end as soon as the host asks for it, for the stream has run dry: within them",
-            "the device may have waited for the host to launch, and the gauges tell how much it really did.",
+            "the device may have waited for the host to launch; the gauges have its real load.",
         ]
     if any(label.label == "stale" for use in view.devices for label in use.labels):
         lines.append("Stale stretches have the right length and an uncertain place: sums hold, unions may not.")

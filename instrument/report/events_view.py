@@ -114,7 +114,7 @@ class Events(View):
         return replace(self, _columns=WIDE)
 
     def sections(self) -> list[Section]:
-        note = "Of all calls, also of those whose spans are gone. Ratio: of the sum of the topmost rows."
+        note = "Of all calls, also without kept spans. Ratio: of the sum of the topmost rows."
         return [
             *(
                 replace(self._table(block.rows), title=block.name or "All threads", notes=(note,))
@@ -235,7 +235,7 @@ def _sections(view: Events) -> list[str]:
     if split.computation_ns is None:
         lines.append("  (nothing is declared as computation: layers are, and rules with `phase: compute`)")
     elif split.framework_ns is None:
-        lines.append("  (computation went on beside or beyond the calls around it, so the rest is not known)")
+        lines.append("  (computation ran in parallel to the calls around it, or after them, so the rest is unknown)")
     lines += ["", *section_title("GpuMemCpy Summary")]
     for copies in view.copies:
         label = "  " * (copies is not view.copies[0]) + copies.label

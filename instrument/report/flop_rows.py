@@ -67,8 +67,8 @@ class FlopTable:
             "name=Operator|calls=Calls|flops=FLOPs|per_call=Per call|ratio=Of all|on=On|time_ns=Time|"
             "rate_gflop_s=GFLOP/s",
             (
-                "FLOPs: what calls and all below them were told to have done; a multiplication and an addition: two.",
-                "Time: of these calls; where each of them asked a device for work, of that.",
+                "FLOPs: of the calls and all below them; a multiplication and an addition are two.",
+                "Time: of the calls, or of their device work if each of them has some.",
                 *elsewhere,
             ),
             texts={

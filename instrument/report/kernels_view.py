@@ -50,7 +50,7 @@ NO_KERNEL = [
     "asked for ProfilerActivity.CUDA.",
 ]
 NO_STRETCH = [
-    "No device time was recorded, and torch.profiler was not beside. Ask for device time (`device:",
+    "No device time was recorded, and torch.profiler did not run. Ask for device time (`device:",
     "true` in a rule), or save a trace of torch.profiler and give both files:",
     "instrument report ours.json --with theirs.json",
 ]
@@ -193,7 +193,7 @@ class Kernels(View):
         if self.places:
             lines.append("Launched in: the innermost span open on the launching thread at the launch.")
         if any(use.name == SHARED for use in self.places):
-            lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
+            lines.append(f"{SHARED}: on that thread, so it is not known which of them it was.")
         if any(use.name == UNKNOWN for use in self.places):
             lines.append(f"{UNKNOWN}: the launch is not in the file (a graph's kernels), or before its spans begin.")
         if self.outside:
@@ -383,7 +383,7 @@ def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
     facts = recording.trace
     since, until = (number((at_ns - facts.start_ns) / 1e9) for at_ns in work.window)
     is_ours = facts.origin.recorder != "other"
-    spans = f", beside {len(recording.columns)} spans" if is_ours else ""
+    spans = f", with {len(recording.columns)} spans" if is_ours else ""
     return [
         f"Kernels: all that {'torch.profiler' if is_ours else 'its profiler'} saw from {since} s to {until} s{spans}"
     ]

@@ -12,7 +12,7 @@ from instrument.report.table import MISSING, number, tenths
 from instrument.report.view import UNITS, Options
 
 NO_STEP = (
-    "No step was recorded. A step is what lies between two calls of `Profiler.step()`, or a span of kind `step`: "
+    "No step was recorded. A step is the time between two calls of `Profiler.step()`, or a span of kind `step`: "
     'with scope("train", kind="step").'
 )
 FIELDS = ("mean", "p50", "p99", "least", "most")

@@ -65,13 +65,13 @@ NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
 
 NO_ALLOCATIONS = (
-    "Which place takes memory is not known: torch.profiler was not beside. Save a trace of torch.profiler with "
+    "Which place takes memory is not known: torch.profiler did not run. Save a trace of torch.profiler with "
     "profile_memory=True, from the thread that does the work, and give both files: instrument report ours.json "
     "--with theirs.json"
 )
 NOT_PROFILED = (
     "torch.profiler saw no allocation: it was not asked for profile_memory=True, or it was started on another thread "
-    "than the work runs on; it tells of its own thread alone."
+    "than the work runs on; it records only its own thread."
 )
 NO_GAUGES = (
     "No gauge of memory was read in this time. Ask for the host's with `device: {host: 1s}` in the profile; a window "
@@ -297,9 +297,9 @@ class MemoryView(View):
             names = {use.name for use in self.places}
             if UNKNOWN in names:
                 since = number(self.places_since_ns / 1e9)
-                lines.append(f"{UNKNOWN}: before {since} s, of which not every span is held any more.")
+                lines.append(f"{UNKNOWN}: before {since} s, of which some spans were overwritten.")
             if SHARED in names:
-                lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
+                lines.append(f"{SHARED}: on that thread, so it is not known which of them it was.")
             if NOWHERE in names and not self.spans:
                 lines.append(f"{NOWHERE}: nothing was instrumented, or its spans are gone.")
             if any(allocator.device == HOST for allocator in self.devices):
@@ -389,7 +389,7 @@ def _cut(name: str, room: int) -> str:
 
 def _coverage_lines(view: MemoryView) -> list[str]:
     since, until = (number((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
-    spans = f", beside {view.spans} spans" if view.is_ours else ""
+    spans = f", with {view.spans} spans" if view.is_ours else ""
     names = [_cut(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
     names += ["..."] if len(view.threads) > NAMED_THREADS else []
     profiler = "torch.profiler" if view.is_ours else "its profiler"

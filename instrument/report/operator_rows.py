@@ -257,7 +257,7 @@ def _lies_in(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
     return above is not None
 
 
-REMAINING = "Ratio of the remaining ones: of those of their calls that lie in no other of them."
+REMAINING = "Ratio of the remaining ones: of their calls that are within no other of them."
 
 
 def note_of_rest(blocks: Iterable[CallBlock]) -> list[str]:

@@ -247,7 +247,7 @@ def _order_lines(order: InOrder, coverage: Coverage) -> list[str]:
     lines = section_title("Order of execution")
     if not order.iteration:
         return [*lines, *coverage.none_held("iteration", NO_ITERATION), ""]
-    skipped = f"{order.skipped} skipped as the first, {order.cut} cut at the edge of what is held"
+    skipped = f"{order.skipped} skipped as the first, {order.cut} cut at the edge of the kept spans"
     lines.append(f"Iterations ({order.iteration}): {order.timed} timed, {skipped}")
     if not order.timed:
         return [*lines, "None is left to be timed.", ""]
@@ -286,7 +286,7 @@ class User(View):
         return [
             *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
-            "Ratio: of the window, as far as every span of it is held; work side by side counts for each.",
+            "Ratio: of the window, as far as all its spans are kept; parallel work counts for each.",
             *note_of_rest(self.blocks),
         ]
 

@@ -244,7 +244,7 @@ class RequestTimes(View):
 
     def head(self) -> list[str]:
         cut = f"; {self.requests_cut} at an edge of the window, not counted below" if self.requests_cut else ""
-        part = f", of which {self.requests} are held and told of below" if self.is_part else ""
+        part = f", of which {self.requests} are kept and shown below" if self.is_part else ""
         counted = f"Requests: {self.counted}{part}{self.late}{cut}"
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", counted]
 
@@ -401,7 +401,7 @@ def _slow_request(
 
 
 PARTS_NOTE = (
-    "An instant of a request belongs to the phase that began last of those that ran, on any thread or",
+    "An instant of a request belongs to the phase that began last among the open ones, on any thread or",
     "task of the request, so the parts add up to the wall, of which ratios are. Mean, p50 and p99 of a",
     "phase: over the requests that had it, which Requests counts.",
 )

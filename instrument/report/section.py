@@ -61,7 +61,7 @@ class Coverage:
         if self.complete:
             return [f"Spans: all {self.spans} that were kept, from {since} s to {until} s"]
         return [
-            f"Spans: the newest {self.spans} are held, none is missing from {since} s to {until} s; of all that",
+            f"Spans: the newest {self.spans} are kept, none is missing from {since} s to {until} s; of all that",
             "ended before there are totals",
         ]
 
@@ -75,8 +75,8 @@ def none_held(noun: str, otherwise: str, *, complete: bool) -> list[str]:
     if complete:
         return wrapped(otherwise)
     return wrapped(
-        f"No {noun} is among the spans that are still held; older ones were overwritten. Raise `limits.ring` in the "
-        "profile, or look at the `events` view, which counts all."
+        f"No {noun} is among the kept spans; older ones were overwritten. Raise `limits.ring` in the profile, or "
+        "look at the `events` view, which counts all."
     )
 
 

@@ -171,7 +171,7 @@ class SelfTimes(View):
             lines += [
                 "On waiting: self time in which coroutines were suspended, for I/O, in a queue or until it was their",
                 "turn on the event loop; what they ran is a row of its own. A scope that is in no coroutine with a",
-                "span and in no request cannot tell how long it was suspended: all its self time is on host.",
+                "span and in no request has no known time of suspension: all its self time is on host.",
             ]
         if wheres & {"device", "both"}:
             lines.append("On device: the host's part, in which work was launched that the device does on its own time.")

@@ -37,7 +37,7 @@ IMPORTS = "Imports, outside of spans"
 WORDS = {"load": "Loading", "compile": "Compiling"}
 
 UNKNOWN = (
-    "How this process came to serve is not in this trace: only a session's own trace tells it, and a window before "
+    "How this process came to serve is not in this trace: only a session's own trace has it, and a window before "
     "which nothing had run."
 )
 NOT_WATCHED = [
@@ -218,7 +218,7 @@ class StartupView(View):
         if self.request is not None:
             rows += [
                 Phase(f"First request: {self.request.name}", self.request.first_ns, None),
-                Phase("  Median of those after it", self.request.median_ns, None),
+                Phase("  Median of later ones", self.request.median_ns, None),
                 Phase("All until the first request had ended", self.request.ended_ns, None),
             ]
         return rows

@@ -46,8 +46,8 @@ SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
 """Seconds of that which earlier waits leave to the collector and all that follows, to the report of a run, and to a
 summary without one."""
 
-UNHEARD = "agent: that of the run has gone or hears nothing: each process of the run tells of itself alone"
-UNTOLD = "agent: nobody has told how process %s ended, or whether it left a capture: the agent of the run had gone"
+UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
+UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"
 UNSENT = "agent: up to %d spans of processes that had ended are perhaps not exported: the agent of the run was killed"
 
 

@@ -346,8 +346,8 @@ class TorchRecord:
         ]
         if self.cut:
             notes.append(
-                f"{window}: torch.profiler was beside its first {(self.end_ns - trace.start_ns) / 1e9:.3g} s alone: "
-                f"{self.cut}; operators, kernels and allocations are of these"
+                f"{window}: torch.profiler ran during its first {(self.end_ns - trace.start_ns) / 1e9:.3g} s alone: "
+                f"{self.cut}; operators, kernels and allocations are from them"
             )
         return replace(joined, notes=[*joined.notes, *notes])
 

@@ -300,7 +300,7 @@ PATHS_KEPT = 16_384
 """The number of call paths that keep a row of their own, as in one process. Later ones share a row per site."""
 
 NOTES_KEPT = 100
-MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not told"
+MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"
 
 LEFT_OUT = "spans of processes that ended long before the run did"
 

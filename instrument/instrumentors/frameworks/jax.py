@@ -65,7 +65,7 @@ class Jitted:
         core = sys.modules.get("jax._src.core")
         clean = namespace(core).get("trace_state_clean") if core is not None else None
         if clean is None:
-            why = "it does not tell when it traces: functions called while it does are recorded too, once"
+            why = "it does not report when it traces: functions that it calls then are recorded, too, once"
             self._verdicts.append(Verdict(self.rule.text, "partly", "jax.jit", why))
         else:
             self._is_clean = clean
@@ -202,7 +202,7 @@ class Jitted:
         missed = [f for f in gc.get_objects() if type(f) is jitted_type and id(f) not in visited and not _is_own(f)]
         if missed:
             names = sorted({str(getattr(function, "__qualname__", "?")) for function in missed})
-            why = f"{len(missed)} were made before and are held where no module names them: {', '.join(names[:5])}"
+            why = f"{len(missed)} were created before, and no module has a name of them: {', '.join(names[:5])}"
             self._verdicts.append(Verdict(self.rule.text, "partly", "jax.jit", why))
 
 
