@@ -342,7 +342,7 @@ LINES_AND_FILES = {
     "chrome": (3_068, 9),
     "cli": (2_918, 17),
     "compat": (1_181, 6),
-    "device": (3_711, 11),
+    "device": (3_715, 11),
     "docs": (0, 0),
     "instrumentors": (11_103, 44),
     "native": (9_134, 28),

@@ -340,9 +340,6 @@ UNKNOWN = -1
 COPIES = ("host_to_device", "device_to_host", "device_to_device")
 """The functions of numba's driver module that copy."""
 
-MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
-"""The modules by which a service uses CUDA. Only the first three have a current stream."""
-
 
 def current_of_torch(torch: Any) -> Current | None:
     """Return a call for torch's current stream, by the function of its compilers: 20 times faster than the public one.

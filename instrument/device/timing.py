@@ -10,17 +10,23 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from instrument.device import cuda
 from instrument.device.nvtx import Ranges
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.slot_ring import LABELS, IntervalRing
 from instrument.recording.spans import NO_DEVICE_TIME
 from instrument.runtime import imports
+from instrument.runtime.cheap_start import LazyModule
 
 if TYPE_CHECKING:
+    from instrument.device import cuda
     from instrument.device.pairs import Driver
     from instrument.device.timer import Timer
     from instrument.trace.columns import DeviceIntervals, Int64s
+else:
+    cuda = LazyModule("instrument.device.cuda")
+
+MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
+"""The modules by which a service uses CUDA. Only the first three have a current stream."""
 
 LOOK_S = 0.002
 """Seconds between two polls for device times, while a thread waits for them."""
@@ -36,6 +42,9 @@ class Timing:
     `reason` says in one line why device time is missing or costs more, "" for neither.
     """
 
+    _numba: cuda.NumbaStreams
+    """The streams of numba, once there is a timer."""
+
     def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
         self._memory_bytes = memory_bytes
         self._ranges = ranges
@@ -43,7 +52,6 @@ class Timing:
         self._undo_imports: Callable[[], None] | None = None
         self._inherited: list[Timer] = []
         self._hosts: list[ModuleType] = []
-        self._numba = cuda.NumbaStreams(0)
         self._undos: list[Callable[[], None]] = []
         self.intervals = self._new_intervals()
         self.timer: Timer | None = None
@@ -59,8 +67,8 @@ class Timing:
 
     def install(self) -> Callable[[], None]:
         """Time spans from now on, or from the import of such a library on. Return the undo."""
-        self._undo_imports = imports.install(cuda.MODULES.__contains__, self.imported)
-        for name in cuda.MODULES:
+        self._undo_imports = imports.install(MODULES.__contains__, self.imported)
+        for name in MODULES:
             module = sys.modules.get(name)
             if isinstance(module, ModuleType) and not imports.is_asleep(module):
                 self.imported(module)
@@ -94,7 +102,6 @@ class Timing:
 
     def _driver_for(self, module: ModuleType) -> Driver | None:
         """Return a driver by cuda-python, else by torch's own events, else None. Sets `reason`."""
-        from instrument.device import cuda
         from instrument.device.torch_events import TorchDriver
 
         is_torch = module.__name__ == "torch"
