@@ -338,9 +338,9 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (291, 4),
-    "agent": (4_530, 19),
+    "agent": (4_523, 19),
     "chrome": (3_068, 9),
-    "cli": (2_918, 17),
+    "cli": (2_902, 17),
     "compat": (1_181, 6),
     "device": (3_715, 11),
     "docs": (0, 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -184,28 +184,21 @@ def _why_silent(socket: Path, error: Exception) -> str:
 
 
 def tell(
-    run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float, slow: Callable[[], object] = lambda: None
+    run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Ask processes of a run to do something. Yield the process id and the answer of each, within `wait_s` seconds.
-
-    Call `slow` once if answers are missing after `SLOW_S`.
-    """
+    """Ask processes of a run to do something. Yield the process id and the answer of each, within `wait_s` seconds."""
     end = time.monotonic() + wait_s
-    with run_folder.connected(run.socket, min(SLOW_S, wait_s)) as caller:
+    with run_folder.connected(run.socket, min(LOOK_S, wait_s)) as caller:
         packets.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
-        is_slow = False
         while time.monotonic() < end:
             try:
                 message, _ = packets.receive(caller)
             except TimeoutError:
-                if not is_slow:
-                    is_slow = True
-                    slow()
                 continue
             if message is None or "end" in message:
                 return
             yield int(message["pid"]), message["answer"]
 
 
-SLOW_S = 0.2
-"""Seconds without an answer after which the user reads that some processes have not answered yet."""
+LOOK_S = 0.2
+"""Seconds between two looks whether the time for answers is over."""

@@ -136,16 +136,9 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
         )
     for pid, answer in answers.items():
         print(f"{pid}: {_sentence(answer, options.wait)}")
-    silent = [pid for pid, answer in answers.items() if answer is None]
-    if silent:
-        names = ", ".join(silent)
-        print(
-            f"instrument: reload: {names} did not answer within {options.wait:g} s; give more time with --wait S",
-            file=sys.stderr,
-        )
     if any(answer and answer.get("error") for answer in answers.values()):
         return 2
-    return 1 if silent or any(answer and answer.get("refused") for answer in answers.values()) else 0
+    return int(any(answer is None or bool(answer.get("refused")) for answer in answers.values()))
 
 
 def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
@@ -155,13 +148,10 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
         with client.asked(options.run if options.pid is None else str(options.pid)) as runs:
             for run in runs:
                 pids = [member.pid for member in run.members if member.lives and _is_meant(member, options)]
-                of_run: dict[str, Answer | None] = dict.fromkeys(map(str, pids))
                 if run.problem or not pids:
                     continue
-                slow = functools.partial(_say_who_is_slow, of_run, options.wait)
-                for pid, answer in client.tell(run, request._asdict(), pids, options.wait, slow):
-                    of_run[str(pid)] = answer
-                answers.update(of_run)
+                incoming = client.tell(run, request._asdict(), pids, options.wait)
+                answers |= {str(pid): None for pid in pids} | {str(pid): answer for pid, answer in incoming}
     except InstrumentError:
         if options.run is not None:
             raise
@@ -179,14 +169,9 @@ def _is_meant(member: client.Member, options: argparse.Namespace) -> bool:
         return False
 
 
-def _say_who_is_slow(answers: Mapping[str, Answer | None], wait_s: float) -> None:
-    names = ", ".join(pid for pid, answer in answers.items() if answer is None)
-    print(f"instrument: reload: waiting for answers of {names}, up to {wait_s:g} s", file=sys.stderr)
-
-
 def _sentence(answer: Answer | None, waited_s: float) -> str:
     if answer is None:
-        return f"no answer yet after {waited_s:g} s; it goes over when it comes to read what was asked"
+        return f"no answer after {waited_s:g} s (--wait S gives more time); it follows when it reads the request"
     if answer.get("pending"):
         return str(answer["pending"])
     state = f"generation {answer.get('generation')} ({answer.get('digest')})"

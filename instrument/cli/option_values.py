@@ -6,12 +6,12 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from instrument.errors import InstrumentError
-from instrument.profile.document import nearest
-from instrument.profile.model import VIEWS
+from instrument.profile.document import amount, nearest
+from instrument.profile.model import TIME_UNITS, VIEWS
 from instrument.profile.presets import PRESETS, path_of
 from instrument.profile.values import SIZE_UNITS
 
@@ -44,20 +44,19 @@ def whole(text: str) -> int:
 
 def time_ns(text: str) -> int:
     """Read a time with its unit, in ns."""
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ns|us|ms|s)", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of ns, us, ms, s, such as 50us")
-    from instrument.report.view import UNITS
-
-    return round(float(match[1]) * UNITS[match[2]])
+    return _amount(text, TIME_UNITS, "such as 50us")
 
 
 def size_bytes(text: str) -> int:
     """Read a size with its unit, in bytes."""
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([A-Za-z]+)", text)
-    if not match or match[2] not in SIZE_UNITS:
-        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of {' '.join(SIZE_UNITS)}")
-    return round(float(match[1]) * SIZE_UNITS[match[2]])
+    return _amount(text, SIZE_UNITS, "such as 2GiB")
+
+
+def _amount(text: str, units: Mapping[str, int], example: str) -> int:
+    value = amount(text, units)
+    if value is None or value >= 2**63:
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of {' '.join(units)}, {example}")
+    return value
 
 
 def view_names(text: str) -> list[str]:

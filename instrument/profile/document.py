@@ -484,7 +484,7 @@ _QUANTITY = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = re.compile(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
 
-def _amount(text: str, units: Mapping[str, int]) -> int | None:
+def amount(text: str, units: Mapping[str, int]) -> int | None:
     """Return a number with a unit in the smallest unit, rounded down; None for any other text."""
     parts = _QUANTITY.fullmatch(text)
     if not parts or parts[3] not in units:
@@ -500,7 +500,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
     """
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
-    floor = _amount(least, units) or 0
+    floor = amount(least, units) or 0
     unit = example.lstrip("0123456789")
 
     def meant(text: str) -> str:
@@ -510,11 +510,11 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
         # A bare number that is large is one of bytes, a small one has the unit of the example.
         bare = "B" if "B" in units and parts[1].isdecimal() and int(parts[1]) >= SMALL else unit
         near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else bare)
-        return near if near != text and max(floor, 1) <= (_amount(near, units) or 0) < 2**63 else ""
+        return near if near != text and max(floor, 1) <= (amount(near, units) or 0) < 2**63 else ""
 
     def read(node: YamlNode) -> int:
         bare_zero = node.kind == "int" and node.text == "0"
-        value = 0 if bare_zero else _amount(node.text, units) if node.kind == "text" else None
+        value = 0 if bare_zero else amount(node.text, units) if node.kind == "text" else None
         if value is None or not floor <= value < 2**63:
             node.refuse(allowed, near=meant(node.text))
         return value
