@@ -338,7 +338,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (291, 4),
-    "agent": (4_523, 19),
+    "agent": (4_520, 19),
     "chrome": (3_068, 9),
     "cli": (2_902, 17),
     "compat": (1_181, 6),
@@ -352,7 +352,7 @@ LINES_AND_FILES = {
     "recorder": (2_565, 11),
     "recording": (4_035, 19),
     "report": (14_731, 52),
-    "runtime": (2_674, 18),
+    "runtime": (2_677, 18),
     "sessions": (6_914, 29),
     "trace": (9_225, 33),
 }

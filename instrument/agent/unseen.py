@@ -20,9 +20,6 @@ from typing import Any
 from instrument.agent.processes import PROC, Process
 from instrument.runtime import listening, run_folder
 
-NOTES_SUFFIX = ".unseen"
-"""The suffix that the file of their notes adds to the name of the agent's socket. `sitecustomize` has it, too."""
-
 LOOK_S = 1.0
 """Seconds between two looks of the agent for them."""
 
@@ -46,7 +43,7 @@ class Unseen:
         after: Callable[[float, Callable[[], object]], object],
         joined: Callable[[], Collection[int]],
     ) -> None:
-        self._notes = Path(f"{socket}{NOTES_SUFFIX}")
+        self._notes = Path(f"{socket}{run_folder.UNSEEN_SUFFIX}")
         self._after = after
         self._joined = joined
         self._is_reported = not first

@@ -55,6 +55,7 @@ def socket_of(run: str) -> Path:
     run_folder.remove_abandoned()
     folder = run_folder.make(run)
     (folder / INTERPRETER).symlink_to(sys.executable)
+    (folder / f"{run_folder.SOCKET}{run_folder.UNSEEN_SUFFIX}").touch(0o600)  # a child may be there before the agent
     return folder / run_folder.SOCKET
 
 

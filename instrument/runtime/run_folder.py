@@ -24,6 +24,8 @@ VARIABLE = "INSTRUMENT_AGENT"
 SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
+UNSEEN_SUFFIX = ".unseen"
+"""The suffix that the file of notes on unseen processes adds to the socket's name. `sitecustomize` has it, too."""
 
 ADDRESS_BYTES = 107
 """The longest path that a Unix socket can have."""
