@@ -29,7 +29,7 @@ MOST = {
     "agent": (0, 33, 24, 0),
     "chrome": (0, 0, 0, 0),
     "cli": (0, 4, 5, 0),
-    "compat": (0, 1, 0, 0),
+    "compat": (0, 0, 0, 0),
     "device": (0, 0, 0, 0),
     "docs": (0, 0, 0, 0),
     "instrumentors": (0, 0, 1, 0),
@@ -39,10 +39,10 @@ MOST = {
     "proposal": (0, 0, 0, 0),
     "recorder": (0, 5, 17, 0),
     "recording": (0, 14, 4, 0),
-    "report": (0, 27, 10, 0),
+    "report": (0, 1, 9, 0),
     "runtime": (0, 0, 5, 0),
     "sessions": (1, 24, 10, 0),
-    "trace": (0, 14, 29, 0),
+    "trace": (0, 2, 29, 0),
 }
 """The largest counts of each folder: docstrings that begin with a subordinate clause, words of no glossary, variables
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""

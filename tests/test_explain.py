@@ -176,7 +176,7 @@ def test_a_request_or_an_endpoint_that_is_not_there_is_an_error(
 ) -> None:
     path = str(saved[0])
     for given, message in (
-        (["--request", "r999999"], "none of them that"),
+        (["--request", "r999999"], "there is no request"),
         (["--endpoint", "POST /generat"], "nearest is 'POST /generate'"),
         (["--since", "900s"], "found no whole request"),
     ):

@@ -210,5 +210,5 @@ def test_a_file_from_before_there_was_device_time_reads_as_one_without(tmp_path:
     del content["instrument"]["held_from_ns"]
     path.write_text(json.dumps(content))
     loaded, _ = chrome.load(path)
-    assert loaded.held == (0, 100 * MS)
+    assert loaded.coverage == (0, 100 * MS)
     assert "1 span asked for it and got none" in device(loaded)

@@ -139,8 +139,8 @@ def test_rows_sum_the_rest_nothing_says_what_to_do_and_hostile_names_fit_the_lin
 @given(traces())
 def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
     use = view(trace)
-    base = points([(s.start_ns, s.end_ns) for s in trace.spans if s.site.kind == "step"]) & points([trace.held])
-    base = base or points([trace.held])
+    base = points([(s.start_ns, s.end_ns) for s in trace.spans if s.site.kind == "step"]) & points([trace.coverage])
+    base = base or points([trace.coverage])
     assert use.base_ns == len(base)
     if not use.places:
         return
@@ -154,7 +154,7 @@ def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
     computing &= base
     by_device: dict[str, tuple[set[int], set[int]]] = {}
     by_id = {span.span_id: span for span in trace.spans}
-    first, last = trace.held
+    first, last = trace.coverage
 
     def holds(one: DeviceInterval) -> bool:
         return (one.start_ns < last and one.end_ns > first) or (first <= one.start_ns and one.end_ns <= last)

@@ -317,7 +317,7 @@ def test_every_row_adds_up_what_lies_in_its_calls(trace: Trace, told: list[int |
     for span, flops in zip(trace.spans, told, strict=False):
         span.attributes = {} if flops is None else {FLOPS: flops}
     by_id = {span.span_id: span for span in trace.spans}
-    first, last = trace.held
+    first, last = trace.coverage
     expected: dict[tuple[str, str], list[tuple[Span, Span]]] = {}
     counted: list[Span] = []
     for span in trace.spans:

@@ -184,7 +184,7 @@ def numbers(row: CallRow) -> tuple[object, ...]:
 
 @given(traces())
 def test_every_number_is_that_of_the_raw_spans(trace: Trace) -> None:
-    expected = Expected(trace, OPERATORS, trace.held)
+    expected = Expected(trace, OPERATORS, trace.coverage)
     for block in view(trace, threads="both").blocks:
         assert (block.cpu_base_ns, block.gpu_base_ns) == expected.bases(block.thread)
         calls = keyed(expected.of(block.thread))
@@ -201,10 +201,10 @@ def test_what_is_below_an_operator_is_that_of_the_raw_spans(trace: Trace) -> Non
     kept = [
         span
         for span in trace.spans
-        if not lies_in(span, trace.held) or all(lies_in(up, trace.held) for up in above(span, by_id)[:1])
+        if not lies_in(span, trace.coverage) or all(lies_in(up, trace.coverage) for up in above(span, by_id)[:1])
     ]
     trace = replace(trace, spans=kept)
-    expected = Expected(trace, OPERATORS, trace.held)
+    expected = Expected(trace, OPERATORS, trace.coverage)
     for block in view(trace, threads="merged", tracer_option="OpDetail").blocks:
         below: dict[tuple[str, str], list[CallRow]] = {}
         for row in block.rows:
@@ -231,7 +231,7 @@ def test_what_is_below_an_operator_is_that_of_the_raw_spans(trace: Trace) -> Non
                 (f"device {one.device}, stream {one.stream}", at)
                 for span in spans
                 for one in span.device
-                for at in timed(replace(span, device=(one,)), trace.held)
+                for at in timed(replace(span, device=(one,)), trace.coverage)
             ]
             assert {(row.name, row.calls, row.gpu.total_ns) for row in streams if row.gpu} == {
                 (
@@ -245,8 +245,8 @@ def test_what_is_below_an_operator_is_that_of_the_raw_spans(trace: Trace) -> Non
 
 @given(traces())
 def test_user_spans_count_as_they_lie_in_the_window(trace: Trace) -> None:
-    expected = Expected(trace, ("user",), trace.held)
-    window_ns = trace.held[1] - trace.held[0]
+    expected = Expected(trace, ("user",), trace.coverage)
+    window_ns = trace.coverage[1] - trace.coverage[0]
     for block in user_view(trace).blocks:
         assert {row.name: numbers(row) for row in block.rows} == {
             name: expected.row(spans, window_ns, window_ns)
@@ -267,7 +267,7 @@ def test_a_limit_leaves_nothing_out_of_the_sums(trace: Trace, rows: int, least_n
 
 @given(traces(), st.integers(1, 3))
 def test_the_remaining_operators_have_the_share_of_those_that_lie_in_no_other_of_them(trace: Trace, rows: int) -> None:
-    expected = Expected(trace, OPERATORS, trace.held)
+    expected = Expected(trace, OPERATORS, trace.coverage)
     for block in view(trace, threads="merged", rows=rows).blocks:
         shown = {(row.name, row.kind) for row in block.rows if not row.remaining}
         left_out = [span for span in expected.of(None) if (span.site.name, span.site.kind) not in shown]
@@ -363,7 +363,7 @@ def test_operators_are_numbered_in_the_order_of_execution_with_their_mean_over_t
 def test_the_order_of_execution_is_that_of_the_raw_spans(trace: Trace, skip_first: int) -> None:
     order = view(trace, tracer_option="AllOpDetail", skip_first=skip_first).in_order
     if order is None:
-        assert not any(span.site.kind in OPERATORS and lies_in(span, trace.held) for span in trace.spans)
+        assert not any(span.site.kind in OPERATORS and lies_in(span, trace.coverage) for span in trace.spans)
         return
     by_id = {span.span_id: span for span in trace.spans}
 
@@ -375,7 +375,7 @@ def test_the_order_of_execution_is_that_of_the_raw_spans(trace: Trace, skip_firs
     kind = next((one for one in ("step", "request") if one in kinds), "")
     topmost = [s for s in trace.spans if s.site.kind == kind and all(up.site.kind != kind for up in upwards(s))]
     topmost.sort(key=lambda span: (span.start_ns, span.span_id))
-    first, last = trace.held
+    first, last = trace.coverage
     whole = [span for span in topmost if first <= span.start_ns and span.end_ns <= last]
     timed_now = whole[skip_first:]
     assert (order.iteration, order.timed, order.skipped, order.cut) == (

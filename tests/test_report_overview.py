@@ -81,7 +81,7 @@ def test_operators_that_communicate_are_paddles_operators_too() -> None:
 @given(traces())
 def test_every_union_is_that_of_the_raw_spans(trace: Trace) -> None:
     use = view(trace)
-    held = trace.held
+    held = trace.coverage
     whole = set(range(*held))
     spans = [span for span in trace.spans if lies_in(span, held)]
     by_id = {span.span_id: span for span in trace.spans}

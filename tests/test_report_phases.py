@@ -208,7 +208,7 @@ def test_a_step_begins_with_the_wait_for_what_it_works_on_and_other_phases_betwe
     assert totals(trace) == {
         "step": (2, 54.0), "loader": (2, 14.0), "forward": (2, 20.0), "others": (None, 20.0),
     }  # fmt: skip
-    assert (use.beside, use.beside_ns) == (3, 10 * MS), "two waits and what went on between"
+    assert (use.outside, use.outside_ns) == (3, 10 * MS), "two waits and what went on between"
     assert "Not counted: 3 calls of phases in no step, 10 ms" in text_of(use)
     # Between the steps of a Profiler there is nothing but its handlers.
     own = Site("step", "step", "instrument", "Profiler.step")
@@ -270,7 +270,7 @@ def test_phases_on_other_threads_are_named_and_not_counted() -> None:
     spans = [*trace.spans]
     spans[2].thread_id = 2
     use = view(trace)
-    assert (use.beside, use.beside_ns) == (1, 20 * MS)
+    assert (use.outside, use.outside_ns) == (1, 20 * MS)
     assert "Not counted: 1 call of phases in no step, 20 ms" in text_of(use)
     spans[2].parent_id = 1
     assert totals(trace) == {"step": (1, 30.0), "forward": (2, 20.0), "others": (None, 10.0)}, "where a step began it"
@@ -328,7 +328,7 @@ RANDOM = [
 
 @given(traces(RANDOM))
 def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(trace: Trace) -> None:
-    first, last = trace.held
+    first, last = trace.coverage
     use = view(trace)
 
     def reaches(span: Span) -> bool:
@@ -382,7 +382,7 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
     elif requests:
         units = {(span.span_id, 0): [(span.start_ns, span.end_ns)] for span in requests}
     else:
-        units = {(0, 0): [trace.held]}
+        units = {(0, 0): [trace.coverage]}
 
     def line_of(span: Span) -> tuple[int, int]:
         if not steps:
@@ -404,7 +404,7 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
         return phase_of(span.site) == "optimizer", span.start_ns, -span.end_ns
 
     inside = {span.span_id for span in trace.spans if span.site.kind in ("comm", "copy")}
-    found = {key: points(parts) & points([trace.held]) for key, parts in units.items()}
+    found = {key: points(parts) & points([trace.coverage]) for key, parts in units.items()}
     calls = [s for s in trace.spans if phase_of(s.site) and s.parent_id not in inside and line_of(s) in units]
     owner: dict[tuple[tuple[int, int], int], Span] = {}
     for key, instants in found.items():
@@ -440,7 +440,7 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
                 if one.label not in UNTIMED:
                     streams.setdefault((one.device, one.stream), set()).update(points([(one.start_ns, one.end_ns)]))
     whole = use.rows[0].host
-    each = [len(points([part]) & points([trace.held])) for parts in units.values() for part in parts]
+    each = [len(points([part]) & points([trace.coverage])) for parts in units.values() for part in parts]
     assert (use.rows[0].calls, whole.max_ns, whole.min_ns) == (len(each), max(each), min(each))
     assert whole.mean_ns == base / len(each)
     device = [row.device for row in use.rows if row.device is not None]
@@ -520,8 +520,8 @@ def test_a_stream_that_stands_still_beside_takes_nothing_of_the_steps(recorder: 
     assert rows.keys() == {"step", "forward", "post", "others"}
     assert (rows["forward"].calls, rows["post"].calls) == (21, 21)
     assert rows["forward"].host.total_ns + rows["post"].host.total_ns >= 21 * 600_000
-    assert use.beside == 1
-    assert use.beside_ns > rows["step"].host.total_ns / 2
+    assert use.outside == 1
+    assert use.outside_ns > rows["step"].host.total_ns / 2
 
 
 def test_a_coroutine_of_another_task_takes_nothing_of_the_steps(recorder: Any) -> None:

@@ -140,7 +140,7 @@ def by_instant(request: Span, spans: list[Span]) -> Counter[str]:
 @example(trace_of([made(1, CHAT, 0, 9, unit=1), made(2, LAYER, 2, 9, 1, unit=1), made(3, COMM, 2, 5, 1, unit=1)], 60))
 def test_every_part_is_that_of_a_sweep_over_each_nanosecond_and_they_add_up_to_the_wall(trace: Trace) -> None:
     by_id = {span.span_id: span for span in trace.spans}
-    first, last = trace.held
+    first, last = trace.coverage
     family: dict[int, list[Span]] = {}
     for span in trace.spans:
         family.setdefault(owner(span, by_id), []).append(span)

@@ -86,7 +86,7 @@ def test_the_profile_may_come_from_the_environment(tmp_path: Path, monkeypatch: 
 
 def test_a_second_start_is_refused_and_says_what_runs(tmp_path: Path) -> None:
     begin()
-    with pytest.raises(StateError, match="runs already"):
+    with pytest.raises(StateError, match="runs; call"):
         instrument.start()
 
 
@@ -283,7 +283,7 @@ def test_events_count_every_call_while_the_views_of_spans_say_what_the_rings_hol
     session = begin("limits: {ring: 64KiB}")
     request(3_000)
     text = session.summary(views=["events", "device"])
-    held = session.trace().held
+    held = session.trace().coverage
     assert next(line for line in text.splitlines() if line.startswith("request")).split()[1] == "3000"
     assert re.search(r"Spans: the newest \d+ are kept, none is missing from [\d.]+ s to [\d.]+ s; of all that", text)
     assert session.recorded.start_ns < held[0] < held[1]

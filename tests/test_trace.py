@@ -268,7 +268,7 @@ def facts(place: Any) -> list[Any]:
 
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
-    window = trace.held if is_bounded else None
+    window = trace.coverage if is_bounded else None
     ours = list(every_place(place_tree(trace.columns, kinds, window)))
     theirs = list(call_trees_by_hand.every_place(call_trees_by_hand.call_tree(trace.spans, kinds, window)))
     assert list(map(facts, ours)) == list(map(facts, theirs))

@@ -76,7 +76,7 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
         try:
             trace = run.session.trace(run.since_ns, time.monotonic_ns())
             profiled = None if run.torch is None else run.torch.end()
-            is_whole = trace.held[0] == trace.start_ns
+            is_whole = trace.coverage[0] == trace.start_ns
             if profiled is not None and (is_whole or not run.counts_all):
                 recording = Recording.of_trace(profiled.join(trace))
             else:

@@ -35,7 +35,7 @@ def benchmark(recording: Recording, options: Options) -> Loops:
     """
     if recording.benchmark is not None:
         return counted(recording.benchmark, options)
-    loops = _loops(recording.columns, recording.trace.held, options.skip_first)
+    loops = _loops(recording.columns, recording.trace.coverage, options.skip_first)
     return Loops(Coverage.of_recording(recording), loops, options)
 
 

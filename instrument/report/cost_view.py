@@ -270,7 +270,7 @@ def _muted_sites(upkeep: InstrumentationStats) -> tuple[MutedSite, ...]:
 
 def _span_facts(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
     """Return the coverage, the number of kept spans that asked for device time, and by reason those without any."""
-    facts = recording.held
+    facts = recording.span_coverage
     if facts is not None:
         return Coverage(facts.count, facts.complete, facts.since_ns, facts.until_ns), facts.asked, facts.unanswered
     device_asked, untimed = unanswered(recording.columns)

@@ -132,7 +132,7 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     `rows` and `least_ns` bound the operations, by the time of their calls and waits.
     """
     trace = recording.columns
-    work = _PlaceTimes(trace, recording.trace.held)
+    work = _PlaceTimes(trace, recording.trace.coverage)
     base_ns = work.base.length_ns()
     coverage = Coverage.of_recording(recording)
     if not work.communicates:

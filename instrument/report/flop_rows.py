@@ -85,7 +85,7 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     `rows` and `least_ns` (of the time of a row's calls) bound it. The cost is 1 us per span with operations.
     """
     trace = recording.columns
-    first, last = recording.trace.held
+    first, last = recording.trace.coverage
     having = trace.attributes.having(FLOPS)
     begins = trace.start_ns[having]
     having = having[(first <= begins) & (begins < last)]

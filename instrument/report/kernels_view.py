@@ -366,7 +366,7 @@ def _work_of_torch(recording: Recording) -> _DeviceWork:
 
 def _work_of_events(recording: Recording) -> _DeviceWork:
     """Return the innermost device intervals of spans on each stream, so that their sum counts nothing twice."""
-    trace, window = recording.columns, recording.trace.held
+    trace, window = recording.columns, recording.trace.coverage
     timed = trace.device.only(trace.device.timed)
     inner = timed.only(enclosing_none(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
     inside = inner.within(window)

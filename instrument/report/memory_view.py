@@ -135,7 +135,7 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
     """Return the allocations of a trace in the watched time, by device, place and (`by_thread`) thread. The places are
     the wanted spans. `state` selects all allocations (All), the host's (CPU), or those of devices (GPU)."""
     facts = recording.trace
-    first, last = facts.watched or facts.held
+    first, last = facts.watched or facts.coverage
     rows, times_ns = rows_and_times(facts.allocations)
     is_inside = (first <= times_ns) & (times_ns <= last)
     is_counted = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
@@ -339,7 +339,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
         since_ns=since_ns,
         until_ns=until_ns,
         spans=int(is_wanted.sum()),
-        places_since_ns=facts.held[0] - facts.start_ns,
+        places_since_ns=facts.coverage[0] - facts.start_ns,
         threads=tuple(totals.threads),
         peaks=tuple(totals.peaks),
         devices=tuple(totals.devices),

@@ -137,7 +137,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     `rows` and `least_ns` bound the operators, and the rows below each of them.
     """
     facts = recording.trace
-    root = place_tree(recording.columns, OPERATORS, facts.held)
+    root = place_tree(recording.columns, OPERATORS, facts.coverage)
     places = [place for place in every_place(root) if place.site.kind in OPERATORS]
     blocks = blocks_of(places, facts.threads, options, _block)
     in_order = _in_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
@@ -186,7 +186,7 @@ def _stream_rows(depth: int, places: Iterable[PlaceCalls], base_ns: int) -> Iter
 
 
 def _in_order(recording: Recording, options: Options) -> InOrder:
-    trace, (first, last) = recording.columns, recording.trace.held
+    trace, (first, last) = recording.columns, recording.trace.coverage
     kinds = {trace.sites[place].kind for place in distinct(trace.site).tolist()}
     kind = next((kind for kind in ITERATIONS if kind in kinds), "")
     owner = trace.owners(trace.of_kind(kind))
@@ -299,7 +299,7 @@ class User(View):
 
 def user(recording: Recording, options: Options) -> User:
     """Return the view of the kept spans. It does not use `tracer_option`, `corrected` and `skip_first`."""
-    window = recording.trace.held
+    window = recording.trace.coverage
     window_ns = window[1] - window[0]
 
     def block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:

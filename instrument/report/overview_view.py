@@ -128,7 +128,7 @@ def overview(recording: Recording, options: Options) -> Overview:
 
     Kinds are in the order of their time, or of their calls if `sorted_by` is `calls`. The view uses no other option.
     """
-    window = recording.trace.held
+    window = recording.trace.coverage
     window_ns = window[1] - window[0]
     kinds_of_work = _kinds(recording.columns, window)
     steps = kinds_of_work.get("step")

@@ -46,7 +46,7 @@ class Calls:
     """The calls of phases that were under way in a unit: the number of each one's phase in `names`, and its time.
 
     `whole_ns` are the times in whole units by phase. `pieces` are the stretches with a call under way, by line, and
-    `of_piece` the call of each. `beside_ns` are the lengths of the calls outside of units.
+    `of_piece` the call of each. `outside_ns` are the lengths of the calls outside of units.
     """
 
     names: Sequence[str]
@@ -55,7 +55,7 @@ class Calls:
     whole_ns: Mapping[str, int]
     pieces: Unions
     of_piece: Int64s
-    beside_ns: Sequence[int]
+    outside_ns: Sequence[int]
 
     def by_phase(self) -> dict[str, list[int]]:
         """Return the times under way of each phase's calls."""
@@ -113,7 +113,7 @@ def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
         whole_ns={names[number]: whole_ns[number] for number in distinct(in_whole).tolist()},
         pieces=Unions(*(column[filled] for column in pieces)),
         of_piece=np.searchsorted(call_numbers, call[filled]),
-        beside_ns=outside_ns.tolist(),
+        outside_ns=outside_ns.tolist(),
     )
 
 
@@ -259,7 +259,7 @@ class PhasesView(View):
 
     `timed` units are whole, `cut` ones reach over an edge of the kept spans. `skipped` steps came before the first
     unit, and the spans of `overwritten` earlier ones are gone. `mean_ns` are the means of a phase in a whole unit, by
-    its name. `beside` calls of phases, of `beside_ns`, ran outside of steps and requests.
+    its name. `outside` calls of phases, of `outside_ns`, ran outside of steps and requests.
     """
 
     coverage: Coverage
@@ -270,8 +270,8 @@ class PhasesView(View):
     cut: int
     rows: tuple[PhaseRow, ...]
     mean_ns: Mapping[str, float]
-    beside: int
-    beside_ns: int
+    outside: int
+    outside_ns: int
     _options: Options = field(repr=False)
 
     TITLE = "Phases"
@@ -289,10 +289,10 @@ class PhasesView(View):
 
     def foot(self) -> list[str]:
         lines = self._propagation() if self._options.state != "GPU" else []
-        if self.beside:
+        if self.outside:
             place = "in no step" if self.of == "step" else "in no request"
-            time = f"{in_unit(self.beside_ns, self._options.unit)} {self._options.unit}"
-            lines.append(f"Not counted: {self.beside} call{'s' * (self.beside > 1)} of phases {place}, {time}")
+            time = f"{in_unit(self.outside_ns, self._options.unit)} {self._options.unit}"
+            lines.append(f"Not counted: {self.outside} call{'s' * (self.outside > 1)} of phases {place}, {time}")
         return lines
 
     def _counted(self) -> str:
@@ -349,14 +349,14 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     steps of each thread, by a step's own number or else by its begin. The cost is n log n for n phases.
     """
     trace, facts = recording.columns, recording.trace
-    units = units_of(trace, facts.held, options.skip_first)
-    calls = calls_of(trace, units, facts.held)
+    units = units_of(trace, facts.coverage, options.skip_first)
+    calls = calls_of(trace, units, facts.coverage)
     coverage = Coverage.of_recording(recording)
     lengths_ns = (units.intervals.ends - units.intervals.starts).tolist()
     whole, count, is_counted = int(units.is_whole.sum()), len(lengths_ns), units.of != "window"
     timed, cut = whole * is_counted, (count - whole) * is_counted
     own_ns = calls.by_phase()
-    if not count or (not own_ns and not calls.beside_ns):
+    if not count or (not own_ns and not calls.outside_ns):
         return PhasesView(coverage, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
     streams = streams_of(trace, units, calls)
     base_ns = sum(lengths_ns)
@@ -374,7 +374,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     unit_row = PhaseRow(units.of, count, _times(lengths_ns, base_ns, base_ns), on_devices)
     rest_times = _rest_times(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
     others_row = PhaseRow(OTHERS, None, _rest_times(rest_ns, base_ns), rest_times)
-    before, is_short = units.before, facts.held[0] > facts.start_ns
+    before, is_short = units.before, facts.coverage[0] > facts.start_ns
     whole_ns = sum((units.intervals.ends - units.intervals.starts)[units.is_whole].tolist())
     return PhasesView(
         coverage=coverage,
@@ -385,8 +385,8 @@ def phases(recording: Recording, options: Options) -> PhasesView:
         cut=cut,
         rows=(unit_row, *_largest_rows(rows, options, base_ns, streams.base_ns), others_row),
         mean_ns=_means(calls.whole_ns, whole, whole_ns) if is_counted else {},
-        beside=len(calls.beside_ns),
-        beside_ns=sum(calls.beside_ns),
+        outside=len(calls.outside_ns),
+        outside_ns=sum(calls.outside_ns),
         _options=options,
     )
 

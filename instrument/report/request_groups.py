@@ -38,7 +38,7 @@ def joined_requests(recording: Recording) -> Joined:
 
 def complete_requests(recording: Recording) -> tuple[Int64s, int]:
     """Return the rows of the requests within the window, and the number of requests over an edge of it."""
-    return requests_within(recording.columns, recording.once(joined_requests).owner, recording.trace.held)
+    return requests_within(recording.columns, recording.once(joined_requests).owner, recording.trace.coverage)
 
 
 def request_turns(recording: Recording) -> Turns:

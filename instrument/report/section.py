@@ -53,7 +53,7 @@ class Coverage:
     def of_recording(cls, recording: Recording) -> Coverage:
         """Return the coverage of the kept spans."""
         facts = recording.trace
-        first, last = facts.held
+        first, last = facts.coverage
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
 
     def lines(self) -> list[str]:

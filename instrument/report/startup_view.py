@@ -422,7 +422,7 @@ def _preparation_times(
         whole_ns = before[word] + after[word]
         after[word] = min(max(after[word], held_ns), whole_ns)
         before[word] = whole_ns - after[word]
-    return before, after, recording.trace.held[0] > request_ns
+    return before, after, recording.trace.coverage[0] > request_ns
 
 
 def _times_after(trace: Columns, request_ns: int) -> dict[str, int]:

@@ -236,5 +236,5 @@ def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Boo
     rows = rows_open(recording, thread_ids, times_ns, mask)
     place_of_row = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
     number = np.where(rows < 0, -rows, place_of_row)
-    number[times_ns < recording.trace.held[0]] = UNKNOWN_NUMBER
+    number[times_ns < recording.trace.coverage[0]] = UNKNOWN_NUMBER
     return NumberedPlaces(number, tuple(names))

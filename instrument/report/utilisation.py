@@ -209,7 +209,7 @@ class _RequestWork(NamedTuple):
 
 def utilisation(recording: Recording) -> Utilisation:
     """Return the work of each device in the part of the window with every span."""
-    trace, (first, last) = recording.columns, recording.trace.held
+    trace, (first, last) = recording.columns, recording.trace.coverage
     window = first, max(first, last)
     owner = recording.once(request_of_spans)
     whole, cut = requests_within(trace, owner, window)

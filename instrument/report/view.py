@@ -205,7 +205,7 @@ class Recording:
         return self.trace.columns
 
     @cached_property
-    def held(self) -> HeldSpans | None:
+    def span_coverage(self) -> HeldSpans | None:
         """The facts of the kept spans if the trace has not been made yet, else None."""
         return None if "trace" in vars(self) else self.make_held()
 

@@ -25,7 +25,7 @@ OPEN_NS = 1 << 61
 """The end of a span that is open, on the monotonic clock."""
 
 OPEN = 255
-"""The state of a span that is open, beside those of rows."""
+"""The state of an open span, in addition to those of rows."""
 
 
 class Gathered:
@@ -139,7 +139,7 @@ class Gathered:
                 self._remote[first + at] = detail.remote
 
     def _ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the ids of parents and of roots; of those that are not here, ids that nothing here has."""
+        """Return the ids of parents and of roots. Absent ones get ids that no row here has."""
         above = int(starts[-1]) + 1
         ids_by_name: dict[str, list[Int64s]] = {"parent": [np.zeros(0, np.int64)], "root": [np.zeros(0, np.int64)]}
         for part, first in zip(parts, starts.tolist(), strict=False):

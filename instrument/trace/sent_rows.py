@@ -22,8 +22,8 @@ from instrument.trace.unsettled import PASSED
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
-"""Spans of stages have numbers that no recorder gives and no device interval has: those of their requests and of their
-places among the stages of these, as 64 bits with a sign."""
+"""The bits of a stage's place in the number of its span. The number also has that of its request, and is signed, so no
+recorder and no device interval has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class SentRows:
         return parent_by_row
 
     def _caller(self, piece: int) -> RemoteParent:
-        """Return what the topmost span of a piece of a request lies below, in another process."""
+        """Return the parent in another process of the topmost span of a piece of a request."""
         unit = int(self._unit[piece])
         remote = self._found.remote.get(unit)
         flags, state = (1, "") if remote is None else (remote.flags, remote.state)
@@ -228,7 +228,7 @@ class SentRows:
     # ---------------------------------------------------------------- stages
 
     def _stages(self, units: set[int]) -> list[Stages]:
-        """Return the stages of the requests of these trees."""
+        """Return the stages of the requests of the given trees."""
         served = self._joined.served
         theirs = np.append(self._decisions.marked(units)[self._joined.rows], False)
         request = np.where(theirs[served.request], served.request, NONE)

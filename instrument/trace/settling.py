@@ -24,8 +24,8 @@ DECISION_WAIT_NS = 2 * 10**9
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""Requests and rows with keys stay after they were settled, for what comes late: for so many nanoseconds, and the
-newest ones of a process with keys longer."""
+"""Nanoseconds for which settled requests and rows with keys remain, for late rows. The newest `MOST_CONTEXT` rows of a
+process with keys remain longer."""
 
 MOST_AT_ONCE = 6_000
 """Rows that are settled in one round at most, which bounds its memory. The oldest come first."""
@@ -124,7 +124,7 @@ def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_l
 
 
 def _stay_recent(decisions: Decisions, units: set[int]) -> Bools:
-    """Mark the rows of dropped requests that one which stands out later may ask for."""
+    """Mark the rows of dropped requests that a later, notable request may need."""
     member, end_ns = decisions.gathered.member, decisions.found.end_ns
     newest: dict[int, int] = {}
     for unit in units:

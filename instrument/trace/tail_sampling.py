@@ -61,7 +61,7 @@ class TailSampler:
         self._allowance = _Allowance(capture.limit)
         self._usual = _UsualTimes(totals, capture.slow_over)
         self.wanted: set[int] = set()
-        """The roots of requests that are kept whatever their ends are like."""
+        """The roots of requests that are kept in any case."""
 
     @property
     def capture(self) -> Capture:
@@ -77,11 +77,11 @@ class TailSampler:
         self._capture = capture
 
     def look(self, ended: Iterable[EndedRequest]) -> None:
-        """Learn the usual times of the endpoints of these requests."""
+        """Learn the usual times of the endpoints of some requests."""
         self._usual.look(ended)
 
     def is_asked_for(self, request: EndedRequest, *, is_part: bool = False) -> bool:
-        """Return True where a request is kept whatever it was like. Of a part of another one chance does not decide.
+        """Return True if a request is kept for reasons of its own. Chance does not decide on a part of another one.
 
         A caller that traces has decided already. Otherwise the sample does.
         """
@@ -181,7 +181,7 @@ class _Allowance:
         if self._at_ns and now_ns > self._at_ns:
             refill = (now_ns - self._at_ns) * self._rate.count / self._rate.per_ns
             self._tokens = min(self._tokens + refill, float(self._rate.count))
-        self._at_ns = max(now_ns, self._at_ns)  # those that were held come late, and no time refills twice
+        self._at_ns = max(now_ns, self._at_ns)  # delayed ones come late, and no time refills twice
         if self._tokens < 1.0:
             return False
         self._tokens -= 1.0

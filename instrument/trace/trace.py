@@ -286,7 +286,7 @@ class Trace:
         return replace(self, spans=SpanViews(columns))
 
     @property
-    def held(self) -> Interval:
+    def coverage(self) -> Interval:
         """The part of the window without overwritten spans. Shares of time refer to it."""
         first = max(self.start_ns, self.held_from_ns)
         return first, max(self.end_ns, first)
