@@ -223,7 +223,7 @@ def test_a_sleeping_rule_wants_its_modules_at_every_moment_of_a_reload(monkeypat
     lay_down = Selection._lay_down
 
     def ask_before(self: Selection, key: str) -> None:
-        answers.append(bool(self._wakened_by("asleep")) and bool(self._wakened_by("torch")))
+        answers.append({"functions", "layers"} <= {*self._asleep, *self._families})
         lay_down(self, key)
 
     monkeypatch.setattr(Selection, "_lay_down", ask_before)

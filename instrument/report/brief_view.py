@@ -49,8 +49,8 @@ LAUNCH_BOUND_FROM = 0.1
 """The least share of a device's busy time that is reported as launch-bound."""
 
 LOSSES = 3
-NOTE_LINES = 4
-"""The most lines on missing observations; `cost` has all of them."""
+NOTE_LINES, NOTE_LINES_BELOW_HEADLINES = 6, 4
+"""The most lines on missing observations, without headlines and below them; `cost` has all of them."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."
@@ -117,7 +117,10 @@ class Brief(View):
         lines += [*(places.table(unit) if places.rows else [NO_CALL]), ""]
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
         lines += [*_cost_lines(self)]
-        lines += [*_losses(self.losses), *_notes(other_notes)]
+        lines += [
+            *_losses(self.losses),
+            *_notes(other_notes, NOTE_LINES_BELOW_HEADLINES if self.headlines else NOTE_LINES),
+        ]
         views = "requests,events,cost" if self.requests.counted else "ops,events,cost"
         lines.append(MORE.format("benchmark,phases" if self.steps is not None else views))
         return [*lines, ""]
@@ -336,15 +339,15 @@ def _losses(losses: Mapping[str, int]) -> list[str]:
     return [*lines[: LOSSES - 1], f"Not kept: ... ({len(lines) - LOSSES + 1} more: --view cost)"]
 
 
-def _notes(notes: Sequence[str]) -> list[str]:
+def _notes(notes: Sequence[str], most_lines: int) -> list[str]:
     """Return the notes, complete if there is room for all, else the beginnings of the first ones."""
     blocks = [wrapped(f"Not observed: {safe(note)}") for note in notes]
-    if sum(map(len, blocks)) <= NOTE_LINES:
+    if sum(map(len, blocks)) <= most_lines:
         return [line for block in blocks for line in block]
     lines = [block[0] if len(block) == 1 else _cut(block[0]) for block in blocks]
-    if len(lines) <= NOTE_LINES:
+    if len(lines) <= most_lines:
         return lines
-    return [*lines[: NOTE_LINES - 1], f"Not observed: ... ({len(lines) - NOTE_LINES + 1} more: --view cost)"]
+    return [*lines[: most_lines - 1], f"Not observed: ... ({len(lines) - most_lines + 1} more: --view cost)"]
 
 
 def _two_lines(text: str) -> list[str]:
