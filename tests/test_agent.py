@@ -867,7 +867,7 @@ def test_a_process_that_finds_no_agent_records_and_says_so(monkeypatch: pytest.M
     done = run("import engine; engine.step(1)")
     assert done.returncode == 0
     assert "Summary of shop" in done.stderr
-    assert "found that nobody listens there" in done.stderr.replace("\n  ", " ")
+    assert "nobody.sock: nobody listens there" in done.stderr.replace("\n  ", " ")
 
 
 def test_a_run_whose_profile_wants_no_agent_has_none() -> None:

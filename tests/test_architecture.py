@@ -351,7 +351,7 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_565, 11),
     "recording": (4_035, 19),
-    "report": (14_731, 52),
+    "report": (14_734, 52),
     "runtime": (2_677, 18),
     "sessions": (6_914, 29),
     "trace": (9_225, 33),
