@@ -500,8 +500,8 @@ f()
 @pytest.mark.parametrize(
     ("more", "environment", "said"),
     [
-        ("", {}, "instrument: @profiled on 2 functions recorded nothing"),
-        ("sys.exit(0 if os.fork() else 3)", {}, "instrument: @profiled on 2 functions recorded nothing"),
+        ("", {}, "instrument: @profiled on 2 functions recorded no call"),
+        ("sys.exit(0 if os.fork() else 3)", {}, "instrument: @profiled on 2 functions recorded no call"),
         ("import instrument; instrument.start('p.yaml')", {}, ""),
         ("sys.stderr.close()", {}, ""),
         ("", {"INSTRUMENT": "off"}, ""),

@@ -80,22 +80,22 @@ def sentences(spans: list[Span]) -> list[str]:
 
 
 PARTS: dict[str, tuple[list[Piece], str]] = {
-    "queue": ([(step("r"), 8, 10)], "80.0% of their time in the queue (8 of 10 ms): batches of"),
+    "queue": ([(step("r"), 8, 10)], "80.0% of its time in the queue (8 of 10 ms): batches of"),
     "executor queue": ([(phase("queue (executor)"), 2, 9)], "in the queue of a thread pool (7 of 10 ms): give"),
-    "share": ([(step("r"), 1, 9)], "80.0% of their time in their own share of batches (8 of 10 ms)"),
-    "waiting": ([(step("rxyz"), 1, 9)], "60.0% of their time on others in their batches (6 of 10 ms): "
+    "share": ([(step("r"), 1, 9)], "80.0% of its time in its own share of batches (8 of 10 ms)"),
+    "waiting": ([(step("rxyz"), 1, 9)], "60.0% of its time on others in its batches (6 of 10 ms): "
                 "batches of engine.step are 4.0 of 4 full; smaller ones"),
-    "stall": ([(step("r"), 0, 1), (step("r"), 9, 10)], "80.0% of their time between two batches"),
+    "stall": ([(step("r"), 0, 1), (step("r"), 9, 10)], "80.0% of its time between two batches"),
     "transport": ([(phase("parse"), 0, 1), (Site("take", "phase", "worker"), 8, 8.5), (step("r"), 8.5, 10)],
-                  "70.0% of their time between threads and processes (7 of 10 ms)"),
-    "own phase": ([(phase("render"), 1, 9)], "80.0% of their time in the phase render (8 of 10 ms)"),
+                  "70.0% of its time between threads and processes (7 of 10 ms)"),
+    "own phase": ([(phase("render"), 1, 9)], "80.0% of its time in the phase render (8 of 10 ms)"),
     "layers": ([(Site("Linear", "layer"), 1, 9)], "in layers of the model (8 of 10 ms)"),
     "copy in": ([(Site("memcpy", "copy", attributes=(("direction", "h2d"),)), 1, 9)], "in copies to the device"),
     "copy out": ([(Site("memcpy", "copy", attributes=(("direction", "d2h"),)), 1, 9)], "in copies from the device"),
     "communication": ([(Site("all_reduce", "comm"), 1, 9)], "in communication (8 of 10 ms)"),
     "loading": ([(Site("next", "loader"), 1, 9)], "in the wait for input (8 of 10 ms)"),
-    "sub-requests": ([(Site("worker.handle", "request"), 1, 9)], "in requests within them (8 of 10 ms)"),
-    "unknown": ([(phase("parse"), 0, 1)], "90.0% of their time in no recorded phase (9 of 10 ms): add rules"),
+    "sub-requests": ([(Site("worker.handle", "request"), 1, 9)], "in requests within it (8 of 10 ms)"),
+    "unknown": ([(phase("parse"), 0, 1)], "90.0% of its time outside of phases (9 of 10 ms): find its"),
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_the_first_sentence_names_the_largest_part_of_the_heaviest_endpoint(part
     pieces, words = PARTS[part]
     first, *_ = made([*spans_of(ENOUGH, pieces)]).headlines
     assert words in first.text
-    assert first.text.startswith("Requests to POST /chat spend ")
+    assert first.text.startswith("POST /chat spends ")
     assert first.evidence == ENOUGH
     assert sentences([*spans_of(ENOUGH - 1, pieces)]) == []
 
@@ -179,7 +179,7 @@ def test_a_simulated_engine_is_described_by_the_numbers_of_its_table() -> None:
     ratios = {part.name: part.ratio for part in endpoint.phases}
     assert (first.part, first.ratio) == ("share of batches", pytest.approx(ratios["share of batches"]))
     lines = "\n".join(shown.lines())
-    assert lines.index("Requests to POST /generate spend") < lines.index("Window: ")
+    assert lines.index("POST /generate spends") < lines.index("Window: ")
     assert len(shown.headlines) <= 3
     assert re.search(r"p99 of POST /generate is [\d.]+ ms, and p50 is", lines)
 

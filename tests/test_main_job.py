@@ -286,7 +286,7 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run, t
     step_ns = sum(span.total_ns for span in named(run, "engine.step"))
     assert cells(run, "Phases Report", "step")[:2] == [str(steps), shown(step_ns / 1e6)]
     parts = [float(cells(run, "Phases Report", name)[1]) for name in ("compute", "prepare_data", "sample", "others")]
-    assert sum(parts) == pytest.approx(step_ns / 1e6, rel=1e-4)
+    assert sum(parts) == pytest.approx(step_ns / 1e6, rel=5e-4)  # four digits each
     assert cells(run, "Phases Report", "compute")[0] == str(passes)
 
     assert f"{steps} steps timed, the first 0 skipped" in section(run, "Benchmark Report")
@@ -388,5 +388,6 @@ def test_the_example_with_decorators_and_scopes_prints_its_table(tmp_path: Path)
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "scopes.py")], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    rows = {line.split()[0]: line.split()[1:] for line in reversed(done.stdout.splitlines()) if line.strip()}
+    tables = done.stdout.partition("Request, and its parts")[2].splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in reversed(tables) if line.strip()}
     assert (rows["request"][0], rows["conv_layer"][2], done.stderr) == ("100", "100", "")

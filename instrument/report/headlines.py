@@ -72,17 +72,17 @@ class PartMeaning(NamedTuple):
 
 
 MEANINGS: Mapping[str, PartMeaning] = {
-    QUEUE: PartMeaning("in the queue", "they wait for a first batch", "requests"),
+    QUEUE: PartMeaning("in the queue", "its requests wait for a first batch", "requests"),
     "queue (executor)": PartMeaning(
         "in the queue of a thread pool", "give the pool more threads, or less work", "requests"
     ),
-    SHARE: PartMeaning("in their own share of batches", "this is work of their own; find its slowest functions", "ops"),
-    WAITING: PartMeaning("on others in their batches", "smaller batches shorten it", "batches"),
+    SHARE: PartMeaning("in its own share of batches", "this is its own work; find the slowest functions", "ops"),
+    WAITING: PartMeaning("on others in its batches", "smaller batches shorten it", "batches"),
     STALL: PartMeaning("between two batches", "the engine serves others, or does other work", "requests,ops"),
-    TRANSPORT: PartMeaning("between threads and processes", "they wait to be sent, or to be received", "requests"),
-    SUB_REQUESTS: PartMeaning("in requests within them", "see their own endpoint", "requests"),
+    TRANSPORT: PartMeaning("between threads and processes", "its requests wait to be sent or received", "requests"),
+    SUB_REQUESTS: PartMeaning("in requests within it", "see their own endpoint", "requests"),
     UNKNOWN: PartMeaning(
-        "in no recorded phase", "add rules for their functions; `instrument init` proposes some", "ops"
+        "outside of phases", "find its largest functions; `instrument init` proposes rules for more", "ops"
     ),
     COPIES["h2d"]: PartMeaning(
         "in copies to the device", "pinned memory and fewer, larger copies shorten it", "copies"
@@ -153,8 +153,8 @@ def _of_parts(recording: Recording, options: Options, endpoint: EndpointTimes) -
         if batch is not None and part in (QUEUE, WAITING):
             advice, view = _batch_advice(batch, part), "batches"
         mean, whole = (in_unit(ns, options.unit) for ns in (summed_ns / endpoint.requests, endpoint.mean_ns))
-        took = f"{tenths(ratio, 1)} of their time {place} ({mean} of {whole} {options.unit})"
-        text = f"Requests to {_name(endpoint.name)} spend {took}: {advice}; see --view {view}."
+        took = f"{tenths(ratio, 1)} of its time {place} ({mean} of {whole} {options.unit})"
+        text = f"{_name(endpoint.name)} spends {took}: {advice}; see --view {view}."
         lines.append(Headline(text, part, ratio, endpoint.requests, view))
     return lines
 
