@@ -1222,7 +1222,7 @@ def test_those_that_ended_are_counted_and_a_rate_is_of_the_time_that_each_proces
     assert shown["endpoints"][0]["rate"] > 1.9 / (shown["window_ns"] / 1e9)
     ups_ns = [one["up_ns"] for one in shown["processes"] if one["calls"]]
     assert shown["endpoints"][0]["rate"] == pytest.approx(sum(1e9 / up_ns for up_ns in ups_ns))
-    assert "\n20 processes of it ended, " in command("live", "--once")
+    assert "\n20 processes of it ended: " in command("live", "--once")
     listed = command("ps")
     assert listed.count("  ended  ") + int(listed.partition("\nand ")[2].partition(" more that ended")[0]) == 20
     done = done_by("dump", "--output", "dump.npz")

@@ -233,7 +233,7 @@ def test_of_an_agent_that_is_stopped_whoever_asks_is_told_its_number_and_that_it
     (agent,) = agents()
     (run,) = run_folder.found()
     refused = subprocess.run([*INSTRUMENT, "agent", "--run", run.name], capture_output=True, text=True, check=False)
-    assert f"an agent (process {agent}) already listens there\n" in refused.stderr
+    assert f"an agent (process {agent}) already listens there; choose another --socket\n" in refused.stderr
     os.kill(agent, signal.SIGSTOP)
     try:
         shown = done_by("ps", run.name).stdout
@@ -242,7 +242,7 @@ def test_of_an_agent_that_is_stopped_whoever_asks_is_told_its_number_and_that_it
         os.kill(agent, signal.SIGCONT)
     way_out = f", and does not answer; `kill -9 {agent}` ends it, so that another one can take over\n"
     assert shown.endswith(f", an agent (process {agent}) listens{way_out}")
-    assert refused.stderr.endswith(f": an agent (process {agent}) already listens there{way_out}")
+    assert f": an agent (process {agent}) already listens there{way_out[:-1]}; choose" in refused.stderr
     service.communicate("\n", timeout=240)
 
 

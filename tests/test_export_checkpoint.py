@@ -7,11 +7,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from instrument.recorder.meter import Meter
 from instrument.recording import memory, memory_layout
-from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState
+from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
 
 
 @pytest.fixture
@@ -32,6 +33,14 @@ def test_what_was_written_last_is_read_by_the_next_one(place: ExportCheckpoint) 
     for number in range(1, 4):
         assert place.write_meter(state(number))
         assert place.read_meter() == state(number)
+
+
+def test_counts_that_are_numbers_of_numpy_are_written_as_any_others(place: ExportCheckpoint) -> None:
+    progress = Progress(7, {1: np.int64(5)}, {**Progress().fates, "seen": np.int64(9)})
+    place.write(progress)
+    assert place.read() == progress
+    assert place.write_meter(state(np.int64(4)))
+    assert place.read_meter() == state(4)
 
 
 def test_of_what_was_being_written_the_state_before_is_left(place: ExportCheckpoint) -> None:

@@ -65,7 +65,8 @@ def report(parts: list[ReportedProcess]) -> str:
 
 def row(text: str, name: str) -> list[str]:
     """The words of a row behind its name."""
-    line, *_ = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+    tables = text.partition("\nWindow: ")[2]  # below the sentences
+    line, *_ = [line for line in tables.splitlines() if line.startswith(f"{name} ")]
     return line.removeprefix(name).split()
 
 

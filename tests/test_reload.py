@@ -227,7 +227,10 @@ def test_a_sleeping_rule_wants_its_modules_at_every_moment_of_a_reload(monkeypat
         lay_down(self, key)
 
     monkeypatch.setattr(Selection, "_lay_down", ask_before)
-    selection.change(loads(rules + "copies: [{directions: [h2d]}]", environ={}))
+    try:
+        selection.change(loads(rules + "copies: [{directions: [h2d]}]", environ={}))
+    finally:
+        selection.undo()
     assert answers
     assert all(answers)
 

@@ -84,7 +84,7 @@ def test_every_view_of_a_training_loop_with_workers(tmp_path: Path) -> None:
         == (rows["step"]["host"]["total_ns"])
     )
     assert (views["phases"]["timed"], views["phases"]["skipped"], views["phases"]["cut"]) == (8, 2, 0)
-    assert views["phases"]["beside"] == 0
+    assert views["phases"]["outside"] == 0
     mean_ns = views["phases"]["mean_ns"]
     assert sum(mean_ns.values()) * 8 == pytest.approx(rows["step"]["host"]["total_ns"])
 

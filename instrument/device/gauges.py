@@ -540,9 +540,10 @@ class Host:
         The time in which a quota stopped the thread is part of it.
         """
         waits_ns = {}
-        with suppress(OSError, ValueError, IndexError):
-            for task in islice(os.scandir(self._folder / "task"), MOST_THREADS):
-                waits_ns[task.name] = int(Path(task.path, "schedstat").read_bytes().split()[1])
+        with suppress(OSError), os.scandir(self._folder / "task") as tasks:
+            for task in islice(tasks, MOST_THREADS):
+                with suppress(OSError, ValueError, IndexError):  # the thread has ended meanwhile
+                    waits_ns[task.name] = int(Path(task.path, "schedstat").read_bytes().split()[1])
         return waits_ns
 
     def _system_times(self) -> tuple[float, float]:

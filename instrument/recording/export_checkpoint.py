@@ -175,7 +175,7 @@ class ExportCheckpoint(Claim):
         """Write the state of the export."""
         facts = {name: getattr(progress, name) for name in Progress.__slots__}
         facts["places"] = [*progress.places.items()]
-        self._progress.write(json.dumps(facts).encode())
+        self._progress.write(_json(facts))
 
     def read_meter(self) -> MeterState | None:
         """Return the last written state of the metrics; None if there is none, or both copies are damaged."""
@@ -189,7 +189,7 @@ class ExportCheckpoint(Claim):
         """Write the state of the metrics. Return False if it does not fit."""
         facts = {name: getattr(state, name) for name in MeterState.__slots__}
         facts["places"] = [*state.places.items()]
-        return self._meter.write(zlib.compress(json.dumps(facts, separators=(",", ":")).encode(), 1))
+        return self._meter.write(zlib.compress(_json(facts), 1))
 
     def head(self) -> RecordingHead:
         """Return the header of the recording as it is now."""
@@ -203,6 +203,11 @@ class ExportCheckpoint(Claim):
             return 0
         recorded = sum(ring.head for ring in head.rings() if ring.thread_id) + head.number("ended_rows")
         return max(recorded - (progress.fates["seen"] + progress.fates["missed"] if is_of_now else 0), 0)
+
+
+def _json(facts: Mapping[str, Any]) -> bytes:
+    """Return facts as JSON. A count may be a number of numpy."""
+    return json.dumps(facts, separators=(",", ":"), default=int).encode()
 
 
 def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:

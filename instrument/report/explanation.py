@@ -281,7 +281,8 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     walls = trace.total_ns[joined.rows]
     names, of_site = trace.numbered_sites(lambda site: site.name)
     name_of = of_site[trace.site[joined.rows]]
-    name = int(np.argmax(np.bincount(name_of[places], walls[places], minlength=len(names))))
+    sums = np.bincount(name_of[places], walls[places] + 1, minlength=len(names))  # above 0 for each name that is there
+    name = int(np.argmax(sums))
     places = places[name_of[places] == name]
     is_outside = (name_of == name) & ~trace.clipped[joined.rows]
     is_outside[places] = False
