@@ -338,7 +338,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (291, 4),
-    "agent": (4_520, 19),
+    "agent": (4_522, 19),
     "chrome": (3_068, 9),
     "cli": (2_902, 17),
     "compat": (1_181, 6),

@@ -362,8 +362,9 @@ def test_processes_that_python_isolates_are_counted_and_named() -> None:
             ways = (["-I"], None), (["-Es"], None), (["-X", "utf8", "-S"], None), ([], {"PATH": os.environ["PATH"]})
             off = [], {**os.environ, "INSTRUMENT": "off", "PYTHONPATH": ""}
             seen = ["-u", "-W", "ignore"], None
+            installed = [], {**os.environ, "PYTHONPATH": "/elsewhere/instrument/sessions/autostart"}
             all = [subprocess.Popen([sys.executable, *flags, "-c", code], env=env, stdin=subprocess.PIPE)
-                   for flags, env in (*ways, off, seen)]
+                   for flags, env in (*ways, off, seen, installed)]
             input()
             for one in all: one.communicate(b"\\n")
             """,

@@ -25,7 +25,8 @@ LOOK_S = 1.0
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
-_AUTOSTART = os.fsencode(Path(__file__).parents[1] / "sessions/autostart")
+_AUTOSTART = b"/instrument/sessions/autostart"
+"""The end of the folder of our `sitecustomize`: the agent may run from a checkout, the service from a package."""
 _ENTRY = os.fsencode(Path(__file__).with_name("entry.py"))
 _OFF = (b"off", b"0", b"false", b"no")
 
@@ -101,7 +102,8 @@ class Unseen:
         environ = dict(line.partition(b"=")[::2] for line in (process / "environ").read_bytes().split(b"\0"))
         agent, paths = environ.get(os.fsencode(run_folder.VARIABLE)), environ.get(b"PYTHONPATH", b"").split(b":")
         is_off = environ.get(b"INSTRUMENT", b"").strip().lower() in _OFF
-        return "" if (agent and _AUTOSTART in paths) or is_off else "its own environment"
+        has_ours = agent is not None and any(path.endswith(_AUTOSTART) for path in paths)
+        return "" if has_ours or is_off else "its own environment"
 
     def sentence(self, *, for_report: bool = False) -> str:
         """Return the count of those so far, and why each is not seen; "" for none.
