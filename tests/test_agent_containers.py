@@ -65,6 +65,11 @@ def test_as_the_first_process_it_outlives_a_service_that_is_killed_and_says_what
 def test_as_the_first_process_it_passes_exit_code_and_output_on_and_reaps_who_lost_its_parent() -> None:
     done = first("""
         import engine, os, sys, time
+        def state(pid):
+            try:
+                return open(f"/proc/{pid}/stat").read()
+            except OSError:
+                return ""  # it has been reaped meanwhile
         engine.step(1)
         if os.fork() == 0:
             if os.fork() == 0:
@@ -74,7 +79,7 @@ def test_as_the_first_process_it_passes_exit_code_and_output_on_and_reaps_who_lo
         until = time.monotonic() + 240
         def dead():
             pids = [pid for pid in os.listdir("/proc") if pid.isdecimal()]
-            return [pid for pid in pids if " Z " in open(f"/proc/{pid}/stat").read()]
+            return [pid for pid in pids if " Z " in state(pid)]
         while dead() and time.monotonic() < until: time.sleep(0.01)
         print(os.getppid(), dead())
         sys.exit(7)
