@@ -620,7 +620,7 @@ def test_what_a_process_recorded_before_it_was_killed_is_exported(collector: Col
 
 
 @pytest.mark.slow
-def test_what_a_process_left_in_a_file_as_its_run_had_no_agent_is_counted_by_the_next_one(
+def test_what_a_process_left_in_a_file_as_its_run_had_no_agent_is_exported_or_counted_by_the_next_one(
     collector: Collector,
 ) -> None:
     profile(collector, "  summary: {to: stderr}\nlimits: {ring: 1MiB, ring_dir: ./rings}")

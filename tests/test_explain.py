@@ -99,6 +99,15 @@ def test_a_service_without_batches_and_keys_is_explained_by_its_calls() -> None:
     assert "processor contention or garbage collection, not assessed, would look alike" in explanation.sentence()
 
 
+def test_requests_that_took_no_time_are_explained_as_those_of_their_endpoint() -> None:
+    work, request = Site("work", "op", "app", "work"), Site("GET /", "request", "app", "get")
+    spans = [Span(work, 1, 0, 1, 1, 0, 10**9, 10**9 + 5, 5, 5)]
+    spans += [Span(request, 2 + i, 0, 2 + i, 1, 0, 10**9 + i, 10**9 + i, 0, 0) for i in range(20)]
+    trace = Trace(Origin(1, "instant", 0, 0), 10**9, 10**9 + 100, spans)
+    window = explained(trace, RequestChoice(since_ns=0, until_ns=50))
+    assert (window.name, window.wall_ns, window.requests) == ("GET /", 0, 20)
+
+
 def test_a_request_without_others_to_compare_with_is_inconclusive() -> None:
     explanation = explained(Lives(3, requests=5).run()[0], RequestChoice())
     assert explanation.verdict == INCONCLUSIVE

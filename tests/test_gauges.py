@@ -635,6 +635,8 @@ def test_waits_for_a_processor_and_for_memory_are_read_as_shares_of_time(
     waited(0, main=5 * MS)
     host = Host()
     waited(100_000, main=255 * MS, worker=250 * MS)
+    for name in map(str, range(40)):  # threads that end while they are read
+        (threads / name).mkdir()
     values = host.read(host._at_ns + 1000 * MS, rarely=False)
     assert (values["cpu_wait"], values["memory_pressure"]) == (50.0, 10.0)
     values = host.read(host._at_ns + 1000 * MS, rarely=False)

@@ -30,13 +30,13 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--slowest", type=count, metavar="N", help="the N slowest requests (default: 1)")
     parser.add_argument("--endpoint", metavar="NAME", help="requests of this name only")
     parser.add_argument(
-        "--since", type=time_ns, metavar="T", help="requests that began so long after the start or later"
+        "--since", type=time_ns, metavar="T", help="requests that began at this time after the start, or later"
     )
     parser.add_argument(
-        "--until", type=time_ns, metavar="T", help="requests that began so long after the start or before"
+        "--until", type=time_ns, metavar="T", help="requests that began at this time after the start, or earlier"
     )
     parser.add_argument(
-        "--rows", type=count_or_all, metavar="N|all", help=f"rows of item table (default: {MOST} in text)"
+        "--rows", type=count_or_all, metavar="N|all", help=f"the most rows of a table (default: {MOST} in text)"
     )
     parser.add_argument("--unit", **one_of(UNITS), default="ms", help="of times in text (default: ms)")
     parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
