@@ -80,7 +80,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("engine.py").write_text(ENGINE)
     Path("profile.yaml").write_text(PROFILE)
     yield tmp_path
-    for home in runs.glob("*/by-hand-*"):  # of an agent that the test has killed
+    homes = [home for user in runs.iterdir() for home in run_folder.paths_in(user, "by-hand-*")]
+    for home in homes:  # of an agent that the test has killed; others remove their folders meanwhile
         if not is_agent(run_folder.first_process(home.name)):
             run_folder.remove(home)
     try:
@@ -135,7 +136,15 @@ def agents() -> list[int]:
 def children_of(pid: int, name: str = "") -> list[int]:
     """The children of a process, or those of that name."""
     children = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [one for one in children if not name or Path(f"/proc/{one}/comm").read_text().strip() == name]
+    return [child for child in children if not name or command_name(child) == name]
+
+
+def command_name(pid: int) -> str:
+    """Return the name of a process; nothing where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
@@ -259,7 +268,7 @@ sys.stdin.readline()
 @pytest.mark.slow
 def test_of_many_workers_that_had_many_spans_and_ended_few_files_are_kept_while_the_run_goes_on() -> None:
     service = begin(RECYCLED_WITH_MANY_SPANS)
-    left = until(lambda: [path for path in run_folder.found() if any(path.glob("before-*-left.npz"))])
+    left = until(lambda: [path for path in run_folder.found() if run_folder.paths_in(path, "before-*-left.npz")])
     until(lambda: len([*left[0].glob("*-left.npz")]) <= ENDED)
     _, errors = service.communicate("\n", timeout=240)
     (row,) = [line for line in errors.splitlines() if line.startswith("step ")]

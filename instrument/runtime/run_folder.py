@@ -211,8 +211,8 @@ def registered(path: Path) -> Iterator[None]:
 
 def remove(folder: Path) -> None:
     """Remove the folder of a run that has ended, with its files."""
-    with suppress(OSError):
-        for path in folder.iterdir():
+    for path in paths_in(folder, "*"):
+        with suppress(OSError):  # another process was faster
             path.unlink()
     with suppress(OSError):
         folder.rmdir()
