@@ -254,7 +254,7 @@ def test_every_span_that_asked_for_device_time_got_it_or_is_named_with_a_reason(
     found = utilisation_of(trace)
     asking = [span for span in trace.spans if span.site.device or span.device]
     empty = [span for span in asking if all(one.label in UNTIMED for one in span.device)]
-    assert found.asked == len(asking)
+    assert found.asking == len(asking)
     assert Counter({(one.reason, one.name, one.kind): one.spans for one in found.unanswered}) == Counter(
         (span.device[0].label if span.device else NO_EVENTS, span.site.name, span.site.kind) for span in empty
     )
@@ -287,7 +287,7 @@ def test_what_was_captured_or_dropped_is_named_and_no_call_of_zero_length() -> N
         made(6, op, 20, 22, DeviceInterval(0, 7, 21, 21)),
     ]
     found = utilisation_of(trace_of(spans))
-    assert found.asked == 6
+    assert found.asking == 6
     assert found.unanswered == (
         Unanswered("captured", "matmul", "op", 2),
         Unanswered("dropped", "matmul", "op", 1),

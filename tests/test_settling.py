@@ -254,8 +254,8 @@ def by_agent(run: Run, every_ns: int = S // 2, sample: float = 1.0, where: tuple
             its.sent += sent_spans(found)
             its.derived += found.derived
             for one in found.served:
-                assert one.own.span_id not in its.queued
-                its.queued[one.own.span_id] = one.queue_ns
+                assert one.span.span_id not in its.queued
+                its.queued[one.span.span_id] = one.queue_ns
 
     for at_ns in range(0, 80 * S, every_ns):
         for one in (front, engine):

@@ -121,17 +121,17 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     merged = merge(files, by_wall_clock=True)
     facts, columns = merged.saved.trace, merged.saved.trace.columns
     joined = join(columns, facts.apart_ns)
-    found = grafted(columns, joined, facts.origin.run)
-    trace = with_spans(found, [*chain.from_iterable(stage_spans(found, joined).values())])
+    grafted_columns = grafted(columns, joined, facts.origin.run)
+    trace = with_spans(grafted_columns, [*chain.from_iterable(stage_spans(grafted_columns, joined).values())])
     ids = SpanIds(trace, Ids())
     links = ids.links_of(joined)
 
     def lines() -> Iterator[bytes]:
-        for its, own, rows, interruptions in rows_by_process(merged, trace):
+        for process, part, rows, interruptions in rows_by_process(merged, trace):
             packer = SpanPacker(
-                JSON, trace, ids, its.origin, its.threads, own=own, links=links, interruptions=interruptions
+                JSON, trace, ids, process.origin, process.threads, own=part, links=links, interruptions=interruptions
             )
-            yield from json_lines(packer, resource_of(its.origin, Ids().instance), rows, trace.root_id[rows])
+            yield from json_lines(packer, resource_of(process.origin, Ids().instance), rows, trace.root_id[rows])
 
     def write_lines() -> None:
         with atomic.replacing(target) as file:

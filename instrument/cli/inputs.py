@@ -100,8 +100,8 @@ SUFFIXES = (".npz", ".json", ".json.gz")
 def files_of(verb: str, options: argparse.Namespace) -> list[str]:
     """Return the named files, and of each folder those of one run. Raises `TraceError` for a folder without any."""
 
-    def say(others: str) -> None:
-        print(f"instrument: {verb}: {others}", file=sys.stderr)
+    def say(note: str) -> None:
+        print(f"instrument: {verb}: {note}", file=sys.stderr)
 
     load_libraries()
     with within_memory(verb, [path for path in options.traces if not Path(path).is_dir()], options.memory):

@@ -192,13 +192,13 @@ def _refuse_another(verb: str, word: str, interpreter: Path) -> None:
 
     A script that chooses among several, such as a version manager has, is none.
     """
-    own = Path(sys.executable)
-    if OFF or interpreter.parent.resolve() == own.parent.resolve() or not _head(interpreter).startswith(b"\x7fELF"):
+    running = Path(sys.executable)
+    if OFF or interpreter.parent.resolve() == running.parent.resolve() or not _head(interpreter).startswith(b"\x7fELF"):
         return
-    environments = [(python.parent.parent / "pyvenv.cfg").exists() for python in (interpreter, own)]
-    if any(environments) or not interpreter.samefile(own):
+    environments = [(python.parent.parent / "pyvenv.cfg").exists() for python in (interpreter, running)]
+    if any(environments) or not interpreter.samefile(running):
         raise InstrumentError(
-            f"{verb}: {word!r} runs with {interpreter}, and this is {own}; install instrument-sdk there, and use "
+            f"{verb}: {word!r} runs with {interpreter}, and this is {running}; install instrument-sdk there, and use "
             "its `instrument`"
         )
 

@@ -126,7 +126,7 @@ class Metering:
         """Count a request that batches served."""
         self.unsaved += 1
         self._meter.count_served(
-            request.own, request.queue_ns, request.batch_size, request.kept, streams=request.is_generation
+            request.span, request.queue_ns, request.batch_size, request.sampled_ids, streams=request.is_generation
         )
 
     def note_kept(self, request: Span) -> None:

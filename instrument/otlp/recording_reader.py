@@ -79,9 +79,9 @@ class RecordingReader:
     def _site_of_node(self, node: int) -> Site:
         return self._mapped.known_tree.site(node)
 
-    def totals(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the totals up to now of the sites that are wanted of a tree: of requests by default."""
-        tally = self._mapped.tally(wanted or _are_requests)
+    def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
+        """Return the current totals of the sites that `is_counted` marks in a call tree: of requests by default."""
+        tally = self._mapped.tally(is_counted or _are_requests)
         return tally.merged() if merged else tally
 
     def between(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
@@ -93,8 +93,8 @@ class RecordingReader:
         for rings in self._pieces(places):
             for ring in rings:
                 rows = ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]
-                wanted = _are_request_roots(rows) | np.isin(rows["span_id"], np.fromiter(marks, np.uint64, len(marks)))
-                yield _rows_of(rows[wanted], details)
+                is_read = _are_request_roots(rows) | np.isin(rows["span_id"], np.fromiter(marks, np.uint64, len(marks)))
+                yield _rows_of(rows[is_read], details)
 
     # ---------------------------------------------------------------- reading
 
@@ -143,8 +143,8 @@ class RecordingReader:
         roots = [np.array([row for row in opened if row & REQUEST_BIT], np.uint64)]
         for rings in self._pieces({}):
             for ring in rings:
-                its = ring.rows[_are_request_roots(ring.rows) & (ring.rows["end_ns"] > settled_ns)]
-                roots.append(its["span_id"])
+                unsettled_roots = ring.rows[_are_request_roots(ring.rows) & (ring.rows["end_ns"] > settled_ns)]
+                roots.append(unsettled_roots["span_id"])
         undecided = np.concatenate(roots)
         details, _ = self._mapped.details_since(0)
         for rings in self._pieces({}):

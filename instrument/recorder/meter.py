@@ -77,8 +77,8 @@ class MeteredRows(Protocol):
     def site_of(self, row: Row) -> Site:
         """Return the site of a row."""
 
-    def totals(self, *, merged: bool = False, wanted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the totals up to now of the sites that are wanted of a tree."""
+    def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
+        """Return the current totals of the sites that `is_counted` marks in a call tree."""
 
 
 class Meter:
@@ -155,13 +155,13 @@ class Meter:
         request: Span,
         queue_ns: int,
         batch_size: float,
-        kept: tuple[int, int] | None,
+        sampled_ids: tuple[int, int] | None,
         *,
         streams: bool = False,
     ) -> None:
         """Count a request's time in the queue, and the mean size of its batches, 0 without any.
 
-        It is an exemplar where it is `kept`, under these ids. A request that `streams` what several steps make is
+        It is an exemplar under `sampled_ids`, its trace id and span id. The answer of a request that `streams` is
         generated.
         """
         site, attributes, error = request.site, request.attributes, request.error
@@ -177,8 +177,8 @@ class Meter:
         }
         for name, value in values.items():
             self._generated.add(name, labels, value)
-            if kept is not None:
-                self._generated.note(name, labels, Exemplar(value, request.end_ns, time.monotonic_ns(), *kept))
+            if sampled_ids is not None:
+                self._generated.note(name, labels, Exemplar(value, request.end_ns, time.monotonic_ns(), *sampled_ids))
 
     def _is_generation(self, endpoint: Labels) -> bool:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
@@ -198,9 +198,9 @@ class Meter:
                 self._generated.add(BATCH_SIZE, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
 
     def _count_generation(
-        self, known: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
+        self, labels_of_request: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
     ) -> None:
-        for name, labels, value_ns in _generation(known, attributes, duration_ns, error):
+        for name, labels, value_ns in _generation(labels_of_request, attributes, duration_ns, error):
             self._generated.add(name, labels, value_ns)
 
     def ended(self) -> Ended:
@@ -217,16 +217,16 @@ class Meter:
             site_marks = tree.by_site(mark_of) if marks else endpoints
             return [bool(endpoint) or mark in marks for endpoint, mark in zip(endpoints, site_marks, strict=True)]
 
-        return self._recorder.totals(merged=True, wanted=are_metered)
+        return self._recorder.totals(merged=True, is_counted=are_metered)
 
     def settle(self, ended: Ended) -> None:
         """Count requests that the tally had before the reader's last look, and that the reader has not met."""
         for endpoint, buckets in ended.items():
-            known = self._met.setdefault(endpoint, Counter())
-            missed = {index: count - known[index] for index, count in buckets.items() if count > known[index]}
+            counter = self._met.setdefault(endpoint, Counter())
+            missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
             if missed:
                 _series(self._requests, endpoint).add_buckets(missed)
-                known.update(missed)
+                counter.update(missed)
 
     def _active_requests(self) -> Metric:
         """Return the metric of open requests."""
@@ -287,7 +287,7 @@ class Meter:
         return {
             "start_ns": self._start_ns,
             "requests": told_series(self._requests),
-            "met": [[told_labels(endpoint), [*known.items()]] for endpoint, known in self._met.items()],
+            "met": [[told_labels(endpoint), [*counter.items()]] for endpoint, counter in self._met.items()],
             "generated": self._generated.state(),
             "calls": told_series(self._calls),
             "asked_for": sorted(self._asked_for),
@@ -298,8 +298,8 @@ class Meter:
         """Begin with the counts of another meter. Raise one of `export_checkpoint.DAMAGED` for a damaged state."""
         start_ns, requests, calls = int(state["start_ns"]), series_told(state["requests"]), series_told(state["calls"])
         met = {
-            labels_told(labels): Counter({int(index): int(count) for index, count in known})
-            for labels, known in state["met"]
+            labels_told(labels): Counter({int(index): int(count) for index, count in counts})
+            for labels, counts in state["met"]
         }
         generated = GenerationTimes.of(state["generated"])
         counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}

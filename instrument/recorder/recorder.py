@@ -215,14 +215,14 @@ class Recorder(Readback):
         elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: there is no kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        own: dict[Any, Any] | None = span_attributes.of_scope(attributes, self.complain) if attributes else None
+        values: dict[Any, Any] | None = span_attributes.of_scope(attributes, self.complain) if attributes else None
         if stream is not None:
-            own = {**(own or {}), STREAM: stream_handle(stream)}
+            values = {**(values or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
             keys = {KEY: key} if is_plain else span_attributes.key_attributes(key, batch, self.complain)
-            own = {**own, **keys} if own else keys
-        return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
+            values = {**values, **keys} if values else keys
+        return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), values)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
         """Open a span that `end_manual` will close. Returns None when too many are open.
@@ -260,10 +260,10 @@ class Recorder(Readback):
     def _turn(self, site: Site, passing: Any) -> None:
         """Turn the site, and keep one object for a muted scope: making one costs more than passing."""
         super()._turn(site, passing)
-        known = self.user_sites.get(site.name)
-        if passing is not None and known is site:
+        current = self.user_sites.get(site.name)
+        if passing is not None and current is site:
             self.user_sites[site.name] = Scope(self, site)
-        elif passing is None and known is not site and isinstance(known, Scope) and known._site is site:
+        elif passing is None and current is not site and isinstance(current, Scope) and current._site is site:
             self.user_sites[site.name] = site
 
     # ---------------------------------------------------------------- life

@@ -51,11 +51,11 @@ def wrap(
     and `results` after it, except a generator's. `passes` comes first, and takes a plain function off the fast path.
     `works` returns, as an attribute that no reader sees, the objects that a call with device time works on.
     """
-    given = attributes or works
+    evaluate = attributes or works
     if attributes is not None and works is not None:
-        given = functools.partial(_both, attributes, works)
+        evaluate = functools.partial(_both, attributes, works)
     has_attributes = attributes is not None or results is not None
-    made: Any
+    wrapper: Any
     if inspect.isasyncgenfunction(function):
         form, shape = "async generator", "generator"
     elif inspect.iscoroutinefunction(function) and not _is_marked(function):
@@ -67,14 +67,14 @@ def wrap(
     else:
         form, shape = "call", "wrapper" if has_attributes else "call"  # which costs about as much
     if form == "call":
-        made = make_function(recorder, function, site, works, attributes, results)
+        wrapper = make_function(recorder, function, site, works, attributes, results)
     else:
-        made = make_function(recorder, function, site, None, given, results, passes, FORMS.index(form))
+        wrapper = make_function(recorder, function, site, None, evaluate, results, passes, FORMS.index(form))
     if site.kind == "step":  # a schedule that counts them would stop
         recorder.note_shape(site, shape)
     else:
-        recorder.may_mute(site, made, shape)
-    return made  # type: ignore[no-any-return]
+        recorder.may_mute(site, wrapper, shape)
+    return wrapper  # type: ignore[no-any-return]
 
 
 def bare_of(wrapper: Any) -> Any:
@@ -155,5 +155,5 @@ def wrap_method(
     that `decide` is run and not compiled.
     """
     # A compiler of models takes the code of the wrapped function, and never meets the probe.
-    made: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)
-    return made
+    method: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)
+    return method

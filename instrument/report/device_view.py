@@ -310,7 +310,7 @@ def device(recording: Recording, options: Options) -> DeviceView:
             )
             for row in use.devices
         ),
-        asked=use.asked,
+        asked=use.asking,
         unanswered=bounded(use.unanswered, replace(options, least_ns=0), lambda _: 0, adding("spans")),
         reasons=dict(reasons.most_common()),
         in_flight_ns=use.in_flight_ns,

@@ -301,7 +301,7 @@ class _DeviceWork(NamedTuple):
     window: Interval
     names: tuple[str, ...]
     kernels: _Work
-    others: Mapping[str, _Work]
+    work_by_kind: Mapping[str, _Work]
     places: NumberedPlaces | None
     outside: int
 
@@ -325,7 +325,7 @@ class _DeviceWork(NamedTuple):
 
     def other_work(self) -> list[OtherWork]:
         rows = []
-        for kind, work in sorted(self.others.items()):
+        for kind, work in sorted(self.work_by_kind.items()):
             (calls,), (total_ns,), _, _, (busy_ns,) = _Sums.of(work, np.zeros(len(work.name), dtype=np.int64), 1)
             if calls:
                 rows.append(OtherWork(kind, calls, total_ns, busy_ns))

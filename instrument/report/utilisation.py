@@ -185,14 +185,14 @@ class Unanswered:
 class Utilisation:
     """Every device of a trace in one window.
 
-    `asked` counts spans that asked for device time, `unanswered` has those without any. `in_flight_ns` is the time with
-    at least one request in flight. `requests_cut` counts requests over an edge of the window, `requests_without` those
-    in the window without time on any device.
+    `asking` counts spans that asked for device time, `unanswered` has those without any. `in_flight_ns` is the time
+    with at least one request in flight. `requests_cut` counts requests over an edge of the window, `requests_without`
+    those in the window without time on any device.
     """
 
     window: Interval
     devices: tuple[DeviceUse, ...]
-    asked: int
+    asking: int
     unanswered: tuple[Unanswered, ...]
     in_flight_ns: int
     requests_cut: int
@@ -231,11 +231,11 @@ def utilisation(recording: Recording) -> Utilisation:
         with_device[device_within.rows] = True
         labels = _label_uses(inside)
         devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, device_within))
-    asked_count, untimed = unanswered(trace)
+    asking_count, untimed = unanswered(trace)
     return Utilisation(
         window=window,
         devices=tuple(devices),
-        asked=asked_count,
+        asking=asking_count,
         unanswered=untimed,
         in_flight_ns=in_flight.length_ns(),
         requests_cut=cut,

@@ -132,7 +132,7 @@ class HeldSpans:
     """The facts of the kept spans, without a look at each.
 
     Every span is there from `since_ns` to `until_ns` after the trace's start. `complete` is True if no span was
-    overwritten at all. `asked` spans ask for device time. `unanswered` counts the spans without any by the label of
+    overwritten at all. `asking` spans ask for device time. `unanswered` counts the spans without any by the label of
     their first interval, `NO_EVENTS` for a span without one.
     """
 
@@ -140,7 +140,7 @@ class HeldSpans:
     complete: bool
     since_ns: int
     until_ns: int
-    asked: int
+    asking: int
     unanswered: Mapping[str, int]
 
 

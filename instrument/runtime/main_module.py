@@ -234,11 +234,11 @@ class Watch:
                 if self._plan.last > frame.f_lineno and (means := self._take_means()) is not None:
                     means.follow(frame.f_code, frame)
                 return
-        how, *_ = sys.argv or [""]  # as it is before the main module runs
+        first_argument, *_ = sys.argv or [""]  # as it is before the main module runs
         # A child of multiprocessing runs a command that runs the main module of its parent.
-        is_child = how == "-c" and any("multiprocessing" in word for word in sys.orig_argv)
+        is_child = first_argument == "-c" and any("multiprocessing" in word for word in sys.orig_argv)
         is_starting = any(frame.f_globals.get("__name__") == "site" for frame in frames)
-        if is_starting and self._wants(MAINS[0]) and (is_child or how not in ("", "-", "-c")):
+        if is_starting and self._wants(MAINS[0]) and (is_child or first_argument not in ("", "-", "-c")):
             self._mains, self._runner = MAINS[1:] if is_child else MAINS, _runner()
             self._wait()
 

@@ -64,14 +64,14 @@ def publish(payload: bytes) -> str:
     with _lock:
         try:
             libc = _libc()
-            known = _published if _published is not None and _published.pid == os.getpid() else None
-            if known is None:
+            mapping = _published if _published is not None and _published.pid == os.getpid() else None
+            if mapping is None:
                 if _is_there():
                     return ""
-                known = _published = _Published(_mapped(libc))
-            _put(known, payload)
+                mapping = _published = _Published(_mapped(libc))
+            _put(mapping, payload)
             # Some readers hook on the call: it is made also where a kernel names no memory.
-            libc.prctl(_SET_VMA, _ANON_NAME, known.address, _PAGE_BYTES, NAME)
+            libc.prctl(_SET_VMA, _ANON_NAME, mapping.address, _PAGE_BYTES, NAME)
         except (OSError, AttributeError) as problem:
             return str(problem)
     return ""

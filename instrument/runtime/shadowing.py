@@ -103,8 +103,8 @@ class _Guard:
         spec = PathFinder.find_spec(fullname, [p for p in sys.path if p.startswith(_STANDARD)])
         if spec is None:
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)  # of another system
-        if known := self._standard.get(fullname):
-            spec.loader = Loaded(known)  # type: ignore[assignment]
+        if module := self._standard.get(fullname):
+            spec.loader = Loaded(module)  # type: ignore[assignment]
         return spec
 
     def release(self) -> None:

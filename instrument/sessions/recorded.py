@@ -321,7 +321,7 @@ class Recorded:
             complete=first_ns == self.start_ns,
             since_ns=first_ns - self.start_ns,
             until_ns=until_ns - self.start_ns,
-            asked=len(asking),
+            asking=len(asking),
             unanswered=+unanswered,
         )
 

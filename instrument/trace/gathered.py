@@ -95,8 +95,8 @@ class Gathered:
         ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
         opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
         node = np.concatenate([rows["node"].astype(np.int64), _of(opened, "node")])
-        known, inverse = np.unique(node, return_inverse=True)
-        sites = [self._sites.setdefault(member.site_of(one), len(self._sites)) for one in known.tolist()]
+        nodes, inverse = np.unique(node, return_inverse=True)
+        sites = [self._sites.setdefault(member.site_of(number), len(self._sites)) for number in nodes.tolist()]
         active_ns = np.full(len(node), -1, np.int64)
         places, numbers = numbers_in(rows)
         active_ns[places] = numbers
@@ -171,7 +171,7 @@ def _matter(member: UnsettledRows, horizon_ns: int) -> Bools:
     is_request = root_id & np.uint64(REQUEST_BIT) != 0
     is_root = is_request & (rows["span_id"] == root_id)
     undue = root_id[is_root & (rows["end_ns"] > horizon_ns)]
-    opened = np.fromiter((one for one in member.opened if one & REQUEST_BIT), np.uint64)
+    opened = np.fromiter((span_id for span_id in member.opened if span_id & REQUEST_BIT), np.uint64)
     is_undue = is_request & np.isin(root_id, np.concatenate([undue, opened]))
     matter = ~is_undue | is_root | member.with_details()
     missing = np.setdiff1d(rows["parent_id"][matter], rows["span_id"][matter])

@@ -196,25 +196,25 @@ def enclosing_none(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
     return encloses_none
 
 
-def shared_ns(left: Union, right: Union) -> int:
+def shared_ns(first: Union, second: Union) -> int:
     """Return the length of the intersection of two unions."""
-    return int(left.within(right.starts, right.ends).sum())
+    return int(first.within(second.starts, second.ends).sum())
 
 
-def common(left: Union, right: Union) -> Union:
+def common(first: Union, second: Union) -> Union:
     """Return the intersection of two unions."""
-    return _where(left, right, is_in_right=True)
+    return _where(first, second, is_in_second=True)
 
 
-def without(left: Union, right: Union) -> Union:
-    """Return the parts of `left` outside of `right`."""
-    return _where(left, right, is_in_right=False)
+def without(first: Union, second: Union) -> Union:
+    """Return the parts of `first` outside of `second`."""
+    return _where(first, second, is_in_second=False)
 
 
-def _where(left: Union, right: Union, *, is_in_right: bool) -> Union:
-    edges = distinct(np.concatenate([*left, *right]))
+def _where(first: Union, second: Union, *, is_in_second: bool) -> Union:
+    edges = distinct(np.concatenate([*first, *second]))
     starts, ends = edges[:-1], edges[1:]
-    is_kept = _covers(left, starts) & (_covers(right, starts) == is_in_right)
+    is_kept = _covers(first, starts) & (_covers(second, starts) == is_in_second)
     return union(starts[is_kept], ends[is_kept])
 
 

@@ -28,13 +28,13 @@ recorder and no device interval has it."""
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that batches served: its own span, its time in the queue, the mean size of its batches. `kept` is
-    its trace and span at a collector, None if dropped. It `is_generation` if its batches stream an answer."""
+    """A request that batches served, with its time in the queue and the mean size of its batches. `sampled_ids` are its
+    trace id and span id at a collector, None if dropped. It `is_generation` if its batches stream an answer."""
 
-    own: Span
+    span: Span
     queue_ns: int
     batch_size: float
-    kept: tuple[int, int] | None
+    sampled_ids: tuple[int, int] | None
     is_generation: bool
 
 
@@ -100,7 +100,7 @@ class SentRows:
         caller = number_of[unit]
         pieces = np.unique(piece[piece != NONE])
         number_of[pieces] = len(callers) + np.arange(len(pieces))
-        callers += [self._caller(one) for one in pieces.tolist()]
+        callers += [self._caller(row) for row in pieces.tolist()]
         caller = np.where(piece != NONE, number_of[piece], caller)
         for at in np.flatnonzero((piece == NONE) & (unit == NONE)).tolist():
             decided = self._decisions.member(int(rows[at])).decided.get(int(root_id[at]))
@@ -126,9 +126,9 @@ class SentRows:
             picked = rows[places]
             first = np.flatnonzero(np.diff(root_id[places], prepend=NONE))
             remotes = {
-                at: callers[one]
-                for at, one in zip(first.tolist(), caller[places[first]].tolist(), strict=True)
-                if one != NONE
+                at: callers[caller_place]
+                for at, caller_place in zip(first.tolist(), caller[places[first]].tolist(), strict=True)
+                if caller_place != NONE
             }
             for at, remote in remotes.items():
                 self._members[number].note_trace(int(root_id[places[at]]), remote.trace_id)

@@ -63,9 +63,9 @@ class Settling:
             return {}
         gathered = Gathered(self.members, horizon_ns)
         decisions = Decisions(self._remembered, gathered, horizon_ns, is_last=is_last, at_once=at_once)
-        sent = SentRows(decisions, self._kinds, asks_queues=asks_queues)
-        _release(decisions, sent, horizon_ns, is_last=is_last)
-        return sent.outcome
+        sent_rows = SentRows(decisions, self._kinds, asks_queues=asks_queues)
+        _release(decisions, sent_rows, horizon_ns, is_last=is_last)
+        return sent_rows.outcome
 
     def _most_ns(self, horizon_ns: int) -> int:
         """Return the time up to which rows are settled in one round."""

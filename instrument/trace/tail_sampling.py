@@ -120,10 +120,10 @@ def _holds(condition: Where, request: EndedRequest) -> bool:
     return any(_fits(value, *comparison) for value in values for comparison in condition.any_of)
 
 
-def _fits(value: object, how: str, wanted: str | bool | float) -> bool:
-    if how == "=":
-        return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool) and _COMPARED[how](value, wanted)
+def _fits(value: object, comparison: str, bound: str | bool | float) -> bool:
+    if comparison == "=":
+        return value == bound and isinstance(value, bool) == isinstance(bound, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and _COMPARED[comparison](value, bound)
 
 
 class _UsualTimes:
@@ -154,8 +154,8 @@ class _UsualTimes:
             return
         self._at_ns = newest_ns
         totals = self._totals()
-        for endpoint, known in totals.lines_by(totals.tree.by_site(_endpoint)).items():
-            histogram = totals.histogram(totals.nodes(known))
+        for endpoint, lines in totals.lines_by(totals.tree.by_site(_endpoint)).items():
+            histogram = totals.histogram(totals.nodes(lines))
             calls = sum(histogram.values())
             (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
             if calls >= LEAST_CALLS and time_ns is not None:

@@ -191,7 +191,7 @@ class UnsettledRows:
             self.unpack()
         pieces: list[tuple[NDArray[np.void], int]] = []
         for ring in rings:
-            rows = ring.rows[self._are_wanted(ring.rows)]
+            rows = ring.rows[self._are_kept(ring.rows)]
             self._take_details(ring.rows, rows)
             if not self.has_keys and len(rows) >= LEAST_PACKED:
                 rows = self._pack(rows, ring.thread_id)
@@ -260,14 +260,14 @@ class UnsettledRows:
             has_detail = np.isin(rows["span_id"], np.fromiter(details, np.uint64, len(details)))
             state = np.where(is_undecided, WAITING, np.where(is_request, SETTLED, ADOPTED)).astype(np.uint8)
             is_late = rows["end_ns"] > settled_ns
-            wanted = is_undecided | (is_request & (is_root | has_detail)) | (~is_request & (is_late | self.has_keys))
-            for span_id in rows["span_id"][wanted & has_detail].tolist():
+            is_kept = is_undecided | (is_request & (is_root | has_detail)) | (~is_request & (is_late | self.has_keys))
+            for span_id in rows["span_id"][is_kept & has_detail].tolist():
                 self.details[span_id] = _parsed(*details[span_id])
             for root_id in rows["root_id"][is_root & ~is_undecided].tolist():
                 self.decide(root_id, Decided(False, root_id, None))
-            self.rows = np.concatenate([self.rows, rows[wanted]])
-            self.thread_id = np.append(self.thread_id, np.full(int(wanted.sum()), ring.thread_id, np.int64))
-            self.state = np.append(self.state, state[wanted])
+            self.rows = np.concatenate([self.rows, rows[is_kept]])
+            self.thread_id = np.append(self.thread_id, np.full(int(is_kept.sum()), ring.thread_id, np.int64))
+            self.state = np.append(self.state, state[is_kept])
             self.adopted += int(np.count_nonzero(is_undecided))
             self.lingers = bool((self.state != SETTLED).any())
 
@@ -280,29 +280,29 @@ class UnsettledRows:
             detail.error is not None, detail.attributes, detail.remote,
         )  # fmt: skip
 
-    def _are_wanted(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+    def _are_kept(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         """Mark the rows that a request may ask for, within its limit, and those of other trees that are sampled."""
         roots = rows["root_id"]
         is_request = roots & np.uint64(REQUEST_BIT) != 0
-        wanted = is_request.copy()
+        is_kept = is_request.copy()
         if self.has_keys:
-            wanted[:] = True
+            is_kept[:] = True
         else:
-            wanted |= are_sampled(roots, self.sampler.capture.sample)
-            self.passed += int(np.count_nonzero(~wanted))
+            is_kept |= are_sampled(roots, self.sampler.capture.sample)
+            self.passed += int(np.count_nonzero(~is_kept))
         below = np.flatnonzero(is_request & (rows["span_id"] != roots))
         if len(below):
-            known, inverse, counts = np.unique(roots[below], return_inverse=True, return_counts=True)
-            for at, (root_id, count) in enumerate(zip(known.tolist(), counts.tolist(), strict=True)):
+            root_ids, inverse, counts = np.unique(roots[below], return_inverse=True, return_counts=True)
+            for at, (root_id, count) in enumerate(zip(root_ids.tolist(), counts.tolist(), strict=True)):
                 size = self._sizes.get(root_id, 0)
                 room = max(self.spans_per_request - size, 0)
                 self._sizes[root_id] = size + min(count, room)
                 if count > room:
-                    wanted[below[inverse.reshape(-1) == at][room:]] = False
+                    is_kept[below[inverse.reshape(-1) == at][room:]] = False
                     self.counts[BEYOND] += count - room
             while len(self._sizes) > MOST_ROOTS:
                 self._sizes.popitem(last=False)
-        return np.asarray(wanted)
+        return np.asarray(is_kept)
 
     def _add_details(self, details: Details, room_bytes: int) -> None:
         early = self.unmatched
@@ -314,18 +314,18 @@ class UnsettledRows:
             _, (_, text) = early.popitem(last=False)
             self._early_bytes -= len(text)
 
-    def _take_details(self, rows: NDArray[np.void], wanted: NDArray[np.void]) -> None:
+    def _take_details(self, rows: NDArray[np.void], kept_rows: NDArray[np.void]) -> None:
         early = self.unmatched
         if not early:
             return
         with_more = rows["span_id"][_have_details(rows)].tolist()
-        kept = set(wanted["span_id"].tolist()) if len(wanted) < len(rows) else None
+        kept_ids = set(kept_rows["span_id"].tolist()) if len(kept_rows) < len(rows) else None
         for span_id in with_more:
             detail = early.pop(span_id, None)
             if detail is None:
                 continue
             self._early_bytes -= len(detail[1])
-            if kept is None or span_id in kept:
+            if kept_ids is None or span_id in kept_ids:
                 self.details[span_id] = _parsed(*detail)
 
     def _make_room(self) -> None:
@@ -336,31 +336,31 @@ class UnsettledRows:
             np.uint64,
         )
         has_detail = np.isin(self.rows["span_id"], np.fromiter(self.details, np.uint64, len(self.details)))
-        left = len(self.rows) - MOST_ROWS * 3 // 4
+        excess = len(self.rows) - MOST_ROWS * 3 // 4
         drop = np.zeros(len(self.rows), np.bool_)
         for root in open_roots:
-            if left <= 0:
+            if excess <= 0:
                 break
-            its = (roots == root) & ~has_detail & (self.state == WAITING)
-            left -= int(np.count_nonzero(its))
-            drop |= its
-        if left > 0:
-            others = np.flatnonzero(~drop)
-            drop[others[np.argsort(self.rows["end_ns"][others], kind="stable")[:left]]] = True
+            is_droppable = (roots == root) & ~has_detail & (self.state == WAITING)
+            excess -= int(np.count_nonzero(is_droppable))
+            drop |= is_droppable
+        if excess > 0:
+            remaining = np.flatnonzero(~drop)
+            drop[remaining[np.argsort(self.rows["end_ns"][remaining], kind="stable")[:excess]]] = True
         self.counts[TOO_LONG] += int(np.count_nonzero(drop & (self.state != SETTLED)))
         self.keep(~drop)
 
     # ---------------------------------------------------------------- settling
 
-    def keep(self, wanted: NDArray[np.bool_]) -> None:
-        """Drop all rows but the wanted ones."""
-        gone = ~wanted
-        if not gone.any():
+    def keep(self, is_kept: NDArray[np.bool_]) -> None:
+        """Drop all rows but the marked ones."""
+        is_dropped = ~is_kept
+        if not is_dropped.any():
             return
         if self.details:
-            for span_id in self.rows["span_id"][gone & (self.rows["rare"] != 0)].tolist():
+            for span_id in self.rows["span_id"][is_dropped & (self.rows["rare"] != 0)].tolist():
                 self.details.pop(span_id, None)
-        self.rows, self.thread_id, self.state = self.rows[wanted], self.thread_id[wanted], self.state[wanted]
+        self.rows, self.thread_id, self.state = self.rows[is_kept], self.thread_id[is_kept], self.state[is_kept]
 
     def decide(self, root_id: int, decided: Decided) -> None:
         """Remember the decision about a request."""

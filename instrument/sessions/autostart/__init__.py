@@ -16,8 +16,8 @@ def start_beside_opentelemetry() -> None:
         return
     from instrument.sessions.autostart import waiting
 
-    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as `sitecustomize` does
-    sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != here]  # noqa: PTH100
+    folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as `sitecustomize` does
+    sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != folder]  # noqa: PTH100
     process = sys.modules.get("instrument.sessions.process")
     if process is None or not process.is_running():
         waiting.begin_now()

@@ -12,17 +12,17 @@ import sys
 def _hand_over():
     # type: () -> None
     """Run the next `sitecustomize` on the path, as if this one were not there."""
-    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not loaded this early
-    sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != here]  # noqa: PTH100
-    own = sys.modules.pop("sitecustomize", None)
+    folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not loaded this early
+    sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != folder]  # noqa: PTH100
+    hook = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         is_missing = getattr(error, "name", "sitecustomize") == "sitecustomize"
         if not is_missing or not str(error).startswith("No module named"):
             raise
-        if own is not None:
-            sys.modules["sitecustomize"] = own
+        if hook is not None:
+            sys.modules["sitecustomize"] = hook
 
 
 def _begin():
