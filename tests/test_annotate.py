@@ -25,7 +25,7 @@ from readback import spans_in
 import instrument
 from instrument import chrome
 from instrument.recorder import span_attributes
-from instrument.recorder.span_status import NAMES_OF_PLACE, rename, set_status
+from instrument.recorder.span_attributes import NAMES_OF_PLACE, rename, set_status
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     BATCH_KEYS,

@@ -338,22 +338,22 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (291, 4),
-    "agent": (4_522, 19),
+    "agent": (4_511, 18),
     "chrome": (3_068, 9),
-    "cli": (2_902, 17),
+    "cli": (2_893, 16),
     "compat": (1_181, 6),
     "device": (3_716, 11),
     "docs": (0, 0),
     "instrumentors": (11_103, 44),
     "native": (9_134, 28),
-    "otlp": (4_974, 20),
+    "otlp": (4_958, 19),
     "profile": (2_484, 8),
     "proposal": (1_400, 5),
-    "recorder": (2_565, 11),
+    "recorder": (2_559, 10),
     "recording": (4_040, 19),
-    "report": (14_735, 52),
+    "report": (14_725, 50),
     "runtime": (2_677, 18),
-    "sessions": (6_914, 29),
+    "sessions": (6_883, 26),
     "trace": (9_225, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

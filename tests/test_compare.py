@@ -21,8 +21,7 @@ from simulated_engine import Service
 import instrument
 from instrument import chrome
 from instrument.cli import main
-from instrument.report.comparison import FASTER, GONE, INCONCLUSIVE, NEW, SAME, SLOWER, Comparison, compare
-from instrument.report.difference_page import COLOURS
+from instrument.report.comparison import COLOURS, FASTER, GONE, INCONCLUSIVE, NEW, SAME, SLOWER, Comparison, compare
 from instrument.report.effects import CallSample, effect, p99_limits
 from instrument.report.view import Options, Recording
 from instrument.trace import file

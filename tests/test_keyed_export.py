@@ -24,7 +24,7 @@ from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.runtime import run_folder
 from instrument.runtime.faults import FAULTS
-from instrument.sessions.own_export import OwnExport
+from instrument.sessions.handover import OwnExport
 from instrument.sessions.session import Session
 
 __all__ = ["agent", "folder", "listener"]

@@ -20,9 +20,8 @@ from otlp_spans import ORIGIN, SECOND, offer, span
 import instrument
 from instrument.otlp import Exporter, Ids, metrics
 from instrument.otlp import exporter as exporter_module
-from instrument.otlp.metrics import MEASURES, Metrics
+from instrument.otlp.metrics import MEASURES, Metrics, Snapshots
 from instrument.otlp.senders import metrics_url
-from instrument.otlp.snapshots import Snapshots
 from instrument.otlp.span_queue import Source
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp

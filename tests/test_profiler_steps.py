@@ -43,8 +43,7 @@ from instrument.profile.model import Schedule
 from instrument.recorder.recorder import RECORDER
 from instrument.sessions import torch_profiler
 from instrument.sessions.handlers import Window
-from instrument.sessions.step_spans import Loop, Step
-from instrument.sessions.window import RECORDING, State, Windows
+from instrument.sessions.window import RECORDING, Loop, State, Step, Windows
 
 GOLDEN = Path(__file__).parent / "golden"
 LETTERS = {State.CLOSED: "-", State.READY: "w", State.RECORD: "R", State.RECORD_AND_RETURN: "S"}

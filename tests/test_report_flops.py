@@ -19,8 +19,7 @@ import instrument
 from instrument import chrome, cli
 from instrument.chrome.others import flops_of
 from instrument.recording.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span
-from instrument.report.flop_rows import FlopRow, flop_table
-from instrument.report.operators_view import OPERATORS, Operators, operators
+from instrument.report.operators_view import OPERATORS, FlopRow, Operators, flop_table, operators
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 

@@ -21,7 +21,7 @@ from instrument.profile.keys import loads
 from instrument.recording.spans import Origin, Site, Span, covered_ns
 from instrument.sessions.profiler import Window
 from instrument.sessions.step_columns import steps_of_batches, with_steps
-from instrument.sessions.step_spans import Step
+from instrument.sessions.window import Step
 from instrument.trace.trace import Trace, columns_of_spans
 
 

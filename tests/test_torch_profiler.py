@@ -27,7 +27,7 @@ from instrument.report.phases_view import phases
 from instrument.report.view import Options, Recording
 from instrument.sessions import torch_profiler
 from instrument.sessions.handlers import Window
-from instrument.sessions.operator_spans import with_operators
+from instrument.sessions.torch_profiler import with_operators
 from instrument.trace.trace import Trace
 
 PID = 4321

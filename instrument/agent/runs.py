@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import departure, journal, processes, telling
+from instrument.agent import departure, journal, processes
 from instrument.agent.exporter_process import Exports
 from instrument.agent.jobs import Jobs, Saves
 from instrument.agent.loop import Connection, EventLoop
@@ -86,7 +86,7 @@ class Runs:
         self._folder = folder
         self._own = own
         self._captures = captures
-        self._say = partial(telling.say, says)
+        self._say = partial(departure.say, says)
         self._changed = changed
         self._runs: dict[str, Run] = {} if own is None else {own.name: own}
         self._members: dict[Connection, Process] = {}

@@ -28,8 +28,8 @@ VERBS: Mapping[str, str] = {
     **dict.fromkeys(("ps", "live", "dump"), "runs_verb"),
     **dict.fromkeys(("on", "off", "reload"), "control_verb"),
     **{word: f"{word}_verb" for word in ("report", "explain", "compare")},
-    **dict.fromkeys(("convert", "merge"), "convert_verb"),
-    **{word: f"{word}_verb" for word in ("query", "agent")},
+    **dict.fromkeys(("convert", "merge", "query"), "convert_verb"),
+    "agent": "agent_verb",
     "recover": "runs_verb",
     "help": "help_verb",
 }

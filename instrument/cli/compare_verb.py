@@ -100,8 +100,9 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
         return 0
     befores = list(map(str, runs)) if baseline is not None else options.sides[:1]
     load_libraries()
-    from instrument.report import difference_page, effects
+    from instrument.report import effects
     from instrument.report.comparison import compare as compare_runs
+    from instrument.report.comparison import write_page
     from instrument.report.view import Options, document
 
     effects.student()  # before memory is bounded
@@ -118,7 +119,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     else:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in comparison.lines())
     if options.html:
-        difference_page.write_page(options.html, comparison)
+        write_page(options.html, comparison)
     if options.markdown:
         Path(options.markdown).write_text(_markdown(comparison), "utf-8")
     if options.junit:

@@ -27,8 +27,8 @@ from instrument.runtime.faults import logger
 from instrument.sessions.session import Session
 from instrument.sessions.sharing import join, leave, torch_beside
 from instrument.sessions.step_columns import with_steps
-from instrument.sessions.step_spans import STEP, STEPS_KEPT, Step
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
+from instrument.sessions.window import STEP, STEPS_KEPT, Step
 from instrument.trace.trace import Trace
 
 SKIPPED_ITERATIONS = 5

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.model import KINDS, PHASES, Limits
-from instrument.recorder import core, span_attributes, span_status, wrapping
+from instrument.recorder import core, span_attributes, wrapping
 from instrument.recorder.core import CallCounts, Readback
 from instrument.recorder.outcomes import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING
@@ -384,12 +384,12 @@ class Scope(core.Scope):
     def rename(self, name: str) -> None:
         """Give the span another name, from a small set; see `instrument.rename_span`."""
         if self._frame is not None:
-            span_status.rename(self._recorder, self._frame, name)
+            span_attributes.rename(self._recorder, self._frame, name)
 
     def set_status(self, code: str, description: str | None = None, *, error_type: str | None = None) -> None:
         """Set the status of the span; see `instrument.set_status`."""
         if self._frame is not None:
-            span_status.set_status(self._recorder, self._frame, code, description, error_type)
+            span_attributes.set_status(self._recorder, self._frame, code, description, error_type)
 
     def start(self) -> Scope:
         """Begin; `end` closes."""

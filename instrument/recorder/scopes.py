@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
-from instrument.recorder import span_status
+from instrument.recorder import span_attributes
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.spans import AttributeValue
 
@@ -107,7 +107,7 @@ def rename_span(name: str) -> None:
     What has ended below it stays counted where it was. A place may have 256 names; more are counted under the name that
     it has. Nothing outside of any span. Never raises.
     """
-    span_status.rename(RECORDER, None, name)
+    span_attributes.rename(RECORDER, None, name)
 
 
 def set_status(code: str, description: str | None = None, *, error_type: str | None = None) -> None:
@@ -117,7 +117,7 @@ def set_status(code: str, description: str | None = None, *, error_type: str | N
     set; left out: the exception's class, or ``_OTHER``) and `description` says more, to whoever looks at the span. With
     ``"ok"`` it has not, although it may raise. The last call counts. Never raises.
     """
-    span_status.set_status(RECORDER, None, code, description, error_type)
+    span_attributes.set_status(RECORDER, None, code, description, error_type)
 
 
 if not TYPE_CHECKING and not native.WHY_MISSING:

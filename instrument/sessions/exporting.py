@@ -24,9 +24,8 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import TIMEOUT_MAX, RLock
 from instrument.sessions import files
 from instrument.sessions.gauge_watch import GaugeWatch
-from instrument.sessions.handover import ABANDONED
+from instrument.sessions.handover import ABANDONED, OwnExport
 from instrument.sessions.membership import Membership
-from instrument.sessions.own_export import OwnExport
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving

@@ -32,9 +32,8 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
 from instrument.sessions import files
 from instrument.sessions.session import Session
-from instrument.sessions.step_spans import Step
 from instrument.sessions.torch_profiler import TorchRecord
-from instrument.sessions.window import WINDOWS_THREAD, Stretch
+from instrument.sessions.window import WINDOWS_THREAD, Step, Stretch
 
 if TYPE_CHECKING:
     from instrument.recording.tally import Tally

@@ -39,9 +39,8 @@ from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBack
 from instrument.sessions.leaving import EXIT_LIMIT_NS
 from instrument.sessions.session import Session
 from instrument.sessions.sharing import is_of_everything, join, leave, torch_beside
-from instrument.sessions.step_spans import STEPS_KEPT, Step
 from instrument.sessions.torch_profiler import LIMIT_S, TorchOptions, TorchProfiler
-from instrument.sessions.window import RECORDING, State, States, Windows, state_at
+from instrument.sessions.window import RECORDING, STEPS_KEPT, State, States, Step, Windows, state_at
 from instrument.sessions.window import schedule as make_states
 
 STEP_LIMIT_S = 1.0

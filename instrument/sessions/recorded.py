@@ -42,10 +42,8 @@ from instrument.recording.spans import (
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
 from instrument.sessions import files
 from instrument.sessions.account import SessionDiagnostics
-from instrument.sessions.handover import Handover
-from instrument.sessions.own_export import OwnExport
-from instrument.sessions.step_spans import Loop
-from instrument.sessions.window import WINDOWS_THREAD, Stretch, WindowReader
+from instrument.sessions.handover import Handover, OwnExport
+from instrument.sessions.window import WINDOWS_THREAD, Loop, Stretch, WindowReader
 
 if TYPE_CHECKING:
     from instrument import otlp

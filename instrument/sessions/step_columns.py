@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import AttributeValue, Site
-from instrument.sessions.step_spans import STEP, Step
+from instrument.sessions.window import STEP, Step
 from instrument.trace.columns import Bools, Columns, Int64s, extended
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.intervals import lengths_by_group
