@@ -291,7 +291,7 @@ def test_what_waits_in_executors_can_be_told_to_others() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: None).result()
         facts = MeteredFacts(0, queued=queued_tasks())
-        told = json.loads(json.dumps(export_facts.told(Ids(), {}, Capture(), 1, facts)))
+        told = json.loads(json.dumps(export_facts.facts_as_json(Ids(), {}, Capture(), 1, facts)))
     found = export_facts.facts_from(told)
     assert found is not None
     assert found.metered.queued["ThreadPoolExecutor"] == 0
@@ -299,7 +299,7 @@ def test_what_waits_in_executors_can_be_told_to_others() -> None:
 
 @pytest.mark.parametrize("name", ["start_ns", "losses"])
 def test_numbers_without_an_end_in_what_a_process_tells_are_taken_as_not_told(name: str) -> None:
-    told = export_facts.told(Ids(), {}, Capture(), 1)
+    told = export_facts.facts_as_json(Ids(), {}, Capture(), 1)
     told["metered"][name] = {"losses": {"x": float("inf")}, "start_ns": float("inf")}[name]
     assert export_facts.facts_from(json.loads(json.dumps(told))) is None
 

@@ -22,7 +22,7 @@ from instrument.chrome import events as chrome_events
 from instrument.chrome import slices
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
-from instrument.recording.spans import Span, flops_told
+from instrument.recording.spans import Span, flops_in
 
 TIMES = st.one_of(
     st.integers(-50, 50), st.integers(0, 1 << 54), st.floats(0, 50), st.floats(-1e16, 1e16),
@@ -455,7 +455,7 @@ def test_operations_count_for_the_outermost_that_tells_them(
     ]  # fmt: skip
     path.write_text(json.dumps(events))
     spans = chrome.load(path)[0].spans
-    assert [flops_told(span.attributes) for span in spans] == told
+    assert [flops_in(span.attributes) for span in spans] == told
     assert ("flops" in spans[1].attributes) == (told[1] > 0)
 
 

@@ -25,7 +25,7 @@ def place() -> Iterator[ExportCheckpoint]:
 
 
 def state(number: int, **meter: Any) -> MeterState:
-    return MeterState(3, number, {"number": number, **meter}, {"told": []}, {1: number})
+    return MeterState(3, number, {"number": number, **meter}, {"values": []}, {1: number})
 
 
 def test_what_was_written_last_is_read_by_the_next_one(place: ExportCheckpoint) -> None:

@@ -21,7 +21,7 @@ from instrument.agent.exporter_process import Exports
 from instrument.agent.loop import Connection
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
-from instrument.otlp.export_facts import Ids, MeteredFacts, settings_from, told
+from instrument.otlp.export_facts import Ids, MeteredFacts, facts_as_json, settings_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import ExportedRun, RecordingExport
 from instrument.profile.model import Capture
@@ -195,7 +195,7 @@ def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is
     recorder = make_recorder(1 << 20)
     if recorder.memory_fd < 0:
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
-    recorder.tell({"export": told(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
+    recorder.write_facts({"export": facts_as_json(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
     exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
     exported, exported_run = RecordingExport(recorder.memory_fd, exporter), ExportedRun({})
     exported_run.members[0] = exported
@@ -300,7 +300,7 @@ def test_what_a_process_left_that_ended_without_an_agent_is_counted(table: Table
     gone = Process(
         run=Run("one"), pid=1, started=1, facts={"exports": True}, joined_ns=0, ended_ns=1, memory=copied(recorder)
     )
-    table.exports.count_left(gone, gone.memory, is_told=False)
+    table.exports.count_left(gone, gone.memory, is_reported=False)
     with closing(Mapped(gone.memory)) as mapped:
         assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
 

@@ -236,7 +236,7 @@ def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any
 def test_it_is_said_up_to_when_device_times_are_known(recorder: Any) -> None:
     intervals, mapped = IntervalRing(64 * INTERVAL_BYTES, partial(recorder.room_for, "intervals")), read(recorder)
     assert mapped.settled_ns() == 0
-    intervals.tell_settled(1 << 40)
+    intervals.publish_settled(1 << 40)
     assert mapped.settled_ns() == 1 << 40
     recorder.reset()
     assert mapped.settled_ns() == 0
@@ -593,7 +593,7 @@ def test_a_recording_says_whose_it_is_and_whether_its_session_ended_in_order(rec
     header = read(recorder).header
     assert (header.pid, header.started, header.state) == (os.getpid(), clock.start_ticks(clock.STAT), "running")
     assert (header.service, header.origin["digest"]) == ("chat", "abc")
-    recorder.say_goodbye()
+    recorder.write_goodbye()
     assert read(recorder).header.state == "goodbye"
 
 
@@ -602,7 +602,7 @@ def test_a_recording_begins_with_its_session_also_after_that_has_said_more_of_it
     begun_ns = read(recorder).header.begun_ns
     with recorder.scope("request", kind="request"):
         pass
-    recorder.tell({"gpus": []})
+    recorder.write_facts({"gpus": []})
     assert read(recorder).header.begun_ns == begun_ns
     assert saved_of(read(recorder)).trace.start_ns == begun_ns <= spans_in(recorder)[0].start_ns
     recorder.begin(1 << 22, {})
@@ -808,7 +808,7 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
     def orderly() -> Any:
         recorder.begin(1 << 16, {}, str(folder))
         recorder.wrap(lambda: None, Site("f"))()
-        recorder.say_goodbye()
+        recorder.write_goodbye()
         recorder.begin(1 << 16, {}, "")  # as another session would
         recorder.wrap(lambda: None, Site("g"))()
         return [str(one) for one in folder.iterdir()], [row.path[-1].name for row in read(recorder).tally().rows()]

@@ -256,7 +256,7 @@ def test_spans_of_several_processes_have_the_ids_that_each_process_gave() -> Non
     ids = [Ids(), Ids()]
     span_ids = SpanIds(trace, ids, process, second.absent)
     rows = merged.parts[1].row
-    its = SpanPacker(PROTOBUF, trace, span_ids, ORIGIN, THREADS, own=second).pack(rows)
+    its = SpanPacker(PROTOBUF, trace, span_ids, ORIGIN, THREADS, part=second).pack(rows)
     (body,) = request_bodies(its, b"")
     messages = ExportTraceServiceRequest.FromString(body.data).resource_spans[0].scope_spans[0].spans
     one, other = ids

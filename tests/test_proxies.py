@@ -66,7 +66,7 @@ def test_a_collector_is_reached_by_the_proxy_by_which_requests_reaches_it(
         monkeypatch.setenv(name, value)
     url = f"http://{host}:4318/v1/traces"
     found = proxy_for(url)
-    assert (None if found is None else found.told) == select_proxy(url, get_environ_proxies(url))
+    assert (None if found is None else found.address) == select_proxy(url, get_environ_proxies(url))
 
 
 def test_spans_go_to_a_proxy_which_alone_looks_up_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class Service:
     def begin(self, name: str, metered: MeteredFacts = UNMETERED) -> None:
         """Begin a session."""
         ids, resource = Ids(instance=name), {"service.name": name, "service.instance.id": name}
-        told = export_facts.told(ids, resource, Capture(sample=1.0), 1000, metered)
+        told = export_facts.facts_as_json(ids, resource, Capture(sample=1.0), 1000, metered)
         origin = Origin(os.getpid(), name, time.monotonic_ns(), time.time_ns())
         self.recorder.begin(1 << 20, {"origin": asdict(origin), "export": told})
 
@@ -228,14 +228,14 @@ class Device(Service):
         """Have the device times come of so many spans that ended last by then."""
         for row in [row for row in rows_in(self.recorder) if row[6] <= until_ns][-spans:]:
             self.intervals.add(row[1], 0, 7, row[5], row[5] + MS, "exclusive")
-        self.intervals.tell_settled(until_ns)
+        self.intervals.publish_settled(until_ns)
 
 
 @pytest.fixture
 def device(service: Service) -> Device:
     made = Device(service.recorder)
     made.intervals = IntervalRing(1 << 14, partial(service.recorder.room_for, "intervals"))
-    made.intervals.tell_settled(time.monotonic_ns())
+    made.intervals.publish_settled(time.monotonic_ns())
     return made
 
 
@@ -283,7 +283,7 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
 ) -> None:
     device.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
     device.intervals = IntervalRing(1 << 14, partial(device.recorder.room_for, "intervals"))
-    device.intervals.tell_settled(time.monotonic_ns())
+    device.intervals.publish_settled(time.monotonic_ns())
     with collecting(device.behave) as server:
         found = device.handed_over(server)
         service.exporter = device.exporter
@@ -293,7 +293,7 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
                 pass
         device.look(metered=found)
         assert device.progress().fates["kept"] == 0
-        device.intervals.tell_settled(time.monotonic_ns())
+        device.intervals.publish_settled(time.monotonic_ns())
         device.look(metered=found)
         assert device.progress().fates["kept"] == 3
         found.has_ended = True

@@ -39,7 +39,7 @@ class Child:
 
     `selector` is the agent's own. `serve` runs in the child and serves the agent at the other end until it returns.
     `ps` shows the first 15 characters of `name`. `heard` is called with each message of the child, `has_ended` at its
-    end, and `has_told_all` once no message to it waits any more.
+    end, and `has_sent_all` once no message to it waits any more.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Child:
         name: str,
         heard: Callable[[packets.Message], object],
         has_ended: Callable[[], object],
-        has_told_all: Callable[[], object] = lambda: None,
+        has_sent_all: Callable[[], object] = lambda: None,
     ) -> None:
         self._selector = selector
         self._serve = serve
         self._name = name
         self._heard = heard
         self._has_ended = has_ended
-        self._has_told_all = has_told_all
+        self._has_sent_all = has_sent_all
         self._connection: Connection | None = None
         self._pid = 0
         self._begun: deque[float] = deque(maxlen=MOST_RESTARTS + 1)
@@ -108,7 +108,7 @@ class Child:
             return
         connection.flush()
         if not connection.has_waiting:
-            self._has_told_all()
+            self._has_sent_all()
         self._watch(connection)
         try:
             message = _next_of(connection)
@@ -188,7 +188,7 @@ class AgentEnd:
         with suppress(BlockingIOError):
             os.write(self._waker, b".")
 
-    def tell(self, message: packets.Message) -> None:
+    def send(self, message: packets.Message) -> None:
         """Send the agent a message. Ignore errors: `hear` notices the end of the connection."""
         with suppress(OSError):
             packets.send(self._connection, message)

@@ -183,7 +183,7 @@ def _why_silent(socket: Path, error: Exception) -> str:
     return f"its agent and its processes have gone{losses}; the next `instrument run` removes its folder"
 
 
-def tell(
+def request_of(
     run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Ask processes of a run to do something. Yield the process id and the answer of each, within `wait_s` seconds."""

@@ -169,7 +169,7 @@ def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], 
     of = next((process.facts["report"] for process in reversed(run.recorded()) if process.facts.get("report")), None)
     settings = of or {"views": ["brief"], "options": {}}
     parts = [
-        ReportedProcess(_line_in_report(process), process.saved, _is_notable(process), has_told=process.told_of_itself)
+        ReportedProcess(_line_in_report(process), process.saved, _is_notable(process), is_reported=process.is_reported)
         for process in run.recorded()
     ]
     if run.folded_ends:
@@ -432,14 +432,14 @@ PROCESSES_TOLD = 12
 class ReportedProcess(NamedTuple):
     """A process of a run, or a group of `processes`: its name in the report, and the path of its recording ("": none).
 
-    One that `is_notable` vanished or failed. One that `has_told` printed its own report before the others joined.
+    One that `is_notable` vanished or failed. One that `is_reported` printed its own report before the others joined.
     """
 
     name: str
     path: str
     is_notable: bool = False
     processes: int = 1
-    has_told: bool = False
+    is_reported: bool = False
 
 
 def combined_report(
@@ -459,7 +459,7 @@ def combined_report(
             if part.path:
                 read.append(file.load(part.path))
             else:
-                line += ", which printed a report of its own" if part.has_told else ", which left no recording"
+                line += ", which printed a report of its own" if part.is_reported else ", which left no recording"
         except TraceError as problem:
             line += f", whose recording cannot be read: {problem!s:.200}"
         lines.append(line)

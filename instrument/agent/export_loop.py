@@ -55,12 +55,12 @@ SAID = 1000
 class _Teller(logging.Handler):
     """Sends the agent what a service would log, for the standard error of the services."""
 
-    def __init__(self, tell: Callable[[packets.Message], object]) -> None:
+    def __init__(self, send: Callable[[packets.Message], object]) -> None:
         super().__init__(logging.WARNING)
-        self._tell = tell
+        self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._tell({"said": record.getMessage()[:SAID]})
+        self._send({"said": record.getMessage()[:SAID]})
 
 
 class ExportLoop:
@@ -68,7 +68,7 @@ class ExportLoop:
 
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
-        self._gauges = GaugeThread(self._agent.tell)
+        self._gauges = GaugeThread(self._agent.send)
         self._exporters: dict[Otlp | None, exporter.Exporter] = {}
         self._recordings: dict[int, recording_export.RecordingExport] = {}
         self._settings: dict[int, Otlp | None] = {}
@@ -77,7 +77,7 @@ class ExportLoop:
         self._scrapes: scrapes.Scrapes | None = None
         self._folder: Path | None = None
         self._ends_at = 0.0
-        logger.addHandler(_Teller(self._agent.tell))
+        logger.addHandler(_Teller(self._agent.send))
         logger.propagate = False
         self._is_behind = False
         self.faults = 0
@@ -156,7 +156,7 @@ class ExportLoop:
             self._scrapes = self._scrapes or scrapes.Scrapes(self._agent.wake)
         except ExportError as problem:
             os.close(descriptor)
-            self._agent.tell({"said": f"export.prometheus: {problem}"})
+            self._agent.send({"said": f"export.prometheus: {problem}"})
             return
         if "listen" in message:
             self._scrapes.listen(descriptor, str(message["listen"]))
@@ -288,4 +288,4 @@ class ExportLoop:
                 export.close()
         except Exception as fault:
             problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
-        self._agent.tell({"done": number, "fates": fates, "problem": problem})
+        self._agent.send({"done": number, "fates": fates, "problem": problem})

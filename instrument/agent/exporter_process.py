@@ -114,7 +114,7 @@ class Exports:
         if not is_read or process.memory < 0:
             return
         if self.is_ending or not self._is_begun():
-            self.count_left(process, process.memory, is_told=False)
+            self.count_left(process, process.memory, is_reported=False)
             self._refuse(process)
             return
         try:
@@ -129,7 +129,7 @@ class Exports:
 
     def note_ended(self, process: Process) -> None:
         """Have the rest of a process's recording sent: it has ended."""
-        for number in self._tell("ended", process):
+        for number in self._command("ended", process):
             self._note(process, self._recordings[number][1])
         if (gauged := self._gauged_number(process)) is not None:
             del self._gauged[gauged]
@@ -145,12 +145,12 @@ class Exports:
         if self._child.has_waiting:
             self._to_flush |= self._numbers_of(process)
         else:
-            self._tell("flush", process)
+            self._command("flush", process)
 
     def _numbers_of(self, process: Process) -> set[int]:
         return {number for number, (member, *_) in self._recordings.items() if member is process}
 
-    def _tell(self, name: str, process: Process) -> set[int]:
+    def _command(self, name: str, process: Process) -> set[int]:
         numbers = self._numbers_of(process)
         for number in numbers:
             self._child.send({name: number})
@@ -282,17 +282,17 @@ class Exports:
         if process is not None:
             fates = message.get("fates") or {}
             self.fates.update(fates)
-            self.count_left(process, memory, is_told=bool(fates))
+            self.count_left(process, memory, is_reported=bool(fates))
             self._refuse(process)
             os.close(memory)
             self._forget_note(process)
 
-    def count_left(self, process: Process, memory: int, *, is_told: bool) -> None:
-        """Count what a process that has ended left unread, and unless that `is_told` what became of its spans."""
+    def count_left(self, process: Process, memory: int, *, is_reported: bool) -> None:
+        """Count what a process that has ended left unread, and unless that `is_reported` what became of its spans."""
         if process.lives or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
-            self.fates.update({} if is_told else place.read().untold())
+            self.fates.update({} if is_reported else place.read().unreported())
             self.fates["unread"] += place.unread()
 
     def _restart_exporter(self) -> None:
@@ -324,7 +324,7 @@ class Exports:
     def _forget_recordings(self) -> None:
         recordings, self._recordings = self._recordings, {}
         for process, memory, _ in recordings.values():
-            self.count_left(process, memory, is_told=False)
+            self.count_left(process, memory, is_reported=False)
             self._refuse(process)
             os.close(memory)
             self._forget_note(process)

@@ -101,7 +101,7 @@ class Process:
     descriptor of its recording, and `exit_fd` becomes readable at its end; both are -1 for none. `saved` is the file of
     its recording for the run's report, still being written while `is_saving`, by the process if `saves_itself`. `link`
     is a symbolic link to it if it is a capture. `files` are those that its profile asks for and that the agent wrote
-    for it. One that was alone printed its own report (`told_of_itself`), and has no such file. `is_missed`: the agent
+    for it. One that was alone printed its own report (`is_reported`), and has no such file. `is_missed`: the agent
     of its run ended before it had saved the recording. `is_elsewhere`: its process id is one of another namespace; it
     lives as long as it is connected. `ended_ns` is 0 while it lives. `status` has the form of `os.waitpid`, None if
     unknown. `ports` are those at which it has `listened` and got connections without a recorded request. It
@@ -125,7 +125,7 @@ class Process:
     is_saving: bool = False
     saves_itself: bool = False
     files: Sequence[str] = ()
-    told_of_itself: bool = False
+    is_reported: bool = False
     is_missed: bool = False
     is_elsewhere: bool = False
     ports: frozenset[int] = frozenset()
@@ -176,8 +176,8 @@ class Process:
 class Run:
     """The processes that one `instrument run` started. `first` is the process id of its command, 0 if unknown.
 
-    `is_told` is True once a report of all spans so far is printed, or about to be. `waiting` is the connection of the
-    process that waits for it. `folded` is the file with the totals of the processes that ended first; `folded_ends`
+    `is_reported` is True once a report of all spans so far is printed, or about to be. `waiting` is the connection of
+    the process that waits for it. `folded` is the file with the totals of the processes that ended first; `folded_ends`
     counts these by how they ended, `unfolded` those with unreadable recordings. `captures` counts vanished processes.
     The run `is_scraped` after its first scrape. `stderr` is the standard error of the first process, or of the first
     one to join: the service's, as helpers that outlive it may have their own.
@@ -188,7 +188,7 @@ class Run:
     first_fd: int = -1
     first_has_joined: bool = False
     processes: list[Process] = field(default_factory=list)
-    is_told: bool = False
+    is_reported: bool = False
     waiting: Connection | None = None
     captures: int = 0
     is_scraped: bool = False

@@ -92,11 +92,11 @@ class Runs:
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
         self._saves = Saves(self._jobs, folder, self.saved)
-        self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._tell)
+        self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._send_message)
         self._takes_over = bool(journal.noted(folder)[0])
         """True where processes live that an agent before this one knew."""
         self._connections = ConnectionWatch(
-            loop.after, self._tell, lambda: (process for run in self for process in run.living())
+            loop.after, self._send_message, lambda: (process for run in self for process in run.living())
         )
         self._another_fd = -1
         self.unseen = Unseen(
@@ -202,7 +202,7 @@ class Runs:
         for process in journal.missed(self._folder, self._run_of):
             self._vanished(process)
             if process.memory >= 0:
-                self.exports.count_left(process, process.memory, is_told=False)
+                self.exports.count_left(process, process.memory, is_reported=False)
 
     def _run_of(self, name: str) -> Run:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
@@ -210,7 +210,7 @@ class Runs:
     def records(self, process: Process) -> None:
         """Note that a process records now."""
         process.has_recorded = True
-        process.run.is_told = False
+        process.run.is_reported = False
         journal.note(self._folder, process)
         self._read_gauges(process)
 
@@ -227,13 +227,13 @@ class Runs:
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
         process.has_recorded = process.has_recorded or bool(facts.get("calls") or unmet)
-        is_last = run.is_last(process) and (process.has_recorded or not run.is_told)
+        is_last = run.is_last(process) and (process.has_recorded or not run.is_reported)
         is_last = is_last and not (self._takes_over and journal.awaits_others(self._folder, run))
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
             has_others = run.recorded() not in ([], [process]) or bool(departure.left_before(self._folder, run))
-            process.told_of_itself = is_last and not has_others
-            is_part = process.has_recorded and not process.told_of_itself
+            process.is_reported = is_last and not has_others
+            is_part = process.has_recorded and not process.is_reported
             process.is_saving = is_part
             # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
             by_agent = not facts.get("is_timed") and process.memory >= 0 and rows_kept(process.memory) > MOST_ROWS
@@ -249,7 +249,7 @@ class Runs:
                 run.waiting = connection
             else:
                 answer["unseen"] = self.unseen.sentence(for_report=True)
-            run.is_told = run.is_told or is_last
+            run.is_reported = run.is_reported or is_last
             self._loop.send(connection, {"goodbye": answer})
         self._ended(process, GOODBYE)
         self._say_of_unmet(process, str(unmet or ""))
@@ -295,7 +295,7 @@ class Runs:
             self._lost(process)
         for run in self:
             if run.waiting is connection:
-                run.waiting, run.is_told = None, False  # who was to print it prints nothing: it is told by us
+                run.waiting, run.is_reported = None, False  # who was to print it prints nothing: it is told by us
                 self._end_of(run)
 
     def _lost(self, process: Process) -> None:
@@ -368,7 +368,7 @@ class Runs:
         self._trim(process.run)
         self._loop.after(GRACE_S, lambda: self._end_of(process.run))
 
-    def told_status(self, pid: int, status: int) -> None:
+    def note_exit_status(self, pid: int, status: int) -> None:
         """Note the exit status of a process, which its parent reports."""
         for run in self:
             for process in run.processes:
@@ -455,8 +455,8 @@ class Runs:
             return
         if not self._jobs.is_idle or any(process.is_saving for process in run.processes):
             return  # what is being saved of it calls again
-        if not run.is_told and any(process.facts.get("report") for process in run.recorded()):
-            run.is_told = True
+        if not run.is_reported and any(process.facts.get("report") for process in run.recorded()):
+            run.is_reported = True
             report = departure.report_of(run, departure.left_before(self._folder, run))
             self._jobs.start(report, partial(self._print_report, run))
             return
@@ -546,7 +546,7 @@ class Runs:
         for run in self:
             self._end_of(run)
 
-    def _tell(self, process: Process, message: Mapping[str, Any]) -> None:
+    def _send_message(self, process: Process, message: Mapping[str, Any]) -> None:
         if process.connection is not None:
             self._loop.send(process.connection, message)
 

@@ -79,15 +79,15 @@ class EndedMetrics:
     def _write(self) -> None:
         if self._path is None:
             return
-        parts = [[key, _told(part)] for key, part in self._apart.items()]
-        together = [_told(([scope], service, metrics)) for (scope, service), metrics in self._together.items()]
+        parts = [[key, _as_json(part)] for key, part in self._apart.items()]
+        together = [_as_json(([scope], service, metrics)) for (scope, service), metrics in self._together.items()]
         with suppress(OSError), atomic.replacing(self._path) as file:
             file.write(json.dumps([parts, together]).encode())
 
 
-def _told(part: tuple[list[Scope], str, list[Metric]]) -> list[Any]:
+def _as_json(part: tuple[list[Scope], str, list[Metric]]) -> list[Any]:
     scopes, service, metrics = part
-    return [scopes, service, [metric.told() for metric in metrics]]
+    return [scopes, service, [metric.as_json() for metric in metrics]]
 
 
 def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:

@@ -222,7 +222,7 @@ class Agent:
         elif process is not None and "answer" in message:
             self._questions.answered(process, int(message["number"]), dict(message["answer"]))
         elif "ended" in message and connection.pid == os.getppid():
-            self._runs.told_status(int(message["ended"]), int(message["status"]))
+            self._runs.note_exit_status(int(message["ended"]), int(message["status"]))
         else:
             connection.is_broken = True
         return []

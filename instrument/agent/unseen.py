@@ -142,16 +142,16 @@ AGE_SHARE, COST_SHARE = 4, 100
 
 
 class ConnectionWatch:
-    """Looks at the processes that live. `after(seconds, function)` calls a function later, `tell` sends a message."""
+    """Looks at the processes that live. `after(seconds, function)` calls a function later, `send` sends a message."""
 
     def __init__(
         self,
         after: Callable[[float, Callable[[], object]], object],
-        tell: Callable[[Process, Mapping[str, Any]], None],
+        send: Callable[[Process, Mapping[str, Any]], None],
         living: Callable[[], Iterable[Process]],
     ) -> None:
         self._after = after
-        self._tell = tell
+        self._send = send
         self._living = living
         self._table: list[listening.TcpRow] = []
         self._table_at = -FIRST_S
@@ -169,7 +169,7 @@ class ConnectionWatch:
         before = process.ports
         self.look_now(process, by_table_of_s=FIRST_S)
         if process.ports != before:
-            self._tell(process, {"connections": sorted(process.ports)})
+            self._send(process, {"connections": sorted(process.ports)})
         age_s = (time.monotonic_ns() - process.joined_ns) / 1e9
         wait_s = min(max(age_s / AGE_SHARE, FIRST_S), LONGEST_S) + COST_SHARE * (time.thread_time() - began)
         self._after(wait_s, lambda: self._look(process))

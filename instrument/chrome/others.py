@@ -18,7 +18,7 @@ from instrument.chrome.events import LeftOut, TraceEvent, lane_of, text_of
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.profile.model import KINDS
 from instrument.recording.allocations import Allocation, Allocations
-from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_told
+from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest, tops
 from instrument.trace.intervals import lengths_by_group
@@ -502,7 +502,7 @@ class ForeignSlices:
         any were counted by shapes."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
-            has_flops[rank[at]] = self._counts_flops and flops_told(json.loads(text)) > 0
+            has_flops[rank[at]] = self._counts_flops and flops_in(json.loads(text)) > 0
         outer = nearest(parent, has_flops)
         for at, text in self._with_flops.items():
             above = parent[rank[at]]

@@ -20,7 +20,7 @@ from instrument.chrome.events import JsonText, TraceEvent, next_events
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.allocations import Allocations
-from instrument.recording.spans import FLOPS, Flops, flops_told
+from instrument.recording.spans import FLOPS, Flops, flops_in
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
 from instrument.trace.file import Saved, without_endless
@@ -215,7 +215,7 @@ def join(trace: Trace, profiled: Trace) -> Trace:
         )
     spans = profiled.columns
     rows = spans.attributes.having(FLOPS)
-    counts = [flops_told({FLOPS: value}) for value in spans.attributes.values(FLOPS, rows)]
+    counts = [flops_in({FLOPS: value}) for value in spans.attributes.values(FLOPS, rows)]
     calls = zip(spans.thread_id[rows].tolist(), spans.start_ns[rows].tolist(), counts, strict=True)
     flops = sorted((Flops(*call) for call in calls if call[2]), key=attrgetter("at_ns"))
     if profiled.watched is None and not flops:
@@ -230,8 +230,8 @@ def join(trace: Trace, profiled: Trace) -> Trace:
     first, last = (at_ns + moved_ns for at_ns in profiled.watched or (profiled.start_ns, profiled.end_ns))
     if first >= trace.end_ns or last <= trace.start_ns:
         raise TraceError(
-            f"the two traces must be of one time; ours is from {_told(trace, trace.start_ns, trace.end_ns)} and "
-            f"that of torch.profiler from {_told(trace, first, last)}; give a window that torch.profiler recorded"
+            f"the two traces must be of one time; ours is from {_clock(trace, trace.start_ns, trace.end_ns)} and "
+            f"that of torch.profiler from {_clock(trace, first, last)}; give a window that torch.profiler recorded"
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
     try:
@@ -251,7 +251,7 @@ def join(trace: Trace, profiled: Trace) -> Trace:
     )
 
 
-def _told(trace: Trace, *times_ns: int) -> str:
+def _clock(trace: Trace, *times_ns: int) -> str:
     return " to ".join(
         datetime.fromtimestamp(trace.origin.realtime_of(at_ns) / 1e9, timezone.utc).strftime("%F %T.%f")
         for at_ns in times_ns

@@ -235,5 +235,5 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
             settings.append((name, ", ".join(filter(None, names)), variable))
     collector = profile.export.otlp
     if collector is not None and collector.protocol != "grpc" and (proxy := proxy_for(collector.endpoint)) is not None:
-        settings.append(("proxy", proxy.told, proxy.variable))
+        settings.append(("proxy", proxy.address, proxy.variable))
     return settings

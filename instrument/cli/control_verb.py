@@ -58,7 +58,7 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
                 print(f"instrument: {run.name}: {run.none_joined or 'none of its processes lives'}", file=sys.stderr)
                 missing = True
                 continue
-            answers = dict(client.tell(run, Request(records=on)._asdict(), pids, options.wait))
+            answers = dict(client.request_of(run, Request(records=on)._asdict(), pids, options.wait))
             for pid in pids:
                 print(f"{pid}: {_word(answers.get(pid))}")
             missing = missing or any(pid not in answers for pid in pids)
@@ -150,7 +150,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
                 pids = [member.pid for member in run.members if member.lives and _is_meant(member, options)]
                 if run.problem or not pids:
                     continue
-                incoming = client.tell(run, request._asdict(), pids, options.wait)
+                incoming = client.request_of(run, request._asdict(), pids, options.wait)
                 answers |= {str(pid): None for pid in pids} | {str(pid): answer for pid, answer in incoming}
     except InstrumentError:
         if options.run is not None:

@@ -62,7 +62,7 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
     paths = files_of("convert", options)
     if options.output is None and len(paths) > 1:
         raise InstrumentError(f"convert: there are {len(paths)} files; name the file to write with -o OUT")
-    target = Path(options.output or _beside(paths[0], FORMS[options.to][0]))
+    target = Path(options.output or _sibling_path(paths[0], FORMS[options.to][0]))
     refuse_to_replace_input(target, paths)
     if options.to == "otlp":
         _write_otlp(target, read_bounded("convert", paths, options.memory))
@@ -132,7 +132,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     def lines() -> Iterator[bytes]:
         for process, part, rows, interruptions in rows_by_process(merged, trace):
             packer = SpanPacker(
-                JSON, trace, ids, process.origin, process.threads, own=part, links=links, interruptions=interruptions
+                JSON, trace, ids, process.origin, process.threads, part=part, links=links, interruptions=interruptions
             )
             yield from json_lines(packer, resource_of(process.origin, Ids().instance), rows, trace.root_id[rows])
 
@@ -143,7 +143,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     with_refusals(target, write_lines)
 
 
-def _beside(path: str, suffix: str) -> str:
+def _sibling_path(path: str, suffix: str) -> str:
     for end in (".json.gz", ".npz", ".json"):
         if path.endswith(end):
             return path.removesuffix(end) + suffix

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ.pop(waiting.VARIABLE, None)
     asks_all = CHECK_FOLDER in environ or environment.INIT_FOLDER in environ
     if profile is not None and not asks_all and (packages := awaited(profile)) is not None:
-        environ[waiting.VARIABLE] = waiting.told(environ["INSTRUMENT_PROFILE"], packages)
+        environ[waiting.VARIABLE] = waiting.awaited_value(environ["INSTRUMENT_PROFILE"], packages)
     listener = None
     if profile is None or profile.agent == "off":
         environ.pop(run_folder.VARIABLE, None)

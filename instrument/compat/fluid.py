@@ -23,7 +23,7 @@ from instrument.report.events_view import events
 from instrument.report.section import instrumentation
 from instrument.report.view import Options, Recording
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import join, leave, torch_beside
+from instrument.sessions.sharing import join, leave, torch_profiler_for
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 
 _Path = str | os.PathLike[str]
@@ -57,7 +57,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
         now_ns = time.monotonic_ns()
         session = join(None, state=state, tracer_option=tracer_option)
         if session is not None:  # None: switched off by the environment
-            torch = torch_beside(session, OPERATORS_ALONE, state)
+            torch = torch_profiler_for(session, OPERATORS_ALONE, state)
             if torch is not None:
                 torch.begin()
             _run = _Run(session, state, tracer_option, now_ns, session.recorded.start_ns >= now_ns, torch)

@@ -25,7 +25,7 @@ from instrument.report.units import OPTIMIZER, phase_of
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import join, leave, torch_beside
+from instrument.sessions.sharing import join, leave, torch_profiler_for
 from instrument.sessions.step_columns import with_steps
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 from instrument.sessions.window import STEP, STEPS_KEPT, Step
@@ -61,7 +61,7 @@ class Device:
             self._steps.clear()
             self._since_ns = self._step_ns = time.monotonic_ns()
         if verbosity > 1 and self._session is not None and self._torch is None:
-            self._torch = torch_beside(self._session, OPERATORS_ALONE)
+            self._torch = torch_profiler_for(self._session, OPERATORS_ALONE)
             if self._torch is not None and not self._ended:
                 self._torch.begin()
                 self._since_ns = self._step_ns = time.monotonic_ns()

@@ -37,7 +37,7 @@ from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions import process
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import join, torch_beside
+from instrument.sessions.sharing import join, torch_profiler_for
 from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class _Torch:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._options = TorchOptions(record_shapes=False, profile_memory=False)
-        self.profiler: TorchProfiler | None = torch_beside(session, self._options)
+        self.profiler: TorchProfiler | None = torch_profiler_for(session, self._options)
         self._since_ns = 0
         self.tally = Tally()
 

@@ -120,7 +120,7 @@ class Resolver:
     def start(self) -> None:
         """Start the thread."""
         if self._thread is None and not self._stopping.is_set():
-            self._intervals.tell_settled(self._now() - ROW_NS)
+            self._intervals.publish_settled(self._now() - ROW_NS)
             self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self._stopping.is_set())
             self._thread.start()
 
@@ -131,7 +131,7 @@ class Resolver:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(min(limit_s, 2 * STOP_NS / 1e9))
-            self._intervals.tell_settled(NOTHING_TO_COME)
+            self._intervals.publish_settled(NOTHING_TO_COME)
 
     @property
     def is_running(self) -> bool:
@@ -166,7 +166,7 @@ class Resolver:
         now_ns = self._now()
         if now_ns - self._settled_noted_ns >= NOTE_NS:
             self._settled_noted_ns = now_ns
-            self._intervals.tell_settled(self.settled_ns())
+            self._intervals.publish_settled(self.settled_ns())
 
     def wake(self) -> None:
         """Have the thread poll now."""

@@ -168,7 +168,7 @@ class Timing:
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
             settled_ns = resolver.settled_ns()
             if settled_ns >= at_ns:
-                self.intervals.tell_settled(settled_ns)
+                self.intervals.publish_settled(settled_ns)
                 return
             resolver.wake()
             time.sleep(LOOK_S)

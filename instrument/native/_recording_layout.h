@@ -82,7 +82,7 @@ typedef struct {
 typedef struct {
     int64_t at_ns;
     int32_t device;
-    uint32_t is_told;
+    uint32_t is_reported;
     double value;
     char name[40];
 } sample_t;

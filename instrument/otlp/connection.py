@@ -107,7 +107,7 @@ class TlsConnection(TcpConnection):
         """Repeat a step of TLS while it wants more from the other side; send what it has for that side."""
         while True:
             try:
-                done = step()
+                result = step()
             except self._want_read:
                 self._flush(left_s)
                 data = bytearray(_CHUNK)
@@ -122,7 +122,7 @@ class TlsConnection(TcpConnection):
                 raise
             else:
                 self._flush(left_s)
-                return done
+                return result
 
     def _flush(self, left_s: Callable[[], float]) -> None:
         if self._outgoing.pending:
@@ -159,36 +159,39 @@ class Timed(io.RawIOBase):
 
 
 def positive(seconds: float) -> float:
-    """The seconds that are left. Raises TimeoutError where none are."""
+    """Return the remaining seconds. Raises TimeoutError if none are left."""
     if seconds <= 0:
         raise TimeoutError("no answer in time")
     return seconds
 
 
 def context(trusted: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
-    """The system's trust or that of the certificates in a file, and who we are to the collector: files' paths."""
+    """Return a TLS context that trusts the system's certificates, or those in the file `trusted`.
+
+    `certificate` and `key` are files that identify this process to the collector.
+    """
     import ssl
 
-    # The class that `ssl` defines, whatever stands there now under its name. Made for a client, it checks certificates
-    # and names; it is asked for nothing more, for its own properties look up that name.
-    plain = next(one for one in ssl.SSLContext.__mro__ if one.__module__ == "ssl")
-    made: ssl.SSLContext = plain(ssl.PROTOCOL_TLS_CLIENT)
+    # The class that `ssl` defines, also where a library has replaced `ssl.SSLContext`. Made for a client, it checks
+    # certificates and names. Its properties look up the replaced name, so none of them is used.
+    plain = next(base for base in ssl.SSLContext.__mro__ if base.__module__ == "ssl")
+    tls: ssl.SSLContext = plain(ssl.PROTOCOL_TLS_CLIENT)
     if trusted is None:
-        made.load_default_certs()
+        tls.load_default_certs()
     else:
-        made.load_verify_locations(trusted)
+        tls.load_verify_locations(trusted)
     if certificate is not None:
-        made.load_cert_chain(certificate, key)
-    return made
+        tls.load_cert_chain(certificate, key)
+    return tls
 
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """A proxy that speaks HTTP: `told` is its address without secrets, `variable` the variable that names it."""
+    """An HTTP proxy. `address` has no secrets; `variable` is the environment variable that names the proxy."""
 
     host: str
     port: int
-    told: str
+    address: str
     variable: str
     authorization: str = field(default="", repr=False)
     """The value of the header `Proxy-Authorization`, "" for none."""
@@ -233,9 +236,9 @@ def _is_in_network(host: str, unproxied: str) -> bool:
     """Return whether an address is in one of the networks that `NO_PROXY` lists, such as 10.0.0.0/8."""
     from ipaddress import ip_address, ip_network
 
-    for one in unproxied.split(","):
+    for network in unproxied.split(","):
         try:
-            if "/" in one and ip_address(host) in ip_network(one.strip(), strict=False):
+            if "/" in network and ip_address(host) in ip_network(network.strip(), strict=False):
                 return True
         except ValueError:
             continue  # a name, or no network

@@ -28,9 +28,9 @@ class Ids:
     """Turns the recorder's small numbers into ids that are unique in the process, look random, and are never zero.
 
     splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. Number 0 is no span: its id
-    stands in for the one number that would give zero. Numbers from 2**63 up are device intervals. `instance` is the
-    process's service.instance.id. Made anew after a fork. By the `run` processes that no agent joins know the traces of
-    requests with keys, see `instrument.trace.joined.trace_id_of`; "" is for none.
+    replaces the one id that would be zero. Numbers from 2**63 up are device intervals. `instance` is the process's
+    service.instance.id. A forked child makes new ids. Processes of one `run` without an agent derive the same trace id
+    from a request's key, see `instrument.trace.joined.trace_id_of`; "" is for none.
     """
 
     __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")
@@ -128,7 +128,7 @@ class ExportFacts:
     metered: MeteredFacts
 
 
-def told(
+def facts_as_json(
     ids: Ids,
     resource: Mapping[str, object],
     capture: Capture,
@@ -164,7 +164,7 @@ def facts_from(document: Any) -> ExportFacts | None:
         return None
 
 
-def settings_told(settings: Otlp) -> dict[str, Any]:
+def settings_as_json(settings: Otlp) -> dict[str, Any]:
     """Return the settings of a collector as JSON, with absolute paths for a process in another folder."""
     document = asdict(settings)
     for name in ("certificate", "client_certificate", "client_key"):

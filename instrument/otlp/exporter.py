@@ -1,4 +1,4 @@
-"""The one background thread that delivers kept trees to a collector, and the metrics beside them."""
+"""The background thread that sends kept span trees and metrics to a collector."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ class Exporter:
         self.settled = settled
         self._sender = sender_for(settings)
         self._detected: Mapping[str, object] | None = None if detects else {}
-        self._is_beside_service = detects
+        self._is_in_service = detects
         self._begin_anew(origin)
 
     def _begin_anew(self, origin: Origin) -> None:
         self.own = Source(Ids(), origin, self._threads, self.resource)
         self._metered: tuple[Source, ...] = ()
-        self._telling: Source | None = None
+        self._metrics_source: Source | None = None
         self._are_metrics_late = False
         self._queue = RequestQueue()
         self._wake: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
@@ -125,7 +125,7 @@ class Exporter:
         self._request_bytes = REQUEST_BYTES
         self._halvings = 0
         self._is_patient = True
-        self._held_until_ns = self._metrics_held_until_ns = self._sent_at_ns = 0
+        self._deferred_until_ns = self._metrics_deferred_until_ns = self._sent_at_ns = 0
         self._failing = False
         self._quiet_until_ns = 0
         self.thread_ns = 0
@@ -148,12 +148,12 @@ class Exporter:
         with self._queue.lock:
             self._metered = tuple(metered for metered in self._metered if metered is not source)
         end = time.monotonic() + limit_s
-        while self._telling is source and time.monotonic() < end:
+        while self._metrics_source is source and time.monotonic() < end:
             time.sleep(_LOOK_S)
 
-    def is_telling(self, source: Source) -> bool:
+    def is_sending_metrics(self, source: Source) -> bool:
         """Return True while metrics of a source are being sent, or their outcome is reported to it."""
-        return self._telling is source
+        return self._metrics_source is source
 
     @property
     def ids(self) -> Ids:
@@ -207,7 +207,7 @@ class Exporter:
         return self._sender is sender and not self._queue.is_closed
 
     def _opened(self) -> Sender:
-        """With the lock: open anew, whatever `stop` has ended."""
+        """Open the queue and a new sender, also after `stop`. The caller has the lock."""
         self._queue.is_closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
         self._sender = sender_for(self._settings)
         return self._sender
@@ -242,7 +242,7 @@ class Exporter:
 
         Never raises: rows that cannot be packed are counted as failed, and do not stop others.
         """
-        pace = Pace() if self._is_beside_service else None
+        pace = Pace() if self._is_in_service else None
         bodies = []
         try:
             for body in source.requests(trace, rows, self._request_bytes, **facts):
@@ -286,16 +286,16 @@ class Exporter:
             self._wake.put(None)
 
     def flush(self, timeout_ns: int) -> Delivery:
-        """Send what was offered so far, wait for its fate up to the time given, and tell the truth about it.
+        """Send the offered spans, wait up to `timeout_ns` for their fates, and return these.
 
-        It does not wait where the collector has asked for more time than that.
+        It does not wait if the collector has asked for a longer pause.
         """
         thread, end_ns = self._thread, time.monotonic_ns() + timeout_ns
         counts = self.counts()
         newest = self._queue.newest
         waits = bool(counts["pending"]) or self._metrics_wait()
-        settled = not waits and self._telling is None  # in this order: what is just being sent waits no more
-        while not settled and thread is not None and thread.is_alive() and not self._is_held_beyond(end_ns):
+        settled = not waits and self._metrics_source is None  # in this order: what is just being sent waits no more
+        while not settled and thread is not None and thread.is_alive() and not self._is_deferred_beyond(end_ns):
             reply: SimpleQueue[bool] = SimpleQueue()
             self._wake.put(reply)
             try:
@@ -314,27 +314,27 @@ class Exporter:
     def _metrics_wait(self) -> bool:
         return any(metered.waits() for metered in self._of_metered())
 
-    def _is_held_beyond(self, time_ns: int) -> bool:
-        """Return True where the collector has asked for more time than up to then."""
-        metrics_ns = 0 if self._queue.pending else self._metrics_held_until_ns
-        return self._stop_at_ns == _NEVER_NS and max(self._held_until_ns, metrics_ns) > time_ns
+    def _is_deferred_beyond(self, time_ns: int) -> bool:
+        """Return True if the collector has asked for a pause beyond that time."""
+        metrics_ns = 0 if self._queue.pending else self._metrics_deferred_until_ns
+        return self._stop_at_ns == _NEVER_NS and max(self._deferred_until_ns, metrics_ns) > time_ns
 
     def stop(self, timeout_ns: int) -> Delivery:
-        """Flush within the time given and end the thread, whatever the collector does.
+        """Flush within `timeout_ns` and end the thread, even if the collector never answers.
 
-        It returns a fifth of a second after that time at the latest. What still waits then counts as dropped, what was
-        under way as failed. `start` begins again.
+        It returns at most 0.2 s after that time. Spans that still wait then count as dropped, those under way as
+        failed. `start` begins again.
         """
         self._stop_at_ns = time.monotonic_ns() + timeout_ns
         self._halt.put(None)
         settled = self.flush(timeout_ns).settled
         sender, thread = self._sender, self._thread
-        held = self._queue.lock.acquire(timeout=PATIENCE_S)
+        has_lock = self._queue.lock.acquire(timeout=PATIENCE_S)
         try:
             self._queue.is_closed, self._thread = True, None
             self._queue.give_up(sender.obstacle or "stopped before the collector had answered")
         finally:
-            if held:
+            if has_lock:
                 self._queue.lock.release()
         for metrics in self._of_metered():
             metrics.drop()
@@ -403,28 +403,28 @@ class Exporter:
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
         """Send the snapshots and the samples that wait, when it is time.
 
-        Where those of one process do not get through, those of others wait for the next time that theirs would, and
-        then come first: it may be that the collector takes none of that one alone.
+        If the collector does not take those of one process, the other processes' are next, after the usual delay. It
+        may refuse that one process alone.
         """
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
-            held_ns = max(self._held_until_ns, self._metrics_held_until_ns)
+            deferred_ns = max(self._deferred_until_ns, self._metrics_deferred_until_ns)
             if metrics is None or not (metrics.due(now_ns) or (at_once and metrics.waits())):
                 continue
-            if now_ns < held_ns:
+            if now_ns < deferred_ns:
                 return
-            self._telling = source
+            self._metrics_source = source
             try:
-                taken = self._attempt_metrics_of(sender, source, metrics)
+                is_taken = self._attempt_metrics_of(sender, source, metrics)
                 self.settled(source)
             finally:
-                self._telling = None
-            if not taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
-                self._metrics_held_until_ns = max(self._metrics_held_until_ns, time.monotonic_ns() + DELAY_NS)
+                self._metrics_source = None
+            if not is_taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
+                self._metrics_deferred_until_ns = max(self._metrics_deferred_until_ns, time.monotonic_ns() + DELAY_NS)
                 self._put_last(source)
 
     def _attempt_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Likewise; those of one process that cannot be said do not stop those of others."""
+        """Send a process's metrics, return whether they were taken. A fault in them does not stop other processes'."""
         try:
             return source in self._metered and self._send_metrics_of(sender, source, metrics)
         except Exception as fault:
@@ -438,23 +438,23 @@ class Exporter:
                 self._metered = (*(metered for metered in self._metered if metered is not source), source)
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send the snapshot and the samples of a process; whether the collector took them.
+        """Send the snapshot and the samples of a process. Return whether the collector took them.
 
-        Samples that do not get through in a short while are lost; what a snapshot tells, the next one does.
+        Samples that are not delivered in a short while are lost. A later snapshot contains all of an earlier one.
         """
         suppress_instrumentation()
-        taken = self._send_snapshot(sender, source, metrics)
-        while taken and metrics.has_samples() and self._serves(sender):
+        is_taken = self._send_snapshot(sender, source, metrics)
+        while is_taken and metrics.has_samples() and self._serves(sender):
             series, samples = metrics.take(source.origin)
             if not series:
                 continue
             verdict = self._deliver_metrics(sender, source, series)
-            taken = verdict.taken
-            metrics.settle(samples, verdict.rejected if taken else samples, verdict)
-        return taken or bool(metrics.off)
+            is_taken = verdict.taken
+            metrics.settle(samples, verdict.rejected if is_taken else samples, verdict)
+        return is_taken or bool(metrics.off)
 
     def _send_snapshot(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send the newest snapshot, if it has not been sent; False where the collector did not take it."""
+        """Send the newest snapshot, if it has not been sent. Return False if the collector did not take it."""
         snapshot = metrics.snapshots.take()
         if snapshot is None:
             return True
@@ -479,7 +479,7 @@ class Exporter:
         verdict = sender.send_metrics(source.resource(), series, left_s, self._pause)
         self._are_metrics_late = verdict.is_late
         if verdict.wait_s:
-            self._metrics_held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
+            self._metrics_deferred_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         return verdict
 
     def _deliver(self, sender: Sender, request: QueuedRequest) -> None:
@@ -503,7 +503,7 @@ class Exporter:
             if not verdict.wait_s:
                 break
             self._say(verdict)
-            self._held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
+            self._deferred_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         if verdict.taken:
             self._halvings = 0
         if verdict.too_large and request.spans > 1 and self._halvings < HALVINGS:
@@ -531,9 +531,9 @@ class Exporter:
 
         Not where the exporter is to stop before, nor in `send`, whose caller waits until the deadline and no longer.
         """
-        while (left_ns := self._held_until_ns - time.monotonic_ns()) > 0:
+        while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns
-            if not self._serves(sender) or self._held_until_ns >= end_ns:
+            if not self._serves(sender) or self._deferred_until_ns >= end_ns:
                 return False
             self._pause(left_ns / 1e9)
         return True

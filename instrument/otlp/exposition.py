@@ -120,9 +120,9 @@ def families_of_process(metered: Metered, why_alone: str) -> Iterator[Family]:
 
 
 def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[Family]:
-    """The metrics of several processes: of each service the sums of those that live and of those that have `ended`.
+    """Yield the metrics of several processes: for each service the sums over living and `ended` processes.
 
-    Gauges of a process bear its number, and where there are several services each series bears the name of its own.
+    Gauges have the id of their process as a label. If there are several services, each series has the service's name.
     """
     services = {*ended, *(process.origin.service for process in living)}
     labels: dict[str, Labels] = {name: ((SERVICE, name),) if len(services) > 1 else () for name in services}
@@ -133,7 +133,7 @@ def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metr
     yield from _totals([*before, *((labels[process.origin.service], process) for process in living)])
     pids = [((*labels[process.origin.service], (PROCESS_PID, str(process.origin.pid))), process) for process in living]
     yield from _gauges(pids, OF_PROCESSES)
-    yield from _gauges([((), _joined(living))] if living else [], without=OF_PROCESSES)
+    yield from _gauges([((), _joined(living))] if living else [], unwanted=OF_PROCESSES)
     description = "Living processes that these metrics are of. Totals include the processes that have ended."
     counts = Counter(process.origin.service for process in living)
     series: dict[Labels, float] = {key: counts[name] for name, key in labels.items()}
@@ -141,7 +141,7 @@ def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metr
 
 
 def _joined(living: Sequence[Metered]) -> Metered:
-    """The readings of all processes as those of one, in the order of time."""
+    """Return the samples of all processes as one process's, in the order of time."""
     samples = sorted((sample for process in living for sample in process.samples), key=lambda sample: sample.at_ns)
     gpus = {gpu.device: gpu for process in living for gpu in process.gpus}
     return replace(living[0], samples=samples, gpus=list(gpus.values()))
@@ -162,16 +162,16 @@ def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[Family]:
 
 
 def _gauges(
-    parts: Sequence[tuple[Labels, Metered]], named: tuple[str, ...] = ("",), without: tuple[str, ...] = ()
+    parts: Sequence[tuple[Labels, Metered]], prefixes: tuple[str, ...] = ("",), unwanted: tuple[str, ...] = ()
 ) -> Iterator[Family]:
-    """The newest of the samples, of gauges whose names begin so."""
+    """Yield the newest sample of each gauge with a name that begins with a prefix, but not with an unwanted one."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
         newest = {(sample.name, sample.device): sample for sample in part.samples}
         # A share's base, such as `cores`, is read more seldom, and may come after what is divided by it.
         values = {key: sample.value for key, sample in newest.items() if sample.value is not None}
         for series in series_of(newest.values(), {gpu.device: gpu for gpu in part.gpus}, part.origin, values, {}):
-            if not series.name.startswith(named) or series.name.startswith(without or ("\0",)):
+            if not series.name.startswith(prefixes) or series.name.startswith(unwanted or ("\0",)):
                 continue
             metric = metrics.setdefault(series.name, Metric(series.name, series.unit, series.kind, "", {}))
             points: dict[Labels, Any] = {(*labels, *point.attributes.items()): point.value for point in series.points}

@@ -156,23 +156,23 @@ class JsonForm:
         return b'%b],"name":%b,"kind":%d' % (self.attributes(attributes), msgspec.json.encode(plain(name)), kind)
 
     def attributes(self, attributes: Mapping[str, object]) -> bytes:
-        return b"".join([b",%b" % one for one in _attributes(attributes)])
+        return b"".join([b",%b" % attribute for attribute in _attributes(attributes)])
 
     def members(self, members: RareMembers) -> bytes:
         facts: dict[str, Any] = {}
         if members.links:
             facts["links"] = [
                 {
-                    "traceId": f"{one.trace_id:032x}",
-                    "spanId": f"{one.span_id:016x}",
-                    **({"traceState": one.state} if one.state else {}),
+                    "traceId": f"{link.trace_id:032x}",
+                    "spanId": f"{link.span_id:016x}",
+                    **({"traceState": link.state} if link.state else {}),
                 }
-                for one in members.links
+                for link in members.links
             ]
         if members.events:
             facts["events"] = [
-                {"timeUnixNano": str(time_ns), "name": name, "attributes": _attributes(its)}
-                for time_ns, name, its in members.events
+                {"timeUnixNano": str(time_ns), "name": name, "attributes": _attributes(values)}
+                for time_ns, name, values in members.events
             ]
         if members.dropped:
             facts["droppedEventsCount"] = members.dropped

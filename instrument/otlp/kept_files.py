@@ -42,7 +42,7 @@ class KeptFiles:
         self._due_at = 0.0
         self._number = 0
         self._last_bytes = self._removed = 0
-        self._told: dict[Path, int] = {}
+        self._removed_before: dict[Path, int] = {}
         """The number of removed files that each file reports."""
         self._problem = ""
 
@@ -81,7 +81,7 @@ class KeptFiles:
                 lost = f"{len(spans)} spans that are kept are lost, later ones without a word"
                 logger.warning("capture.to: %s: %s", lost, problem)
             return count, False
-        self._told[path], self._removed = self._removed, 0
+        self._removed_before[path], self._removed = self._removed, 0
         self._make_room(0, path)
         return count, True
 
@@ -90,11 +90,11 @@ class KeptFiles:
 
     def _make_room(self, wanted_bytes: int, newest: Path | None = None) -> None:
         """Remove the oldest files until all keep within the limit. Count them, and the removals that they report."""
-        found = []
+        files = []
         for path in self._folder.glob("*-kept.npz"):
             with suppress(OSError):
                 facts = path.stat()
-                found.append((facts.st_mtime_ns, facts.st_size, path))
-        over_bytes = sum(size for _, size, _ in found) + wanted_bytes - self._disk_bytes
-        oldest = ((path, size) for _, size, path in sorted(found) if path != newest)
-        self._removed += sum(1 + self._told.pop(path, 0) for path in atomic.remove_first(oldest, over_bytes))
+                files.append((facts.st_mtime_ns, facts.st_size, path))
+        over_bytes = sum(size for _, size, _ in files) + wanted_bytes - self._disk_bytes
+        oldest = ((path, size) for _, size, path in sorted(files) if path != newest)
+        self._removed += sum(1 + self._removed_before.pop(path, 0) for path in atomic.remove_first(oldest, over_bytes))

@@ -88,7 +88,7 @@ class Metering:
             return {}
         try:
             self._meter.go_on(saved.meter)
-            self.metrics.go_on(saved.told)
+            self.metrics.go_on(saved.delivered)
         except DAMAGED:
             return {}  # it is no state of ours
         self._state, self._settled_ns, self._due_ns = saved, saved.settled_ns, 0
@@ -174,7 +174,7 @@ class Metering:
         state = MeterState(self._generation, 0, self._meter.state(), {}, dict(self._reader.places))
         with self._lock:
             self._state = state
-        self._write()  # before anybody is told of it
+        self._write()  # before the exporter may send any of it
         self.unsaved = 0
         with self._lock:
             self._taken_ns = max(self._taken_ns, until_ns)
@@ -232,7 +232,7 @@ class Metering:
             return True
         self._exporter.hurry()
         # In this order: who sends them says so before it takes them.
-        if not (self.metrics.due(time.monotonic_ns()) or self._exporter.is_telling(self._source)):
+        if not (self.metrics.due(time.monotonic_ns()) or self._exporter.is_sending_metrics(self._source)):
             self.metrics.drop()
             self._write()
             return True
@@ -245,7 +245,7 @@ class Metering:
 
     def note_sent(self) -> None:
         """Write the state after metrics were sent or lost. After spans there is nothing to write."""
-        if self._exporter.is_telling(self._source):
+        if self._exporter.is_sending_metrics(self._source):
             self._write()
 
     def end(self) -> None:
@@ -259,7 +259,7 @@ class Metering:
                 return
             if not self.metrics.waits():
                 self._settled_ns = max(self._settled_ns, self._taken_ns)
-            state = replace(self._state, settled_ns=self._settled_ns, told=self.metrics.state())
+            state = replace(self._state, settled_ns=self._settled_ns, delivered=self.metrics.state())
             is_written = self._place.write_meter(state)
         if not is_written and not self._is_said:
             self._is_said = True

@@ -1,7 +1,7 @@
 """Metrics on their way to a collector: samples of gauges, each as the metric that it is, and snapshots of totals.
 
 Names, units and kinds are those of OpenTelemetry's conventions where it has one (hardware, process and system metrics,
-version 1.44); what it has no name for lies under `instrument.`. A value keeps the time at which it was read.
+version 1.44); other names begin with `instrument.`. A value keeps the time at which it was read.
 
 A failed delivery of a snapshot loses nothing: the next one repeats the totals, or has all that came since the last
 delivered one. Wall times that were sent do not change. The start of a total stays when the wall clock is set or drifts,
@@ -26,8 +26,8 @@ from instrument.recording.distributions import (
     Labels,
     Metric,
     Snapshot,
-    labels_told,
-    told_labels,
+    labels_as_json,
+    labels_from_json,
 )
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
 from instrument.runtime.cheap_start import dataclass, replace
@@ -45,7 +45,7 @@ class Piece:
 
     series: list[Series]
     points: int
-    told: dict[tuple[str, Labels], tuple[float | Distribution, int]]
+    values: dict[tuple[str, Labels], tuple[float | Distribution, int]]
 
 
 class Snapshots:
@@ -67,34 +67,34 @@ class Snapshots:
         self._newest: Snapshot | None = None
         self._tried: Snapshot | None = None
         self._delivered: Snapshot | None = None
-        self._told: dict[tuple[str, Labels], tuple[float | Distribution, int]] = {}
+        self._delivered_values: dict[tuple[str, Labels], tuple[float | Distribution, int]] = {}
         self._start_ns = self._start_realtime_ns = self.delivered_ns = 0
 
     def state(self) -> dict[str, Any]:
         """Return as JSON the state of the collector, for another process that goes on sending."""
-        sent = [
-            [name, told_labels(labels), value.told() if isinstance(value, Distribution) else value, at_ns]
-            for (name, labels), (value, at_ns) in self._told.items()
+        values = [
+            [name, labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value, at_ns]
+            for (name, labels), (value, at_ns) in self._delivered_values.items()
         ]
         return {
             "start_ns": self._start_ns,
             "start_realtime_ns": self._start_realtime_ns,
             "delivered_ns": self.delivered_ns,
-            "told": sent,
+            "values": values,
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of another exporter. Raise one of `export_checkpoint.DAMAGED` if it is malformed."""
-        sent = {
-            (str(name), labels_told(labels)): (
+        values = {
+            (str(name), labels_from_json(labels)): (
                 Distribution.of(value) if isinstance(value, list) else float(value),
                 int(at_ns),
             )
-            for name, labels, value, at_ns in state["told"]
+            for name, labels, value, at_ns in state["values"]
         }
         start_ns, start_realtime_ns = int(state["start_ns"]), int(state["start_realtime_ns"])
         self.delivered_ns = int(state["delivered_ns"])
-        self._start_ns, self._start_realtime_ns, self._told = start_ns, start_realtime_ns, sent
+        self._start_ns, self._start_realtime_ns, self._delivered_values = start_ns, start_realtime_ns, values
 
     def put(self, snapshot: Snapshot) -> None:
         """Take one on, instead of any before."""
@@ -134,7 +134,7 @@ class Snapshots:
                     piece.series.append(series)
                 series.points.append(point)
                 piece.points += 1
-                piece.told[metric.name, labels] = value, point.at_ns
+                piece.values[metric.name, labels] = value, point.at_ns
         if piece.points:
             yield piece
 
@@ -145,7 +145,7 @@ class Snapshots:
         start_ns = self._start_realtime_ns
         sent_value: float | Exponential
         if metric.kind in self._deltas:
-            before, start_ns = self._told.get((metric.name, labels), (None, start_ns))
+            before, start_ns = self._delivered_values.get((metric.name, labels), (None, start_ns))
             if isinstance(value, Distribution):
                 since = value.since(before) if isinstance(before, Distribution) else value
                 if not since.count:
@@ -169,7 +169,7 @@ class Snapshots:
     def taken(self, piece: Piece) -> None:
         """The collector has a piece."""
         if self._deltas:
-            self._told = {**self._told, **piece.told}  # another thread may read what was told
+            self._delivered_values = {**self._delivered_values, **piece.values}  # another thread may read it
 
     def delivered(self, snapshot: Snapshot) -> None:
         """The collector has all of a snapshot."""
@@ -264,7 +264,7 @@ class Metrics:
         )
         if environ.get(METRICS_EXPORTER, "").strip() == "none":
             self.off = f"{METRICS_EXPORTER} is none"
-        self._told = False
+        self._has_metrics = False
         self.snapshots = Snapshots(environ)
         self.after_fork_in_child()
 
@@ -296,7 +296,7 @@ class Metrics:
                 "lost": [self._lost, self._lost_series],
                 "reason": self._reason,
                 "off": self.off,
-                "is_noted": self._told,
+                "is_noted": self._has_metrics,
             }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
@@ -309,7 +309,7 @@ class Metrics:
             self._begun_ns, self._newest, self._taken_ns = begun_ns, newest, int(state["taken_ns"])
             self._lost, self._lost_series = {**self._lost, **lost[0]}, {**self._lost_series, **lost[1]}
             self._reason, self.off = str(state["reason"]), self.off or str(state["off"])
-            self._told = self._told or bool(state.get("is_noted"))
+            self._has_metrics = self._has_metrics or bool(state.get("is_noted"))
 
     @property
     def taken_ns(self) -> int:
@@ -319,7 +319,7 @@ class Metrics:
     def offer(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
         """Take samples on; some microseconds. Nothing happens where metrics are off."""
         if self.off:
-            self._told = self._told or bool(samples)
+            self._has_metrics = self._has_metrics or bool(samples)
             return
         with self._lock:
             if not self._waiting:
@@ -334,7 +334,7 @@ class Metrics:
     def put(self, snapshot: Snapshot) -> None:
         """Take a snapshot on, instead of any before. Nothing happens where metrics are off."""
         if self.off:
-            self._told = True
+            self._has_metrics = True
         else:
             self.snapshots.put(snapshot)
 
@@ -390,7 +390,7 @@ class Metrics:
             if verdict.too_large:
                 self._request_samples = max(self._request_samples // 2, LEAST_REQUEST_SAMPLES)
             if verdict.refused:
-                self.off, self._told = f"the collector takes none ({self._reason})", True
+                self.off, self._has_metrics = f"the collector takes none ({self._reason})", True
         if verdict.refused:
             self.drop()
 
@@ -411,7 +411,7 @@ class Metrics:
     def notes(self) -> list[str]:
         """Return notes on metrics that are not sent although there are samples, and on losses."""
         if self.off:
-            return [f"export.otlp: metrics are not sent: {self.off}"] if self._told else []
+            return [f"export.otlp: metrics are not sent: {self.off}"] if self._has_metrics else []
         notes = [f"export.otlp: {self.snapshots.problem}"] if self.snapshots.problem else []
         return [*notes, f"export.otlp: metrics did not get through: {self._reason}"] if self._reason else notes
 
@@ -458,7 +458,7 @@ def _attributes(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str
         "hw.type": "gpu",
         "hw.name": f"GPU {device}",
         **({"hw.model": known_gpu.model} if known_gpu.model else {}),
-        # Without NVML's word it may be a GPU of another maker, of which torch alone told.
+        # A GPU that NVML does not list may be another maker's: torch alone reported it.
         **({"hw.vendor": "NVIDIA"} if gpu is not None else {}),
         "cuda.device.index": device,
         **dict(measure.attributes),

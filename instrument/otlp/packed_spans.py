@@ -118,7 +118,7 @@ class PackedRows(NamedTuple):
 class SpanPacker:
     """Packs rows of a trace that are of one process.
 
-    `threads` are the names of threads by the numbers that the process gave. In a trace of several processes `own` has
+    `threads` are the names of threads by the numbers that the process gave. In a trace of several processes `part` has
     these numbers. `links` and `interruptions` are by row.
     """
 
@@ -130,13 +130,13 @@ class SpanPacker:
         origin: Origin,
         threads: Mapping[int, str],
         *,
-        own: MergedProcess | None = None,
+        part: MergedProcess | None = None,
         links: Mapping[int, Sequence[LinkedSpan]] | None = None,
         interruptions: Mapping[int, Sequence[Span]] | None = None,
     ) -> None:
         self._form, self._trace, self._ids, self._threads = form, trace, ids, threads
         self._offset_ns = origin.realtime_ns - origin.monotonic_ns
-        self._own = own
+        self._part = part
         self._links, self._interruptions = links or {}, interruptions or {}
         self._with_more = np.array(sorted({*self._links, *self._interruptions}), dtype=np.int64)
         self._is_request = np.array([site.kind == "request" for site in trace.sites], dtype=np.bool_)
@@ -188,7 +188,7 @@ class SpanPacker:
         if len(rare):
             group, firsts = numbered(number[rare] + 1, site[rare], error[rare] + 1, clipped[rare], more[rare])
             parts = [
-                self._own_pieces(int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at]))
+                self._row_pieces(int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at]))
                 for at in rare[firsts].tolist()
             ]
             for packed, column in (([part[0] for part in parts], 1), ([part[1] for part in parts], 3)):
@@ -218,7 +218,7 @@ class SpanPacker:
         packed = None if hidden else self._facts.get(key)
         if packed is None:
             place = self._trace.sites[site]
-            native_id = thread if self._own is None else self._own.threads.get(thread, thread)
+            native_id = thread if self._part is None else self._part.threads.get(thread, thread)
             attributes = {name: value for name, value in site_attributes(place).items() if name not in hidden}
             attributes |= thread_attributes(native_id, self._threads.get(native_id))
             packed = self._form.facts(place.name, bool(is_server), attributes)
@@ -226,31 +226,31 @@ class SpanPacker:
                 self._facts[key] = packed
         return packed
 
-    def _own_pieces(
-        self, row: int, given: Mapping[str, AttributeValue], has_more: bool
+    def _row_pieces(
+        self, row: int, values: Mapping[str, AttributeValue], has_more: bool
     ) -> tuple[bytes, bytes, frozenset[str]]:
-        """The attributes and the members of a row, and the names by which these hide attributes of the site."""
+        """Return a row's packed attributes and members, and the names of the site's attributes that they replace."""
         trace = self._trace
         site, error = trace.sites[int(trace.site[row])], int(trace.error[row])
         failed = None if error == NONE else trace.errors[error]
-        attributes = own_attributes(site, given, failed, bool(trace.clipped[row]))
+        attributes = own_attributes(site, values, failed, bool(trace.clipped[row]))
         links = list(self._links.get(row, ())) if has_more else []
-        cause = cause_of(given, lambda *ids: self._ids.links([ids], row)[0]) if LINK_NAMES & given.keys() else None
+        cause = cause_of(values, lambda *ids: self._ids.links([ids], row)[0]) if LINK_NAMES & values.keys() else None
         if cause is not None:
             links.insert(0, cause)
         interruptions = self._interruptions.get(row, ()) if has_more else ()
         events, dropped = events_of(interruptions)
         placed = [(at_ns + self._offset_ns, name, facts) for at_ns, name, facts in events]
-        members = RareMembers(status_of(failed, given), links, placed, dropped)
-        hidden = frozenset(attributes) & site_attributes(site).keys() if given else frozenset()
+        members = RareMembers(status_of(failed, values), links, placed, dropped)
+        hidden = frozenset(attributes) & site_attributes(site).keys() if values else frozenset()
         return self._form.attributes(attributes), self._form.members(members), frozenset(hidden)
 
     def _devices(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Int64s, Objects, Int64s] | None:
-        """The device intervals of rows: the place of each one's row, the pieces and the sizes."""
-        trace, its, form = self._trace, self._trace.device, self._form
-        firsts, lasts = np.searchsorted(its.row, rows), np.searchsorted(its.row, rows, side="right")
+        """Return the packed device intervals of rows: the place of each interval's row, the pieces and the sizes."""
+        trace, work, form = self._trace, self._trace.device, self._form
+        firsts, lasts = np.searchsorted(work.row, rows), np.searchsorted(work.row, rows, side="right")
         counts = lasts - firsts
         of = np.repeat(np.arange(len(rows)), counts)
         if not len(of):
@@ -258,24 +258,24 @@ class SpanPacker:
         at = np.arange(len(of)) + (firsts - np.cumsum(counts) + counts)[of]
 
         def facts_of(site: int, of_set: int, device: int, stream: int, label: int) -> bytes:
-            if self._own is not None:
-                device, stream = self._own.devices.get(device, device), self._own.streams.get(stream, stream)
+            if self._part is not None:
+                device, stream = self._part.devices.get(device, device), self._part.streams.get(stream, stream)
             place = trace.sites[site]
-            facts = device_attributes(place, sets[of_set - 1] if of_set else {}, device, stream, its.labels[label])
+            facts = device_attributes(place, sets[of_set - 1] if of_set else {}, device, stream, work.labels[label])
             return form.facts(device_name(place), False, facts)
 
         pieces = np.empty((len(of), 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
         pieces[:, 2], size = _each(
-            facts_of, trace.site[rows][of], number[of] + 1, its.device[at], its.stream[at], its.label[at]
+            facts_of, trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at]
         )
         new_ids = self._ids.device_ids(len(of), int(rows[0]))
         flags = ids.flags[of] & ~np.uint32(IS_REMOTE)
         of_devices = RowIds(ids.high[of], ids.low[of], new_ids, ids.own[of], flags, ids.is_server[of], ids.remote[of])
-        numbers = {"instrument.device.uncertainty_ns": (its.uncertainty_ns[at], None)}
+        numbers = {"instrument.device.uncertainty_ns": (work.uncertainty_ns[at], None)}
         size += len(form.end)
         self._put_states(pieces, size, of_devices.remote)
-        sizes = self._put_heads(pieces, size, of_devices, its.start_ns[at], its.end_ns[at], numbers)
+        sizes = self._put_heads(pieces, size, of_devices, work.start_ns[at], work.end_ns[at], numbers)
         return of, pieces, sizes
 
     def _put_heads(
@@ -439,9 +439,9 @@ REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
 def request_bodies(
     packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
 ) -> Iterator[Body]:
-    """Put packed entries under a packed resource, in requests of at most so many bytes of entries, and so many entries.
+    """Yield requests of packed entries under a packed resource, each of at most `most_bytes` and `most_spans` entries.
 
-    One entry that is larger is a request of its own.
+    A larger entry is a request of its own.
     """
     for pieces, sizes, _ in packed:
         sums = np.cumsum(sizes)

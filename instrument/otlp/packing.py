@@ -193,14 +193,14 @@ class Body(NamedTuple):
 
 
 def halves_of(request: bytes) -> Sequence[Body]:
-    """Return two requests that have the spans of one that `request_of` made, and the number of spans in each."""
+    """Split a request that `request_of` made into two, each with its number of spans."""
     (of_resource,) = _fields(request, 0, len(request))
     resource, of_scope = _fields(request, *of_resource[1:])
     _, *pieces, _ = _fields(request, *of_scope[1:])
     packed = [request[first:end] for first, _, end in pieces]
     middle = len(packed) // 2
-    its = request[resource[0] : resource[2]]
-    return [Body(request_of(its, half), len(half)) for half in (packed[:middle], packed[middle:])]
+    packed_resource = request[resource[0] : resource[2]]
+    return [Body(request_of(packed_resource, half), len(half)) for half in (packed[:middle], packed[middle:])]
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -264,9 +264,9 @@ def _key(key: str) -> bytes:
 
 @lru_cache(maxsize=1024)
 def int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
-    """The bytes of a KeyValue before a whole number that takes so many bytes as a varint."""
-    named = _key(key) + b"\x12" + varint(varint_bytes + 1) + b"\x18"
-    return tag + varint(len(named) + varint_bytes) + named
+    """Return the bytes of a KeyValue before an integer whose varint takes `varint_bytes`."""
+    head = _key(key) + b"\x12" + varint(varint_bytes + 1) + b"\x18"
+    return tag + varint(len(head) + varint_bytes) + head
 
 
 def _any_value(value: object) -> bytes:

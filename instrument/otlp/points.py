@@ -69,7 +69,7 @@ def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
 
 @lru_cache(maxsize=4096)
 def _finest_bucket(index: int) -> int:
-    """The bucket of the finest scale in which the middle of a bucket of the tally lies, in s."""
+    """Return the bucket, at the finest scale in s, that contains the middle of a bucket of the tally."""
     return math.ceil(math.log2(bucket_middle(index) / 1e9) * (1 << FINEST_SCALE)) - 1
 
 
@@ -89,7 +89,7 @@ class Point:
 
 @dataclass(slots=True)
 class Series:
-    """A metric with its points. Those of a delta tell what came since the last ones."""
+    """A metric with its points. Those of a delta count from the last delivered ones."""
 
     name: str
     unit: str
@@ -112,7 +112,7 @@ _MONOTONIC = b"\x18\x01"
 
 
 def pack_metric(series: Series) -> bytes:
-    """One entry of `ScopeMetrics.metrics`. Whole numbers, and those of bytes, are sent as such."""
+    """Return one packed entry of `ScopeMetrics.metrics`. Integers and byte counts are sent as integers."""
     points = b"".join([pack_field(b"\x0a", _pack_point(point, series.unit == "By")) for point in series.points])
     temporality = _DELTA if series.is_delta else _CUMULATIVE
     if series.kind == "gauge":
@@ -122,8 +122,8 @@ def pack_metric(series: Series) -> bytes:
     else:
         data = pack_field(b"\x3a", points + temporality + (_MONOTONIC if series.kind == "counter" else b""))
     described = pack_text(b"\x12", series.description) if series.description else b""
-    named = pack_text(b"\x0a", series.name) + described + pack_text(b"\x1a", series.unit)
-    return pack_field(b"\x12", named + data)
+    head = pack_text(b"\x0a", series.name) + described + pack_text(b"\x1a", series.unit)
+    return pack_field(b"\x12", head + data)
 
 
 def _pack_point(point: Point, whole: bool) -> bytes:
@@ -137,9 +137,10 @@ def _pack_point(point: Point, whole: bool) -> bytes:
     return times + packed + pack_attributes(point.attributes, b"\x3a")
 
 
-def _pack_exemplar(one: Exemplar) -> bytes:
-    ids = pack_field(b"\x22", one.span_id.to_bytes(8, "big")) + pack_field(b"\x2a", one.trace_id.to_bytes(16, "big"))
-    return _pack_time(0x11, one.at_ns) + _pack_double(0x19, one.value_ns / 1e9) + ids
+def _pack_exemplar(exemplar: Exemplar) -> bytes:
+    span_id, trace_id = exemplar.span_id.to_bytes(8, "big"), exemplar.trace_id.to_bytes(16, "big")
+    ids = pack_field(b"\x22", span_id) + pack_field(b"\x2a", trace_id)
+    return _pack_time(0x11, exemplar.at_ns) + _pack_double(0x19, exemplar.value_ns / 1e9) + ids
 
 
 def pack_exponential(of: Exponential) -> bytes:

@@ -82,7 +82,7 @@ class RecordingExport:
         facts: Callable[[], Any] | None = None,
     ) -> None:
         self._sends = sends
-        self._told_facts = facts or (lambda: self._mapped.header.facts.get("export"))
+        self._published_facts = facts or (lambda: self._mapped.header.facts.get("export"))
         self._exporter = exporter
         self._lock = RLock()
         self._place = ExportCheckpoint(fd)
@@ -93,7 +93,7 @@ class RecordingExport:
             raise
         self._generation = generation or self._mapped.generation
         self._progress = Progress()
-        self._told: Counter[str] = Counter()
+        self._reported_fates: Counter[str] = Counter()
         self._reading: _Reading | None = None
         self._facts: ExportFacts | None = None
         self._facts_at = self._superseded_at = 0.0
@@ -190,8 +190,8 @@ class RecordingExport:
         if reading is None:
             return
         reading.threads = self._mapped.threads()
-        for one in settled.served:
-            reading.metering.count_served(one)
+        for served in settled.served:
+            reading.metering.count_served(served)
         trace, rows = settled.trace, np.zeros(0, np.int64)
         if trace is not None:
             trace = reading.times.join(trace, self._mapped.settled_ns() or NOTHING_TO_COME)
@@ -232,7 +232,7 @@ class RecordingExport:
         if now < self._facts_at:
             return self._facts
         header = self._mapped.header
-        facts = facts_from(self._told_facts())
+        facts = facts_from(self._published_facts())
         self._facts_at = now + FACTS_S if facts is not None else 0.0
         reading = self._reading
         if facts is None or header.generation != self._generation:
@@ -247,9 +247,9 @@ class RecordingExport:
         self._mapped.tree()
         header, progress = self._mapped.header, self._progress
         if progress.generation != self._generation:
-            progress = Progress(self._generation, before=progress.untold())
-        elif progress.is_told:
-            self._told, progress.is_told = Counter(progress.fates), False
+            progress = Progress(self._generation, before=progress.unreported())
+        elif progress.is_reported:
+            self._reported_fates, progress.is_reported = Counter(progress.fates), False
         unsettled, unanswered = progress.unsettled, progress.unanswered
         reading = _Reading(self._mapped, progress, facts, _origin_now(header), self._exporter, self._place)
         with self._lock:
@@ -285,7 +285,7 @@ class RecordingExport:
             self.note_settled()
 
     def note_settled(self) -> None:
-        """Write which spans are about to be sent, and what has become of those that were."""
+        """Write into the recording the spans that are about to be sent, and the fates of the spans that were sent."""
         with self._lock:
             reading = self._reading
             if not self.is_ours or reading is None:
@@ -310,27 +310,27 @@ class RecordingExport:
                 self._reading.metering.note_sent()
 
     def keep_open(self, spans: Sequence[Span]) -> None:
-        """Keep those requests of these spans that are open now, whatever their ends are like."""
+        """Mark the open requests among the spans as kept, whether they end well or not."""
         reading = self._reading
         if reading is not None:
             rows = reading.reader.rows
             rows.sampler.wanted |= {span.root_id for span in spans} & {span.root_id for span in rows.opened.values()}
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return those of these spans that neither are sent nor will be, once all was read that had ended."""
+        """Return the spans that neither are sent nor will be. All rows of ended spans must have been read."""
         reading = self._reading
         if reading is None:
             return list(spans)
         rows = reading.reader.rows
         sample = rows.sampler.capture.sample
-        found = [span for span in spans if not _is_sent(span, rows, sample)]
-        rows.leave_out({span.root_id for span in found if span.root_id & REQUEST_BIT})
-        return found
+        unsent_spans = [span for span in spans if not _is_sent(span, rows, sample)]
+        rows.leave_out({span.root_id for span in unsent_spans if span.root_id & REQUEST_BIT})
+        return unsent_spans
 
     def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
         """Return the ended spans of a time that the recording still has."""
-        found = saved_of(self._mapped, begin_ns).trace.spans
-        return [span for span in found if span.start_ns < end_ns and not span.clipped]
+        spans = saved_of(self._mapped, begin_ns).trace.spans
+        return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
     def send(self, spans: Sequence[Span]) -> None:
         """Send spans that were passed before."""
@@ -404,13 +404,13 @@ class RecordingExport:
                 progress.fates["abandoned"] += reading.reader.rows.waiting
                 self.note_settled()
                 give_up(progress.fates)
-            fates = Counter(progress.untold())
-            fates.subtract(self._told)
+            fates = Counter(progress.unreported())
+            fates.subtract(self._reported_fates)
             if reading is not None:
                 fates[METRICS_LOST] += reading.metering.lost_at_end()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
                 fates["unread"] += self._place.unread()  # nobody counts it once this is reported
-            progress.is_told, progress.before = True, Progress().before
+            progress.is_reported, progress.before = True, Progress().before
             if self.is_ours:
                 self._place.write(progress)
             return dict(fates)
@@ -469,15 +469,15 @@ class ExportedRun:
         for member in self.members.values():
             if member.reading is not None:
                 member.reading.reader.ahead = 0
-        readings = {number: one.reading for number, one in self.members.items() if not one.is_spoilt}
+        readings = {number: member.reading for number, member in self.members.items() if not member.is_spoilt}
         numbers = [number for number, reading in readings.items() if reading is not None]
         self._settling.members = [reading.reader.rows for reading in readings.values() if reading is not None]
         asks_queues = any(reading.asks_queue_times for reading in readings.values() if reading is not None)
         are_over = all(member.is_over for member in self.members.values())
-        found = self._settling.settle(
+        settled_by_place = self._settling.settle(
             now_ns, is_last=is_last or are_over, at_once=at_once, asks_queues=asks_queues
         )  # fmt: skip
-        for place, settled in found.items():
+        for place, settled in settled_by_place.items():
             member = self.members[numbers[place]]
             attempt(numbers[place], partial(member.take, settled, self._settling.settled_ns))
         for number in numbers:

@@ -181,9 +181,9 @@ class DeviceTimes:
             self._counts.append((time.monotonic_ns(), count))
 
     def join(self, trace: Columns, settled_ns: int) -> Columns:
-        """Return the rows with their intervals, which are all there of those that had ended by `settled_ns`.
+        """Return the rows with their device intervals. Rows that ended by `settled_ns` have all of them.
 
-        Of many at once: each time goes through all intervals since the first of these rows began.
+        Call it for many rows at once: each call goes through all intervals since the first row began.
         """
         asking = np.flatnonzero(trace.of_sites([bool(site.device) for site in trace.sites]))
         if not len(asking):

@@ -190,7 +190,7 @@ class HttpSender(Sender):
         except OSError as fault:
             if reused:  # the collector may have closed an idle connection
                 return self._try(place, body, count, left_s)
-            by = f", by way of the proxy {self._proxy.told}" if self._proxy is not None else ""
+            by = f", by way of the proxy {self._proxy.address}" if self._proxy is not None else ""
             raise _UnavailableError(f"{type(fault).__name__}: {fault}{by}") from fault
         except HTTPException as fault:
             return Response(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")

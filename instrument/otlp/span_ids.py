@@ -114,7 +114,7 @@ class SpanIds:
         return mixed(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
 
     def _mixed(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
-        """Ids of spans, or the halves of those of their traces, by numbers that rows have."""
+        """Return the span ids, or one half of the trace ids, for the recorder's numbers of rows."""
         process, trace = self._process, self._trace
         if process is None or self._order is None:
             return mixed(self._seeds[0, part], numbers.astype(np.uint64))

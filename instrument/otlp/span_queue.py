@@ -41,11 +41,11 @@ _SENDING = "sending"
 
 @dataclass(eq=False)
 class Source:
-    """One process whose spans are sent: what they are called, and what has become of them.
+    """A process whose spans are sent: the names of its things, and the fates of its spans.
 
-    `resource` tells the attributes of its resource, `threads` the names of its threads by native id. `counts` are its
-    spans by fate, `metrics` its own on their way. `origin` has the clocks by which spans are sent; `before` is the time
-    of the wall clock's last step, and the origin of what began earlier.
+    `resource` returns the attributes of its resource, `threads` the names of its threads by native id. `counts` has its
+    spans by fate, `metrics` its metrics on their way. `origin` converts times to the wall clock; `before` is the time
+    of that clock's last step and the origin for spans that began earlier.
     """
 
     ids: Ids
@@ -88,9 +88,9 @@ class Source:
             roots, trees = ranked(trace.root_id[rows])
             is_before = Groups(trees, len(roots)).least(trace.start_ns[rows], 0)[trees] < stepped_ns
             parts = [(before, rows[is_before]), (self.origin, rows[~is_before])]
-        for origin, its in parts:
+        for origin, tree_rows in parts:
             packer = SpanPacker(PROTOBUF, trace, ids, origin, threads, **facts)
-            yield from request_bodies(packer.pack(its), resource, most_bytes)
+            yield from request_bodies(packer.pack(tree_rows), resource, most_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,9 +104,9 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Requests that wait to be sent, and the one under way, within a bound; counts the fate of each span.
+    """A bounded queue of requests to send, with the request under way. It counts the fate of each span.
 
-    `lock` is held by the callers of what asks for it. `reason` is why the last spans that were lost were lost.
+    Methods that say "with the lock" need the caller to have `lock`. `reason` is the cause of the latest loss.
     """
 
     def __init__(self) -> None:
@@ -175,17 +175,17 @@ class RequestQueue:
         self._take_in()
         if not self._queue:
             return None
-        found = self._remove_oldest()
-        self._in_flight.append(found)
-        return found
+        request = self._remove_oldest()
+        self._in_flight.append(request)
+        return request
 
     def split(self, request: QueuedRequest, halves: Sequence[Body]) -> list[QueuedRequest]:
         """With the lock: two requests that are under way in place of one."""
-        found = [QueuedRequest(*half, request.source, request.number) for half in halves]
+        parts = [QueuedRequest(*half, request.source, request.number) for half in halves]
         if request in self._in_flight:
             self._in_flight.remove(request)
-            self._in_flight.extend(found)
-        return found
+            self._in_flight.extend(parts)
+        return parts
 
     def note_sending(self, request: QueuedRequest) -> None:
         """The spans of a request are about to be sent."""

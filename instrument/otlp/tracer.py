@@ -21,11 +21,11 @@ def current_parent() -> RemoteParent | None:
     try:
         current = trace.get_current_span()
         if getattr(current, "is_of_instrument", False):
-            return None  # there is none of OpenTelemetry's own: this is one of ours, as it is told of it
+            return None  # a span of ours, which OpenTelemetry was given as its current one
         context = current.get_span_context()
         if context.is_valid:
             is_local = not context.is_remote
-            in_server_span = is_local and _lies_in_server_span(current)
+            in_server_span = is_local and _is_in_server_span(current)
             flags, state = int(context.trace_flags), ""
             if context.trace_state:
                 state = state_of(context.trace_state.to_header().encode("latin-1", "replace"))
@@ -35,7 +35,7 @@ def current_parent() -> RemoteParent | None:
     return None
 
 
-def _lies_in_server_span(local: Any) -> bool:
+def _is_in_server_span(local: Any) -> bool:
     """Return True if a span of this process serves a request, or may be inside one that does.
 
     A span that is not recorded shows no kind, and of its parents a span shows only that there is one. A request with

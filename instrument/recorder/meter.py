@@ -31,10 +31,10 @@ from instrument.recording.distributions import (
     Metric,
     Snapshot,
     group_of,
-    labels_told,
-    series_told,
-    told_labels,
-    told_series,
+    labels_as_json,
+    labels_from_json,
+    series_as_json,
+    series_from_json,
 )
 from instrument.recording.gen_ai_metrics import (
     BATCH_SIZE,
@@ -286,19 +286,20 @@ class Meter:
         """Return all counts as JSON, without exemplars, for a meter that goes on with them."""
         return {
             "start_ns": self._start_ns,
-            "requests": told_series(self._requests),
-            "met": [[told_labels(endpoint), [*counter.items()]] for endpoint, counter in self._met.items()],
+            "requests": series_as_json(self._requests),
+            "met": [[labels_as_json(endpoint), [*counter.items()]] for endpoint, counter in self._met.items()],
             "generated": self._generated.state(),
-            "calls": told_series(self._calls),
+            "calls": series_as_json(self._calls),
             "asked_for": sorted(self._asked_for),
             "counters": [[name, key, value] for (name, key), value in self._counters.items()],
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Begin with the counts of another meter. Raise one of `export_checkpoint.DAMAGED` for a damaged state."""
-        start_ns, requests, calls = int(state["start_ns"]), series_told(state["requests"]), series_told(state["calls"])
+        requests, calls = series_from_json(state["requests"]), series_from_json(state["calls"])
+        start_ns = int(state["start_ns"])
         met = {
-            labels_told(labels): Counter({int(index): int(count) for index, count in counts})
+            labels_from_json(labels): Counter({int(index): int(count) for index, count in counts})
             for labels, counts in state["met"]
         }
         generated = GenerationTimes.of(state["generated"])

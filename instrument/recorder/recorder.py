@@ -313,15 +313,15 @@ class Recorder(Readback):
                     self._memory_bytes = room_bytes
         self.reset(ring_bytes)
         self._begun_ns, self._is_off = time.monotonic_ns(), False
-        self.tell(facts)
+        self.write_facts(facts)
 
-    def tell(self, facts: Mapping[str, Any]) -> None:
+    def write_facts(self, facts: Mapping[str, Any]) -> None:
         """Write into the memory that this process records, and the facts of its session."""
         if self.memory is not None:
             from instrument.recording import memory
 
             state = OFF if self._is_off else RUNNING
-            memory.say_whose(self.memory, state, {**facts, "begun_ns": self._begun_ns})
+            memory.write_owner(self.memory, state, {**facts, "begun_ns": self._begun_ns})
         self.facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
@@ -330,18 +330,18 @@ class Recorder(Readback):
         if self.memory is not None:
             from instrument.recording import memory
 
-            memory.say_switched(self.memory, on=on)
+            memory.write_switched(self.memory, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
         """Return the room of a part of the recording that Python writes; None without a memory for other processes."""
         return None if self.memory is None else SlotRoom.of(self.memory, name)
 
-    def say_goodbye(self) -> None:
+    def write_goodbye(self) -> None:
         """Write into the memory that the session has ended in order, and remove its file."""
         if self.memory is not None:
             from instrument.recording import memory
 
-            memory.say_state(self.memory, GOODBYE)
+            memory.write_state(self.memory, GOODBYE)
         if self.memory_path:
             with contextlib.suppress(OSError):
                 Path(self.memory_path).unlink()
@@ -358,7 +358,7 @@ class Recorder(Readback):
             self.reset()
             self._begun_ns = time.monotonic_ns()
             if self._memory_of is not None:
-                self.tell(self.facts)
+                self.write_facts(self.facts)
                 if not self.no_memory and self.memory_fd < 0:
                     self.no_memory = "this forked child could not be given a memory of its own"
         self._forget_all()

@@ -89,14 +89,14 @@ class Distribution:
         """Return a copy."""
         return Distribution(self.count, self.sum_ns, self.least_ns, self.most_ns, dict(self.buckets))
 
-    def told(self) -> list[Any]:
+    def as_json(self) -> list[Any]:
         """Return the distribution as JSON."""
         pairs = (number for pair in self.buckets.items() for number in pair)
         return [self.count, self.sum_ns, self.least_ns, self.most_ns, *pairs]
 
     @classmethod
     def of(cls, stored: Sequence[Any]) -> Distribution:
-        """Return the distribution that `told` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
+        """Return the distribution that `as_json` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
         count, sum_ns, least_ns, most_ns, *pairs = map(int, stored)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST for index, times in buckets.items())
@@ -121,12 +121,12 @@ def group_of(value: object) -> str | None:
     return str(value) if isinstance(value, str | int | float) else None
 
 
-def told_labels(labels: Labels) -> list[list[Value]]:
+def labels_as_json(labels: Labels) -> list[list[Value]]:
     """Return labels as JSON."""
     return [[name, value] for name, value in labels]
 
 
-def labels_told(stored: Iterable[Sequence[Any]]) -> Labels:
+def labels_from_json(stored: Iterable[Sequence[Any]]) -> Labels:
     """Return labels from JSON. Raises `TypeError` or `ValueError` for anything else."""
     labels: list[tuple[str, Value]] = []
     for name, value in stored:
@@ -136,14 +136,14 @@ def labels_told(stored: Iterable[Sequence[Any]]) -> Labels:
     return tuple(labels)
 
 
-def told_series(series: Mapping[Labels, Distribution]) -> list[list[Any]]:
+def series_as_json(series: Mapping[Labels, Distribution]) -> list[list[Any]]:
     """Return distributions by their labels as JSON."""
-    return [[told_labels(labels), distribution.told()] for labels, distribution in series.items()]
+    return [[labels_as_json(labels), distribution.as_json()] for labels, distribution in series.items()]
 
 
-def series_told(stored: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
+def series_from_json(stored: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
     """Return distributions from JSON. Raises `TypeError` or `ValueError` for anything else."""
-    return {labels_told(labels): Distribution.of(distribution) for labels, distribution in stored}
+    return {labels_from_json(labels): Distribution.of(distribution) for labels, distribution in stored}
 
 
 EXEMPLARS = 8
@@ -194,20 +194,20 @@ class Metric:
     series: Mapping[Labels, float | Distribution]
     exemplars: Mapping[Labels, tuple[Exemplar, ...]] = field(default_factory=dict)
 
-    def told(self) -> list[Any]:
+    def as_json(self) -> list[Any]:
         """Return the metric as JSON, without exemplars."""
         series = [
-            [told_labels(labels), value.told() if isinstance(value, Distribution) else value]
+            [labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value]
             for labels, value in self.series.items()
         ]
         return [self.name, self.unit, self.kind, self.description, series]
 
     @classmethod
     def of(cls, stored: Sequence[Any]) -> Metric:
-        """Return the metric that `told` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
+        """Return the metric that `as_json` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
         name, unit, kind, description, series = stored
         values = {
-            labels_told(labels): Distribution.of(value) if isinstance(value, list) else float(value)
+            labels_from_json(labels): Distribution.of(value) if isinstance(value, list) else float(value)
             for labels, value in series
         }
         return cls(str(name), str(unit), str(kind), str(description), values)

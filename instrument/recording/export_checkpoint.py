@@ -62,7 +62,7 @@ class Progress:
     """The export state of one generation of a recording. `places` is the next row of each ring, by its number.
 
     Requests that had ended by `settled_ns`, on the monotonic clock, are settled. `before` counts unreported spans of
-    earlier generations by fate. `is_told` is True if this generation's have been reported.
+    earlier generations by fate. `is_reported` is True if this generation's have been reported.
     """
 
     generation: int = 0
@@ -70,7 +70,7 @@ class Progress:
     fates: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EXPORT_COUNTERS, 0))
     settled_ns: int = 0
     before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EXPORT_COUNTERS, 0))
-    is_told: bool = False
+    is_reported: bool = False
 
     @property
     def unsettled(self) -> int:
@@ -83,9 +83,9 @@ class Progress:
         """Return the number of spans in the batch that was being sent."""
         return min(self.fates["sending"], self.unsettled)
 
-    def untold(self) -> dict[str, int]:
+    def unreported(self) -> dict[str, int]:
         """Return all unreported fates, after the exporter has ended."""
-        if self.is_told:
+        if self.is_reported:
             return dict(self.before)
         fates = {fate: count + self.before[fate] for fate, count in self.fates.items()}
         fates["unanswered"] += self.unanswered
@@ -107,14 +107,14 @@ def give_up(fates: MutableMapping[str, int]) -> None:
 class MeterState:
     """The state of the metrics of one generation of a recording.
 
-    `meter` has the counts of the rows before `places`, and `told` those that a collector has. All that was counted
+    `meter` has the counts of the rows before `places`, and `delivered` those that a collector has. All that was counted
     before `settled_ns`, on the monotonic clock, has been sent or given up.
     """
 
     generation: int
     settled_ns: int
     meter: Mapping[str, Any]
-    told: Mapping[str, Any]
+    delivered: Mapping[str, Any]
     places: Mapping[int, int]
 
 
@@ -199,7 +199,7 @@ class ExportCheckpoint(Claim):
         """Return the number of rows that no exporter has read; 0 if the exporter has reported the losses itself."""
         progress, head = self.read(), self.head()
         is_of_now = progress.generation == head.generation
-        if is_of_now and progress.is_told:
+        if is_of_now and progress.is_reported:
             return 0
         recorded = sum(ring.head for ring in head.rings() if ring.thread_id) + head.number("ended_rows")
         return max(recorded - (progress.fates["seen"] + progress.fates["missed"] if is_of_now else 0), 0)

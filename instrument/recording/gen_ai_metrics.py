@@ -18,8 +18,8 @@ from instrument.recording.distributions import (
     Exemplars,
     Labels,
     Metric,
-    series_told,
-    told_series,
+    series_as_json,
+    series_from_json,
 )
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM
 
@@ -41,7 +41,7 @@ JOINED = (QUEUE_TIME, OTHER_QUEUE_TIME, SERVING_BATCH_SIZE)
 ONE = 10**9
 """The number 1 in a distribution of counts, which have the unit 1e-9."""
 
-TOLD = {
+DESCRIPTIONS = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
     FIRST_TOKEN: "Time to generate first token for successful responses.",
     OUTPUT_TOKEN: "Time per output token generated after the first token for successful responses.",
@@ -54,7 +54,7 @@ TOLD = {
 
 
 class GenerationTimes:
-    """Distributions by the names of `TOLD` and their labels, with exemplars."""
+    """Distributions by the names of `DESCRIPTIONS` and their labels, with exemplars."""
 
     def __init__(self) -> None:
         self._series: dict[str, dict[Labels, Distribution]] = {}
@@ -74,13 +74,13 @@ class GenerationTimes:
 
     def state(self) -> dict[str, Any]:
         """Return all counts as JSON, without exemplars."""
-        return {name: told_series(series) for name, series in self._series.items()}
+        return {name: series_as_json(series) for name, series in self._series.items()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> GenerationTimes:
         """Return the counts that `state` gave. Raises `TypeError` or `ValueError` for anything else."""
         times = cls()
-        times._series = {str(name): series_told(series) for name, series in state.items()}
+        times._series = {str(name): series_from_json(series) for name, series in state.items()}
         return times
 
     def metrics(self, *names: str) -> list[Metric]:
@@ -90,7 +90,7 @@ class GenerationTimes:
                 name,
                 "{request}" if name in (BATCH_SIZE, SERVING_BATCH_SIZE) else "s",
                 HISTOGRAM,
-                TOLD[name],
+                DESCRIPTIONS[name],
                 {labels: value.copy() for labels, value in self._series.get(name, {}).items()},
                 {labels: value.all() for labels, value in self._exemplars.get(name, {}).items()},
             )

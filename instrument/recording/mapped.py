@@ -117,8 +117,8 @@ class Mapped:
     def __init__(self, source: int | memoryview) -> None:
         self._memory = source if isinstance(source, memoryview) else None
         self._fd = duplicate(source) if isinstance(source, int) else -1
-        self._told: dict[int, Site] = {}
-        self._told_until = 0, 0  # of which generation, and how many bytes of its facts
+        self._site_by_number: dict[int, Site] = {}
+        self._sites_until = 0, 0  # of which generation, and how many bytes of its facts
         self._known = -1, b""  # of which generation, and the nodes of the tree that is known
         self._tree = CallTree()
         try:
@@ -229,15 +229,15 @@ class Mapped:
     def _facts_of_sites(self) -> dict[int, Site]:
         """Return the sites by their addresses in nodes, after reading those that were added since the last call."""
         part = self._parts["facts"]
-        generation, until = self._told_until
+        generation, until = self._sites_until
         if generation != self.generation or part.used < until:
-            self._told, until = {}, 0
+            self._site_by_number, until = {}, 0
         data = self._bytes(part.offset + until, min(part.used, part.slots) - until)
         for fact, text in records(data, _FACT):
-            self._told[int(fact["site"])] = site_of(facts_in(text))
+            self._site_by_number[int(fact["site"])] = site_of(facts_in(text))
             until += int(fact["size_bytes"])
-        self._told_until = self.generation, until
-        return self._told
+        self._sites_until = self.generation, until
+        return self._site_by_number
 
     @property
     def known_tree(self) -> CallTree:
@@ -503,7 +503,7 @@ class Mapped:
         sound = (table["at_ns"] >= max(since_ns, 1)) & (table["at_ns"] < FARTHEST_NS) & (table["device"] >= HOST)
         sound &= (table["device"] < MOST_DEVICES) & np.isfinite(table["value"])
         return [
-            Sample(name, int(row["device"]), int(row["at_ns"]), value_of(name, row["value"], row["is_told"]))
+            Sample(name, int(row["device"]), int(row["at_ns"]), value_of(name, row["value"], row["is_reported"]))
             for row in table[sound]
             if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import Gpu, Site, told_fields
+from instrument.recording.spans import Gpu, Site, plain_fields
 
 Records = NDArray[np.void]
 
@@ -139,24 +139,24 @@ def facts_in(text: bytes) -> dict[str, Any]:
 
 def attributes_in(text: bytes) -> dict[str, Any]:
     """Return the attributes of a JSON object whose values have valid types."""
-    return _told(facts_in(text))
+    return _sound_attributes(facts_in(text))
 
 
 def site_of(facts: Mapping[str, Any]) -> Site:
     """Return the site of some facts, with the fields that are valid."""
     sound = {name: facts[name] for name, kind in _SITE.items() if _is_sound(facts.get(name), kind)}
-    return Site(**{"name": UNKNOWN, **sound, "attributes": tuple(_told(facts.get("attributes")).items())})
+    return Site(**{"name": UNKNOWN, **sound, "attributes": tuple(_sound_attributes(facts.get("attributes")).items())})
 
 
 _TYPES = {"str": str, "int": int, "bool": bool}
-_SITE = {member.name: _TYPES[str(member.type)] for member in told_fields(Site) if str(member.type) in _TYPES}
+_SITE = {member.name: _TYPES[str(member.type)] for member in plain_fields(Site) if str(member.type) in _TYPES}
 
 
 def _is_sound(value: Any, kind: type) -> bool:
     return 0 <= value < FARTHEST_NS if kind is int and isinstance(value, int) else isinstance(value, kind)
 
 
-def _told(attributes: Any) -> dict[str, Any]:
+def _sound_attributes(attributes: Any) -> dict[str, Any]:
     """Return the attributes whose values have valid types."""
     if not isinstance(attributes, dict):
         return {}
@@ -174,7 +174,7 @@ def _is_flat(value: Any) -> bool:
 def detail_of(active_ns: int, facts: Mapping[str, Any]) -> Detail:
     error = facts.get("error")
     active_ns = active_ns if -1 <= active_ns < FARTHEST_NS else -1
-    return Detail(active_ns, error if isinstance(error, str) else None, _told(facts.get("attributes")))
+    return Detail(active_ns, error if isinstance(error, str) else None, _sound_attributes(facts.get("attributes")))
 
 
 def label_of(label: bytes) -> str:

@@ -156,7 +156,7 @@ def _head(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
     return head.ljust(offset, b"\0") + struct.pack(f"<{code}", *table)
 
 
-def say_whose(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
+def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
     """Write this process and its state into a memory's first pages, with facts of it and its session.
 
     Facts are JSON; they are left out if they are too long for their place.
@@ -176,16 +176,16 @@ def say_whose(view: memoryview, state: int, facts: Mapping[str, Any] | None = No
     struct.pack_into("<I", view, at["state"], state)
 
 
-def say_state(view: memoryview, state: int) -> None:
+def write_state(view: memoryview, state: int) -> None:
     """Write the state of a recording."""
     struct.pack_into("<I", view, layout.HEADER.fields["state"][0], state)
 
 
-def say_switched(view: memoryview, *, on: bool) -> None:
+def write_switched(view: memoryview, *, on: bool) -> None:
     """Write whether the session of a recording records. Do nothing before its begin and after its end."""
     (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
     if state in (layout.RUNNING, layout.OFF):
-        say_state(view, layout.RUNNING if on else layout.OFF)
+        write_state(view, layout.RUNNING if on else layout.OFF)
 
 
 def _read(path: str) -> str:

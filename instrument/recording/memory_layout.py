@@ -117,8 +117,8 @@ ATTRIBUTES = _in_order(span_id="Q", text_bytes="Q")
 """An open span's attributes, followed by their JSON. While they are written, `span_id` is another span's or 0."""
 INTERVAL = _in_order(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
 """Device time of a span. A stream is an address, or a small number."""
-SAMPLE = _in_order(at_ns="q", device="i", is_told="I", value="d", name="40s")
-"""A reading of a gauge; `is_told` is 0 if the device does not report it."""
+SAMPLE = _in_order(at_ns="q", device="i", is_reported="I", value="d", name="40s")
+"""A reading of a gauge; `is_reported` is 0 if the device does not report it."""
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,

@@ -58,11 +58,11 @@ class SlotRing:
     up to `used`, which is set after a slot is complete.
     """
 
-    def __init__(self, cells: Struct, slots: int, find_room: FindRoom | None = None, told_by: str = "") -> None:
+    def __init__(self, cells: Struct, slots: int, find_room: FindRoom | None = None, capacity_name: str = "") -> None:
         self._cells = cells
         self.capacity = slots
         self._find_room = find_room
-        self._told_by = told_by
+        self._capacity_name = capacity_name
         self._room: SlotRoom | None = None
         self._used_at = 0
         self._memory: memoryview | bytearray | None = None
@@ -102,8 +102,8 @@ class SlotRing:
             return memory
         self._used_at = self._room.used_at()
         self.capacity = min(self.capacity, len(self._room.part) // self._cells.size)
-        if self._told_by:
-            self._room.put(self._told_by, self.capacity)
+        if self._capacity_name:
+            self._room.put(self._capacity_name, self.capacity)
         self._memory = part = self._room.part
         return part
 
@@ -185,7 +185,7 @@ class IntervalRing:
         """Keep several intervals, each in the form of `add`."""
         self._slots.add_all([(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals])
 
-    def tell_settled(self, until_ns: int) -> None:
+    def publish_settled(self, until_ns: int) -> None:
         """Publish the time up to which the intervals of ended spans are complete."""
         self._slots.put("settled_ns", until_ns)
 
@@ -252,8 +252,8 @@ class Readings:
         if not cells or min(cells)[0] >= first_ns:
             cells = self._since(0)
         samples = [
-            Sample(text, device, at_ns, value_of(text, value, is_told))
-            for at_ns, device, is_told, value, name in cells
+            Sample(text, device, at_ns, value_of(text, value, is_reported))
+            for at_ns, device, is_reported, value, name in cells
             if first_ns <= at_ns < last_ns
             and (text := name.rstrip(b"\0").decode("ascii", "replace")) in GAUGES
             and math.isfinite(value)

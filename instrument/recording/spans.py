@@ -20,7 +20,7 @@ AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequ
 Interval = tuple[int, int]
 
 
-TOLD_APART = ("phase", "direction", "sync")
+KEY_ATTRIBUTES = ("phase", "direction", "sync")
 """Attributes of a site by which reports count its calls. Others, as a rank, differ from process to process."""
 
 
@@ -64,8 +64,8 @@ class Site:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A value that is equal for sites of the same place in all processes, with the attributes of `TOLD_APART`."""
-        facts = [fact for fact in self.attributes if fact[0] in TOLD_APART and isinstance(fact[1], (str, bool))]
+        """A value that is equal for sites of the same place in all processes, with their `KEY_ATTRIBUTES`."""
+        facts = [fact for fact in self.attributes if fact[0] in KEY_ATTRIBUTES and isinstance(fact[1], (str, bool))]
         return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance, *facts)
 
     @property
@@ -74,7 +74,7 @@ class Site:
         return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
 
 
-def told_fields(kind: type) -> list[Field[Any]]:
+def plain_fields(kind: type) -> list[Field[Any]]:
     """Return the fields of a flat dataclass that other processes can read: all but functions."""
     return [member for member in fields(kind) if not str(member.type).startswith("Callable")]
 
@@ -400,7 +400,7 @@ def is_interruption(site: Site) -> bool:
     return is_blocked_loop(site) or is_collection(site)
 
 
-def flops_told(attributes: Mapping[str, object]) -> int:
+def flops_in(attributes: Mapping[str, object]) -> int:
     """Return the floating-point operations of a span, 0 where it has none or more than 64 bits hold."""
     count = attributes.get(FLOPS)
     return count if type(count) is int and 0 < count < 1 << 63 else 0

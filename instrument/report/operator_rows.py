@@ -215,7 +215,7 @@ def call_rows(
     def rest(omitted: Sequence[CallRow]) -> CallRow:
         names = {(row.name, row.kind) for row in omitted}
         places = [place for name in names for place in groups[name]]
-        total = row(f"(remaining {len(omitted)})", "", places, [row for row in places if not _lies_in(row, names)])
+        total = row(f"(remaining {len(omitted)})", "", places, [row for row in places if not _is_among(row, names)])
         if depth:
             total = replace(
                 total, cpu_ratio=_added(r.cpu_ratio for r in omitted), gpu_ratio=_added(r.gpu_ratio for r in omitted)
@@ -249,7 +249,7 @@ def _added(ratios: Iterable[float | None]) -> float | None:
     return sum(known_ratios) if known_ratios else None
 
 
-def _lies_in(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
+def _is_among(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
     """Return True if a call of one of the names is around the place on its line."""
     above = place.parent
     while above is not None and (above.site.name, above.site.kind) not in names:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from instrument.recording.spans import FLOPS, flops_told
+from instrument.recording.spans import FLOPS, flops_in
 from instrument.report.operator_rows import (
     CallBlock,
     CallRow,
@@ -131,7 +131,7 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     begins = trace.start_ns[having]
     having = having[(first <= begins) & (begins < last)]
     values = trace.attributes.values(FLOPS, having)
-    counts = [flops_told({FLOPS: value}) for value in values]
+    counts = [flops_in({FLOPS: value}) for value in values]
     flops_of_rows = [(row, count) for row, count in zip(having.tolist(), counts, strict=True) if count]
     launches = [launch for launch in recording.trace.flops if launch.flops > 0 and first <= launch.at_ns < last]
     elsewhere = 0

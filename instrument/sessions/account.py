@@ -44,9 +44,9 @@ _UNSENT = ("failed", "rejected", "dropped")
 class SessionDiagnostics:
     """The diagnostics of a session, collected from its parts and from what the session itself reports.
 
-    `timing` and `exporter` are None where no device is timed and nothing is sent. `tells_waiting` is True where notes
-    name rules that have met nothing yet: those of a user's profile. `refused` has the reasons why parts of the newest
-    profile are not in force. `thread_ns` is the processor time of the session's own thread so far.
+    `timing` and `exporter` are None where no device is timed and nothing is sent. `has_waiting_notes` is True where
+    notes name rules that have met nothing yet: those of a user's profile. `refused` has the reasons why parts of the
+    newest profile are not in force. `thread_ns` is the processor time of the session's own thread so far.
     """
 
     recorder: Recorder
@@ -60,7 +60,7 @@ class SessionDiagnostics:
     timing: Timing | None
     exporter: otlp.Exporter | None
     handover: Handover
-    tells_waiting: bool = True
+    has_waiting_notes: bool = True
     refused: tuple[str, ...] = ()
     thread_ns: int = 0
     _losses: Counter[str] = field(default_factory=Counter)
@@ -173,12 +173,12 @@ class SessionDiagnostics:
         False leaves out rules that sleep here; the run's first process reports those.
         """
         verdicts = without_others(self.verdicts(of_all=of_all), board.marks())
-        untold = ("attached", "uncalled") if self.tells_waiting else ("attached", "uncalled", "waiting")
+        unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
         idle = self.selection.idle_of_preset()
         notes = [
             str(verdict)
             for verdict in verdicts
-            if (verdict.state not in untold or _is_idle_rule(verdict))
+            if (verdict.state not in unreported or _is_idle_rule(verdict))
             and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
         ]
         if uncalled := _uncalled(verdict for verdict in verdicts if verdict.rule not in idle):

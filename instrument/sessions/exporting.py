@@ -112,11 +112,11 @@ class Exporting:
         """The last metrics of this process alone that a scrape got."""
         self._scraped: dict[bool, str] = {}
         """The last answers of the agent to scrapes, by whether they are OpenMetrics."""
-        self._requests_told = 0
+        self._announced_join = 0
 
     def after_fork_in_child(self) -> None:
         """Begin anew: the recording is another one, and nothing of it is on its way."""
-        self._requests_told = 0
+        self._announced_join = 0
         if self._own is not None:
             self._own.after_fork_in_child()
             self._own = self._own if self._own.sends else None
@@ -154,7 +154,7 @@ class Exporting:
         if self._recorded.profile.agent != "off" and self._membership.has_agent():
             self.handover.leave_to_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
-            run = files.run_shared() or ("" if self.handover.has_agent else files.run_told())
+            run = files.run_shared() or ("" if self.handover.has_agent else files.run_of_environment())
             if run != self._exporter.ids.run:
                 self._exporter.ids.run = run
                 self._facts.publish()
@@ -186,8 +186,8 @@ class Exporting:
         joined = self._membership.joins if is_joined else 0
         self._gauge_watch.look()
         self._facts.publish_verdicts()
-        if joined != self._requests_told and joined and self._recorded.selection.has_requests():
-            self._requests_told = joined
+        if joined != self._announced_join and joined and self._recorded.selection.has_requests():
+            self._announced_join = joined
             self._membership.send({"requests": True})
 
     def hear_agent(self, message: Mapping[str, Any]) -> None:

@@ -52,10 +52,10 @@ def new_run() -> str:
 
 def run_of_process() -> str:
     """Return the run of this process: that of `instrument run`, or a new one."""
-    return run_told() or new_run()
+    return run_of_environment() or new_run()
 
 
-def run_told() -> str:
+def run_of_environment() -> str:
     """Return the run of `instrument run` that this process belongs to, "" for none."""
     run = os.environ.get(RUN_VARIABLE, "")
     return run if _RUN.fullmatch(run) else ""
@@ -63,7 +63,7 @@ def run_told() -> str:
 
 def run_of_keys() -> str:
     """Return the run in which a key names one request: the name for several hosts, or that of `instrument run`."""
-    return run_shared() or run_told()
+    return run_shared() or run_of_environment()
 
 
 def run_shared() -> str:

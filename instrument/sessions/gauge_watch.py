@@ -44,7 +44,7 @@ class GaugeWatch:
 
     def _reset(self) -> None:
         self._has_begun = self._has_stopped = False
-        self._told: Mapping[str, Any] | None = None
+        self._sent_settings: Mapping[str, Any] | None = None
         self._torch_ns = 0
 
     def after_fork_in_child(self) -> None:
@@ -58,8 +58,8 @@ class GaugeWatch:
             return None
         settings = self._gauges.wanted()
         environ = {name: os.environ[name] for name in (VARIABLE, ORDER) if name in os.environ}
-        self._told = {"nvml_ns": settings.nvml_ns, "host_ns": settings.host_ns, "environ": environ}
-        return self._told
+        self._sent_settings = {"nvml_ns": settings.nvml_ns, "host_ns": settings.host_ns, "environ": environ}
+        return self._sent_settings
 
     # ---------------------------------------------------------------- who reads
 
@@ -112,9 +112,9 @@ class GaugeWatch:
 
     def _send_changes(self) -> None:
         """Send the agent the gauges to read, where the service has changed the GPUs that it may use."""
-        before = self._told
+        before = self._sent_settings
         if self.facts() != before:
-            self._membership.send({"gauges": self._told})
+            self._membership.send({"gauges": self._sent_settings})
 
     def _send_torch_memory(self, *, is_last: bool = False) -> None:
         """Send the agent the memory of torch's allocator, which only this process can read."""

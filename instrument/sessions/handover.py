@@ -254,8 +254,8 @@ class Handover:
         while True:
             is_taken, progress = self.is_taken(), self.progress()
             unread_rows = recorded - progress.fates["seen"] - progress.fates["missed"]
-            awaits_metrics = metered and recorded > 0 and not progress.is_told and self._metered_rows() < recorded
-            if progress.is_told or (unread_rows <= 0 and not awaits_metrics):
+            awaits_metrics = metered and recorded > 0 and not progress.is_reported and self._metered_rows() < recorded
+            if progress.is_reported or (unread_rows <= 0 and not awaits_metrics):
                 return 0
             if not is_taken and (progress.generation or not is_left()):
                 return max(unread_rows, 0) if progress.generation else 0
@@ -297,7 +297,7 @@ class Handover:
         metrics, state = exporter.new_metrics(environment.asked_of_metrics()), self.metered()
         if state is not None:
             with suppress(*DAMAGED):
-                metrics.go_on(state.told)
+                metrics.go_on(state.delivered)
         return metrics
 
     def losses(self) -> Mapping[str, int]:
@@ -306,7 +306,7 @@ class Handover:
             fates = {} if self._own is None else self._own.fates
         else:
             progress = self.progress() if self.has_agent else Progress()
-            fates = progress.untold() if self.is_given_up() else progress.fates
+            fates = progress.unreported() if self.is_given_up() else progress.fates
         return {**export_checkpoint.losses_by_name(fates), **self.left}
 
 
@@ -322,4 +322,4 @@ def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
 def _of_session(place: ExportCheckpoint) -> Progress:
     """Return the progress of the export of what is recorded now. The recording may have that of an earlier session."""
     progress = place.read()
-    return progress if progress.generation == place.head().generation else Progress(before=progress.untold())
+    return progress if progress.generation == place.head().generation else Progress(before=progress.unreported())

@@ -112,7 +112,7 @@ class Leaving:
             with suppress(KeyboardInterrupt):
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
-    def end_beside(self) -> None:
+    def end_on_thread(self) -> None:
         """End the session on a thread: the process would have ended by now, were it not for threads of ours.
 
         A report imports numpy, whose OpenBLAS begins threads that never end, and the process with them.
@@ -157,7 +157,7 @@ class Leaving:
         if is_due:
             FAULTS.attempt("last window", partial(self._deliver, deadline))
         exporting.finish(has_delivered=bool(is_due))
-        RECORDER.say_goodbye()
+        RECORDER.write_goodbye()
         FAULTS.attempt("goodbye", partial(self._leave_run, deadline, is_due=bool(is_due)))
         while self.undos:
             FAULTS.attempt("way back", self.undos.pop())
@@ -183,7 +183,7 @@ class Leaving:
 
     def _is_first(self) -> bool:
         is_of_run = "INSTRUMENT_RUN_PID" in os.environ
-        return files.is_main() and (is_of_run or run_folder.first_process(files.run_told()) == os.getpid())
+        return files.is_main() and (is_of_run or run_folder.first_process(files.run_of_environment()) == os.getpid())
 
     def _wait_for_collector(self, deadline: Deadline) -> None:
         """Wait for the collector; but a moment where another process of the run has just done so in vain.
@@ -227,8 +227,8 @@ class Leaving:
         elif is_due and not self._has_little_to_report():
             if answer.get("unheard") and profile.agent != "off":
                 account.complain(UNHEARD, log=False)
-                if untold := answer.get("untold"):
-                    account.complain(UNTOLD % ", ".join(map(str, untold)), log=False)
+                if unreported := answer.get("unreported"):
+                    account.complain(UNTOLD % ", ".join(map(str, unreported)), log=False)
             self._saving.print_summary(settings, round(deadline.last_s() * 1e9))
 
     def _log_unsent(self) -> None:

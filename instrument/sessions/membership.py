@@ -91,7 +91,7 @@ class Membership:
             try:
                 connection.setblocking(False)
                 connection.connect(self.path)
-                packets.send(connection, {"join": self._told()}, self._memory_if_there())
+                packets.send(connection, {"join": self._join_facts()}, self._memory_if_there())
                 descriptor = duplicate(connection.fileno())
             finally:
                 connection.close()
@@ -112,7 +112,7 @@ class Membership:
             self._memory_identity = identity
         return [memory] if identity == self._memory_identity else []
 
-    def _told(self) -> dict[str, Any]:
+    def _join_facts(self) -> dict[str, Any]:
         return {
             **self._facts(),
             "pid": os.getpid(),
@@ -218,7 +218,7 @@ class Membership:
 
         The answer has `others` where running processes will print the run's report, or `report` for the caller to
         print. It has `late` where the report was not there in time, or `unheard` where the agent is slow or gone. With
-        `unheard` come the processes that the agent left `untold`, and the count of spans that it may have left
+        `unheard` come the processes that the agent left `unreported`, and the count of spans that it may have left
         `unsent`. A process that is alone in the run gets {}, or `unseen`: a note on processes of the run that record
         nothing.
         """
@@ -232,7 +232,7 @@ class Membership:
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
                 run_folder.note_of(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
             unsent = run_folder.unsent(folder)
-            return {"unheard": True, "untold": run_folder.unreported(folder), "unsent": unsent}
+            return {"unheard": True, "unreported": run_folder.unreported(folder), "unsent": unsent}
         answer = {} if save is None else self._answer(max(ALIVE_S, BEGIN_S) if self._has_begun_agent else ALIVE_S)
         if answer is None:
             answer = {"unheard": True}

@@ -55,7 +55,7 @@ _checking = False
 
 
 @functools.cache
-def tell_that_it_is_off() -> None:
+def log_switched_off() -> None:
     """Log once that nothing is recorded or written: a warning where the recorder is missing, no error where off."""
     level = logging.WARNING if native.WHY_MISSING else logging.INFO
     logger.log(level, "%s: nothing is recorded, and nothing is written", SWITCHED_OFF)
@@ -71,7 +71,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     """
     global _session, _fork_hook_registered
     if OFF:
-        tell_that_it_is_off()
+        log_switched_off()
     if OFF or _checking:
         return None
     source = profile if profile is not None else os.environ.get("INSTRUMENT_PROFILE") or Profile()
@@ -81,10 +81,10 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
         of_run = None if profile is not None else run_folder.shared_file(shared_profile.NAME)
         chosen = (shared_profile.read(of_run, str(source)) if of_run is not None else None) or _loaded(source)
     is_read = chosen is not source
-    is_told = is_read and chosen.leaves_nothing and environment.INIT_FOLDER not in os.environ
+    is_reported = is_read and chosen.leaves_nothing and environment.INIT_FOLDER not in os.environ
     for remark in chosen.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
-    if is_told and is_main():
+    if is_reported and is_main():
         logger.warning("%s: %s; call instrument.summary() or instrument.dump() in code", chosen.source, NO_EXPORT)
     with _session_lock:
         if _session is not None:
@@ -191,7 +191,7 @@ def dump(path: str | os.PathLike[str]) -> Path:
     (`.json` or `.json.gz`), which Perfetto shows, too.
     """
     if OFF:
-        tell_that_it_is_off()
+        log_switched_off()
         return Path(path)
     return session().dump(path)
 
@@ -199,7 +199,7 @@ def dump(path: str | os.PathLike[str]) -> Path:
 def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
     """Let the running session go over to another profile, or to its own file as it is now. See `Session.reload`."""
     if OFF:
-        tell_that_it_is_off()
+        log_switched_off()
         return Reload(0, "", refused=(SWITCHED_OFF,))
     return session().reload(profile)
 
@@ -207,7 +207,7 @@ def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
 def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
     """Deliver what has finished to the collector, waiting at most `timeout_s`. See `Session.flush`."""
     if OFF:
-        tell_that_it_is_off()
+        log_switched_off()
         return None
     return session().flush(timeout_s)
 

@@ -38,7 +38,7 @@ from instrument.sessions import process
 from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
 from instrument.sessions.leaving import EXIT_LIMIT_NS
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import is_of_everything, join, leave, torch_beside
+from instrument.sessions.sharing import is_of_everything, join, leave, torch_profiler_for
 from instrument.sessions.torch_profiler import LIMIT_S, TorchOptions, TorchProfiler
 from instrument.sessions.window import RECORDING, STEPS_KEPT, State, States, Step, Windows, state_at
 from instrument.sessions.window import schedule as make_states
@@ -184,7 +184,7 @@ class Profiler:
             self._is_over = False
             self._unlisten = listen(self._wait)
             if self._windows is not None and self._session is not None:
-                self._torch = torch_beside(self._session, self._torch_options, self._state)
+                self._torch = torch_profiler_for(self._session, self._torch_options, self._state)
                 self._host = Host() if is_of_everything(self._session) else None
                 self._prepare(self._windows)
             self._begin_costs()
@@ -490,7 +490,7 @@ class Profiler:
         """Write the newest window as a Chrome trace. Raises `StateError` where none has ended, and `TraceError`."""
         window = self.window
         if window is None and OFF:
-            process.tell_that_it_is_off()
+            process.log_switched_off()
             return Path(path)
         if window is None:
             raise StateError(f"no window has ended yet to export to {os.fspath(path)}; see the schedule")

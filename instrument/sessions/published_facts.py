@@ -67,7 +67,7 @@ class PublishedFacts:
 
     def publish(self) -> None:
         """Write the facts as they are now."""
-        RECORDER.tell(self.read())
+        RECORDER.write_facts(self.read())
 
     def read(self) -> Mapping[str, Any]:
         """Return the facts as they are now."""
@@ -82,7 +82,7 @@ class PublishedFacts:
             if exporter is None and capture.to is None:
                 capture, spans_per_request = Capture(sample=0.0, errors=False), 1
             resource = {} if exporter is None else exporter.resource()
-            facts["export"] = export_facts.told(
+            facts["export"] = export_facts.facts_as_json(
                 recorded.ids(), resource, capture, spans_per_request, self._metered_facts()
             )
         return facts
@@ -134,7 +134,7 @@ class PublishedFacts:
             return None
         has_otlp = otlp is not None and self._recorded.handover.has_agent
         return {
-            "otlp": export_facts.settings_told(otlp) if otlp is not None and has_otlp else None,
+            "otlp": export_facts.settings_as_json(otlp) if otlp is not None and has_otlp else None,
             "prometheus": None if scraped is None else scraped.listen,
             "captures": None if to is None else str(files.working_folder() / to),
         }

@@ -113,7 +113,7 @@ class Recorded:
             timing=self.timing,
             exporter=self.exporter,
             handover=self.handover,
-            tells_waiting=profile.source != EVERYTHING.source,
+            has_waiting_notes=profile.source != EVERYTHING.source,
         )
         self.begin()
 

@@ -72,7 +72,7 @@ class Session:
             self._enter,
             self._refine,
             has_ended=lambda: self.threads.stopping.is_set(),
-            end_of_main_thread=lambda: self.leaving.end_beside if self._is_of_thread else None,
+            end_of_main_thread=lambda: self.leaving.end_on_thread if self._is_of_thread else None,
             look_after_export=lambda is_joined: self.exporting.look_after(is_joined=is_joined),
             hear_agent=lambda message: self.exporting.hear_agent(message),
         )
@@ -87,7 +87,7 @@ class Session:
             is_needed=self.exporting.is_looked_after,
             sends=lambda: self.handover.is_here,
             follow=self._follow_threads,
-            tell_others=self._mark_board,
+            announce=self._mark_board,
         )
         self.leaving = Leaving(recorded, self.exporting, saving, membership, run_facts, self.stop)
         self.leaving.undos.append(lambda: forget(self))

@@ -40,7 +40,7 @@ class SessionThreads:
 
     `begin_gauges` starts the reading of gauges. `look` is the repeated work of the session's own thread, where
     `is_needed()`. `sends()` is True where the session itself sends to a collector. `follow` is called once the threads
-    have begun, `tell_others` after that where they began with a span. `waits` is True where they begin with the first
+    have begun, `announce` after that where they began with a span. `waits` is True where they begin with the first
     recorded span.
     """
 
@@ -56,7 +56,7 @@ class SessionThreads:
         is_needed: Callable[[], bool],
         sends: Callable[[], bool],
         follow: Callable[[], None],
-        tell_others: Callable[[], None],
+        announce: Callable[[], None],
     ) -> None:
         self._account = account
         self._budget = budget
@@ -67,7 +67,7 @@ class SessionThreads:
         self._is_needed = is_needed
         self._sends = sends
         self._follow = follow
-        self._tell_others = tell_others
+        self._announce = announce
         self._begin()
 
     def _begin(self) -> None:
@@ -120,7 +120,7 @@ class SessionThreads:
                 FAULTS.attempt("start of threads", self._start_threads)
             finally:
                 has_begun.set()
-            FAULTS.attempt("board of the run", self._tell_others)
+            FAULTS.attempt("board of the run", self._announce)
 
         try:
             start_unlisted(start, "instrument-start")

@@ -25,7 +25,7 @@ def is_of_everything(session: Session) -> bool:
     return session.profile.source == EVERYTHING.source
 
 
-def torch_beside(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
+def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
     """Return a driver of torch.profiler for a loop; None where it is not wanted: a profile says what is recorded."""
     if options.is_wanted is False or (options.is_wanted is None and not is_of_everything(session)):
         return None

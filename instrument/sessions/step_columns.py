@@ -146,11 +146,11 @@ class _Among:
         step = np.arange(len(span)) - np.repeat(np.cumsum(counts) - counts - first[may], counts)
         are_siblings = self._parent_id[rows[span]] == parent_id[step]
         span, step = span[are_siblings], step[are_siblings]
-        lies_in = (begins_ns[step] <= starts[span]) & (ends[span] <= finishes_ns[step])
-        inner = rows[span[lies_in]]
-        self._parent_id[inner] = step_id[step[lies_in]]
-        is_top = (parent_id[step[lies_in]] == 0) & ~self._is_request[inner]
-        self._root_of[inner[is_top]] = step_id[step[lies_in]][is_top]
+        is_within = (begins_ns[step] <= starts[span]) & (ends[span] <= finishes_ns[step])
+        inner = rows[span[is_within]]
+        self._parent_id[inner] = step_id[step[is_within]]
+        is_top = (parent_id[step[is_within]] == 0) & ~self._is_request[inner]
+        self._root_of[inner[is_top]] = step_id[step[is_within]][is_top]
         parts = np.maximum(starts[span], begins_ns[step]), np.minimum(ends[span], finishes_ns[step])
         self_ns = finishes_ns - begins_ns - lengths_by_group(step, *parts, len(steps))
         np.subtract.at(self._self_ns, outer[has_outer], self_ns[has_outer])

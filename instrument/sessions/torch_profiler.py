@@ -38,7 +38,7 @@ from instrument.recording.spans import (
     Kernel,
     Site,
     Span,
-    flops_told,
+    flops_in,
     is_operator,
 )
 from instrument.report.section import COST
@@ -100,7 +100,7 @@ class _Operators:
             if start_ns >= end_ns or not is_operator_slice(source):
                 innermost[source.span_id] = around
                 continue
-            flops = flops_told(source.attributes)
+            flops = flops_in(source.attributes)
             attributes: dict[str, AttributeValue] = {FLOPS: flops} if flops else {}
             site = sites.setdefault(source.site.name, Site(source.site.name, "op", OPERATORS))
             number, active_ns, is_cut = next(_IDS), end_ns - start_ns, (start_ns, end_ns) != (first, last)

@@ -187,7 +187,7 @@ class Decisions:
             self._keep(unit, kept_roots)
             return
         for sampler, request, row in ended:
-            if sampler.stands_out(request):
+            if sampler.is_notable(request):
                 if sampler.is_allowed(request.end_ns):
                     if request.root_id not in self.member(row).early:  # what came before those is long gone
                         standing_out.append((int(self.gathered.member[row]), request.start_ns, request.end_ns))

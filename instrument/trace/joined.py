@@ -110,9 +110,9 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     served = _served(trace, numbers, bound, place_of)
     foreign = _foreign(served, of)
     if len(foreign):
-        says_whose = np.zeros(len(trace), dtype=np.bool_)
-        says_whose[keyed] = says_whose[foreign] = True
-        of = np.where(np.isin(nearest(trace.parent, says_whose), foreign), NONE, of)
+        has_owner = np.zeros(len(trace), dtype=np.bool_)
+        has_owner[keyed] = has_owner[foreign] = True
+        of = np.where(np.isin(nearest(trace.parent, has_owner), foreign), NONE, of)
     return Joined(
         rows=rows,
         of=of,

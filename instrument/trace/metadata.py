@@ -35,7 +35,7 @@ from instrument.recording.spans import (
     Site,
     Span,
     Startup,
-    told_fields,
+    plain_fields,
 )
 from instrument.recording.tally import TOTALS, Tally, Totals, buckets_of
 from instrument.trace.layout import WIDTHS, Column, as_tuples
@@ -68,13 +68,13 @@ _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, i
 
 def _facts(thing: Any) -> dict[str, Any]:
     """Return the fields of a flat dataclass as JSON values, without empty defaults. `made` is the inverse."""
-    values = {item.name: (getattr(thing, item.name), item.default) for item in told_fields(type(thing))}
+    values = {item.name: (getattr(thing, item.name), item.default) for item in plain_fields(type(thing))}
     return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
 def made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
     """Return a flat dataclass from its known fields. Raises `ValueError` for a value of another type."""
-    items = [item for item in told_fields(kind) if item.name in facts and item.name not in more]
+    items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: checked(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
 

@@ -107,7 +107,7 @@ class StepKinds:
     """
 
     def __init__(self) -> None:
-        self._turns, self._told = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        self._turns, self._counts = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         self._alike, self._unlike = set[tuple[str, str]](), set[tuple[str, str]]()
         self._spent_ns, self._weighed = Counter[str](), set[str]()
         self.least = dict[str, int]()
@@ -133,7 +133,7 @@ class StepKinds:
             some_say = says[first] | says[second]
             is_alike = (weights[first] == weights[second]) | (says[first] != says[second])
             pairs = series_names[first] * len(names) + series_names[second]
-            for counter, is_counted in ((self._told, has_turns), (self._turns, has_turns & take_turns)):
+            for counter, is_counted in ((self._counts, has_turns), (self._turns, has_turns & take_turns)):
                 for pair, count in zip(*np.unique(pairs[is_counted], return_counts=True), strict=True):
                     counter[_names(names, int(pair))] += int(count)
             for pairs_seen, is_member in (
@@ -151,7 +151,7 @@ class StepKinds:
 
     def kinds(self) -> Mapping[str, tuple[str, str]]:
         """Return the kind of each batch name, and the name of that kind's leading batch."""
-        counts, turns = self._told, self._turns
+        counts, turns = self._counts, self._turns
         kind = {name: name for name in self._spent_ns}
         for a, b in sorted({*counts, *self._alike}):
             is_one_step = turns[a, b] * 2 >= counts[a, b] if counts[a, b] else (a, b) not in self._unlike

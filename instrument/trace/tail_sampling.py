@@ -92,7 +92,7 @@ class TailSampler:
             return bool(request.remote.flags & 1) and not self._capture.is_off
         return not is_part and is_sampled(request.root_id, self._capture.sample)
 
-    def stands_out(self, request: EndedRequest) -> bool:
+    def is_notable(self, request: EndedRequest) -> bool:
         """Return True for a request that failed, was slow, or bears the attributes that are asked for."""
         capture = self._capture
         return (

@@ -47,7 +47,7 @@ def begin_now() -> None:
         _waiting.end()
 
 
-def told(profile: str, packages: Collection[str]) -> str:
+def awaited_value(profile: str, packages: Collection[str]) -> str:
     """The value of the variable: what is awaited where the profile is as it is now."""
     return " ".join([_state_of(profile), *sorted(packages)])
 
