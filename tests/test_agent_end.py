@@ -110,9 +110,11 @@ def test_an_agent_that_is_told_to_end_has_ended_in_five_seconds_and_tells_what_i
         finally:
             Path("over").touch()
             service.wait(60)
-    told = Path("errors").read_text()
-    (line,) = [line for line in told.splitlines() if "not all that this run was to export" in line]
-    assert sum(map(int, re.findall(r"(\d+) span", line))) == spans_of(requests), line
+    errors_text = Path("errors").read_text()
+    lines = [line for line in errors_text.splitlines() if "not all that this run was to export" in line]
+    counts = [sum(map(int, re.findall(r"(\d+) span", line))) for line in lines]
+    assert counts[:1] == [spans_of(requests)], errors_text
+    assert counts[1:] in ([], [spans_of(1)]), errors_text  # of the agent that comes after it, if it has ended by now
 
 
 @pytest.mark.slow

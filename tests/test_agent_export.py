@@ -656,8 +656,8 @@ if __name__ == "__main__":
     until(agents)
     Path("over").touch()
     _, errors = service.communicate(timeout=240)
-    unread = re.search(r": (\d+) spans that nobody had read as their export ended", errors)
-    assert len(collector.taken) + (0 if unread is None else int(unread[1])) >= 3 * spans_of(10)
+    unread = re.search(r"(\d+) spans that nobody had read as their export ended", errors)
+    assert len(collector.taken) + (0 if unread is None else int(unread[1])) >= 3 * spans_of(10), errors
 
 
 LEAVES = f"""{SERVICE}
