@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated_engine import INCIDENTS, Lives, Service
+from simulated_engine import ENGINE_THREAD, INCIDENTS, Lives, Service
 
 from instrument.cli import main
 from instrument.recording.spans import Origin, Site, Span
@@ -17,6 +17,8 @@ from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Expl
 from instrument.report.requests_view import joined_requests
 from instrument.report.view import Options, Recording
 from instrument.trace import file
+from instrument.trace.apart import unmerged
+from instrument.trace.merge import merge
 from instrument.trace.trace import Trace
 
 FEW = 170
@@ -65,6 +67,31 @@ def test_without_gauges_a_cause_that_contention_may_look_like_is_inconclusive(in
     assert explanation.verdict == INCONCLUSIVE
     assert "processor contention is not assessed" in explanation.doubt
     assert any(reason.startswith("processor contention") for reason in explanation.not_assessed)
+
+
+def test_the_gauges_of_a_request_s_processes_show_contention_in_a_merged_run(tmp_path: Path) -> None:
+    trace, key, _ = Lives(3, "processor contention", requests=FEW).planted()
+    paths = [tmp_path / f"{name}.npz" for name in ("server", "engine", "other")]
+
+    def explained_with_gauges_of(process: int) -> Explanation:
+        for number, path in enumerate(paths):
+            spans = [span for span in trace.spans if (span.thread_id == ENGINE_THREAD) == (number == 1)]
+            part = replace(
+                trace, origin=replace(trace.origin, pid=7 + number, boot="b"), spans=spans if number < 2 else spans[:1],
+                samples=trace.samples if number == process else (),
+            )  # fmt: skip
+            file.dump(path, part)
+        merged = merge([file.load(path) for path in paths]).saved
+        assert [len(part.trace.samples) for part in unmerged(merged)] == [
+            len(trace.samples) * (number == process) for number in range(3)
+        ]
+        file.dump(tmp_path / "merged.npz", merged.trace)
+        return explained(file.load(tmp_path / "merged.npz").trace, RequestChoice(request=key))
+
+    of_engine = explained_with_gauges_of(1)
+    assert (of_engine.verdict, of_engine.causes[0].name) == (EXPLAINED, "processor contention")
+    of_other = explained_with_gauges_of(2)
+    assert (of_other.verdict, "contention is not assessed" in of_other.doubt) == (INCONCLUSIVE, True)
 
 
 def test_a_call_path_that_is_slow_while_the_gauges_show_contention_is_inconclusive() -> None:

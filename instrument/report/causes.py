@@ -8,13 +8,13 @@ the part of the ledger decides. The time in a step of the engine is divided by `
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, is_blocked_loop, is_collection
+from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, is_blocked_loop, is_collection
 from instrument.report.request_groups import joined_requests
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
@@ -63,8 +63,8 @@ SPREAD = "all call paths alike"
 Key = tuple[str, str]
 """A cause, `LOAD` or `UNKNOWN_REST`, and its detail: a call path or a part of the request."""
 
-PRESSURES = {CONTENTION: ("cpu_wait",), MEMORY: ("memory_pressure",)}
-"""The gauges that show a cause, in percent of the time between readings."""
+PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
+"""The gauge that shows a cause, in percent of the time between readings."""
 
 
 class Proof(NamedTuple):
@@ -230,6 +230,12 @@ class CauseTimes:
             return None
         step = self.costs.step_of[self.joined.served.batch[pairs[0]]]
         return int(self.trace.thread_id[self.costs.rows[step]])
+
+    def threads_of(self, places: Int64s) -> set[int]:
+        """Return the threads of some requests and of their steps."""
+        engines = map(self.engine_thread, places.tolist())
+        own: list[int] = self.trace.thread_id[self.joined.rows[places]].tolist()
+        return {*own, *(thread for thread in engines if thread is not None)}
 
     def parts_of(self, place: int) -> dict[str, int]:
         """Return the time of each part of a request, as in the ledger, with batches as one part."""
@@ -457,15 +463,31 @@ class _Processes:
         return np.array([self._numbers.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
 
 
-def pressures(facts: Trace, cause: str, begin_ns: int, end_ns: int) -> tuple[float, float] | None:
-    """Return the time under pressure within an interval and its usual share of time, None where no gauge shows it."""
+def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
+    """Return the gauges of hosts by process, on the trace's clock: of the processes of some threads, or of all."""
+    of_processes = [
+        [replace(sample, at_ns=sample.at_ns + process.moved_ns) for sample in process.facts.samples]
+        for process in facts.processes
+        if threads is None or not process.threads.keys().isdisjoint(threads)
+    ]
+    of_host = [sample for sample in facts.samples if sample.device == HOST]
+    return [samples for samples in (of_host, *of_processes) if samples]
+
+
+def pressures(
+    gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
+) -> tuple[float, float] | None:
+    """Return the time under pressure within an interval and its usual share of time, None where no gauge shows it.
+
+    Of several processes it is the longest time.
+    """
     results = []
-    for name in PRESSURES[cause]:
-        samples = [s for s in facts.samples if s.name == name and s.device == HOST and s.value is not None]
-        if len(samples) < 2:
+    for samples in gauges:
+        known = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]
+        if len(known) < 2:
             continue
-        at_ns = np.array([sample.at_ns for sample in samples])
-        ratios = np.array([sample.value for sample in samples], dtype=np.float64) / 100
+        at_ns = np.array([sample.at_ns for sample in known])
+        ratios = np.array([sample.value for sample in known], dtype=np.float64) / 100
         firsts = np.append([facts.start_ns], at_ns[:-1])
         meets = (firsts < end_ns) & (at_ns > begin_ns)
         if meets.any():

@@ -25,7 +25,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import EXECUTOR_QUEUE
 from instrument.report import causes as listed
-from instrument.report.causes import CAUSES, CauseTimes, Proof, pressures
+from instrument.report.causes import CAUSES, CauseTimes, Proof, host_gauges, pressures
 from instrument.report.like_requests import (
     ENOUGH,
     NEAREST,
@@ -386,6 +386,7 @@ class _Evidence:
         rows, walls = joined.rows, trace.total_ns[joined.rows]
         self._slowest = int(places[np.argmax(walls[places])])
         self._begin_ns, self._end_ns = int(trace.start_ns[rows[places]].min()), int(trace.end_ns[rows[places]].max())
+        self._gauges = host_gauges(recording.trace, times.threads_of(places))
         begins = trace.start_ns[rows]
         first, last = np.searchsorted(begins, arrivals, side="right").tolist()
         self._arrival_ns = arrivals[1] - arrivals[0]
@@ -457,7 +458,7 @@ class _Evidence:
         return _share_of(cause, path, spent_ns, usual_ns)
 
     def _pressure(self, cause: str) -> tuple[float, float] | None:
-        return pressures(self._recording.trace, cause, self._begin_ns, self._end_ns)
+        return pressures(self._gauges, cause, self._recording.trace, self._begin_ns, self._end_ns)
 
     def _assesses(self, cause: str) -> bool:
         return self._pressure(cause) is not None
@@ -568,9 +569,8 @@ def _not_assessed(recording: Recording, times: CauseTimes) -> list[str]:
         reasons[listed.DEVICE] = "no device time"
     if not times.knows_first_calls:
         reasons[listed.FIRST] = "the start of the process is not in the recording"
-    for cause, gauges in listed.PRESSURES.items():
-        if not any(sample.name in gauges for sample in facts.samples):
-            reasons[cause] = "no gauge"
+    gauges = {sample.name for samples in host_gauges(facts) for sample in samples}
+    reasons |= {cause: "no gauge" for cause, gauge in listed.PRESSURES.items() if gauge not in gauges}
     if facts.cost is None:
         reasons[listed.INSTRUMENT] = "its cost is not known"
     return [f"{cause} ({reason})" for cause, reason in reasons.items()]

@@ -319,9 +319,12 @@ def _facts(facts: Trace, number: int) -> Trace:
     return replace(
         process.facts,
         samples=[
-            replace(sample, device=devices.get(sample.device, sample.device), at_ns=sample.at_ns - moved_ns)
-            for sample in facts.samples
-            if (sample.device != HOST or number == 0) and is_first(sample)
+            *process.facts.samples,
+            *(
+                replace(sample, device=devices.get(sample.device, sample.device), at_ns=sample.at_ns - moved_ns)
+                for sample in facts.samples
+                if (sample.device != HOST or number == 0) and is_first(sample)
+            ),
         ],
         gpus=[replace(gpu, device=devices[gpu.device]) for gpu in facts.gpus if gpu.device in devices],
         **(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -79,7 +79,7 @@ def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns
 def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     """Return a trace without spans that has the facts of all files.
 
-    Gauges of single processes, and torch.profiler's data of several processes, are left out with a note.
+    A note names what the processes keep for themselves: their gauges, and torch.profiler's data of several.
     """
     processes = list(_processes(parts))
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
@@ -95,9 +95,8 @@ def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
             losses[reason] = losses.get(reason, 0) + count
     services = dict.fromkeys(part.saved.trace.origin.service for part in parts)
     edges_ns = [part.saved.trace.held_from_ns + part.moved_ns for part in parts if part.saved.trace.held_from_ns]
-    samples, left_out = _samples(parts, numbers, is_one_process=len(processes) == 1)
     notes = _notes(processes)
-    if left_out or len(watched) > 1:
+    if len(watched) > 1 or (len(processes) > 1 and any(map(_own_samples, processes))):
         notes.append("gauges of single processes, and what torch.profiler saw in several, are shown with --by process")
     start_ns = min(part.saved.trace.start_ns + part.moved_ns for part in parts)
     end_ns = max(part.saved.trace.end_ns + part.moved_ns for part in parts)
@@ -113,7 +112,7 @@ def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
         window=parts[0].saved.trace.window,
         cost=_cost(processes, end_ns - start_ns),
         held_from_ns=max(edges_ns, default=0),
-        samples=samples,
+        samples=_samples(parts, numbers, is_one_process=len(processes) == 1),
         gpus=[replace(gpu, device=device) for device, gpu in gpus.items()],
         startup=_startup(newest[0], numbers) if len(processes) == 1 else None,
         died=_deaths([part.saved.trace for part in newest]),
@@ -154,8 +153,8 @@ def merged_processes(
         merged.append(
             MergedProcess(
                 replace(
-                    newest, spans=[], samples=(), gpus=(), kernels=(), allocations=(), watched=None, flops=(),
-                    startup=None, start_ns=windows[0][0], processes=(),
+                    newest, spans=[], samples=_own_samples(files) if len(processes) > 1 else (), gpus=(), kernels=(),
+                    allocations=(), watched=None, flops=(), startup=None, start_ns=windows[0][0], processes=(),
                     threads={thread: name for part in files for thread, name in part.saved.trace.threads.items()},
                 ),
                 windows,
@@ -246,19 +245,32 @@ def _cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | N
     )
 
 
-def _samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[list[Sample], bool]:
-    """Return the samples by time, each once, and True if some were left out."""
-    sample_by_key: dict[tuple[str, int, int], Sample] = {}
-    left_out = False
-    for part in parts:
-        for sample in part.saved.trace.samples:
-            if sample.device == HOST and not is_one_process and sample.name not in OF_ALL:
-                left_out = True
-                continue
-            device = numbers.device(sample.device, part)
-            moved = replace(sample, device=device, at_ns=sample.at_ns + part.moved_ns)
-            sample_by_key.setdefault((moved.name, moved.device, moved.at_ns), moved)
-    return sorted(sample_by_key.values(), key=lambda sample: (sample.at_ns, sample.device, sample.name)), left_out
+def _is_own(sample: Sample) -> bool:
+    """Return True for a gauge of a single process."""
+    return sample.device == HOST and sample.name not in OF_ALL
+
+
+def _own_samples(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
+    """Return the gauges of a single process from its files."""
+    return _by_time(sample for part in files for sample in part.saved.trace.samples if _is_own(sample))
+
+
+def _samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
+    """Return the samples that belong to no single process of several."""
+    return _by_time(
+        replace(sample, device=numbers.device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
+        for part in parts
+        for sample in part.saved.trace.samples
+        if is_one_process or not _is_own(sample)
+    )
+
+
+def _by_time(samples: Iterable[Sample]) -> tuple[Sample, ...]:
+    """Return samples by time, each once."""
+    first_by_key = dict[tuple[int, int, str], Sample]()
+    for sample in samples:
+        first_by_key.setdefault((sample.at_ns, sample.device, sample.name), sample)
+    return tuple(first_by_key[key] for key in sorted(first_by_key))
 
 
 def _startup(part: MergedFile, numbers: Numbers) -> Startup | None:

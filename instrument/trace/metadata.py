@@ -21,6 +21,7 @@ from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
     FIRSTS,
     GAUGES,
+    HOST,
     WORK,
     Cost,
     FirstCall,
@@ -147,7 +148,11 @@ def _merged_process(process: MergedProcess) -> dict[str, Any]:
     """Return a process of a merged trace, with its own numbers by the merged ones."""
     more = {"windows": process.windows, "moved_ns": process.moved_ns, "is_watched": process.is_watched}
     numbers = {name: list(getattr(process, name).items()) for name in NUMBERS_OF_PROCESS}
-    return {**_of_process(process.facts), **more, "numbers": numbers}
+    samples = [
+        [clean(sample.name), sample.at_ns, sample.value if is_number(sample.value) else None]
+        for sample in process.facts.samples
+    ]
+    return {**_of_process(process.facts), **more, "numbers": numbers, **({"samples": samples} if samples else {})}
 
 
 def _without_del(text: str) -> str:
@@ -393,12 +398,17 @@ def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
 def _read_merged_process(facts: Any) -> MergedProcess:
     numbers = checked(facts["numbers"], dict)
     moved_ns = checked(facts["moved_ns"], int)
-    if not -INT64 >> 2 < moved_ns < INT64 >> 2:
-        raise ValueError("it has a time out of range; it is damaged")
     windows = _pairs(facts["windows"])
     own_numbers: Any = {name: dict(_pairs(numbers[name])) for name in NUMBERS_OF_PROCESS}
     is_watched = checked(facts["is_watched"], bool)
-    return MergedProcess(_read_process(facts), windows, **own_numbers, moved_ns=moved_ns, is_watched=is_watched)
+    samples = tuple(
+        Sample(checked(name, str), HOST, checked(at_ns, int), None if value is None else checked(value, float, int))
+        for name, at_ns, value in facts.get("samples", ())
+    )
+    if any(not -INT64 >> 2 < time_ns < INT64 >> 2 for time_ns in (moved_ns, *(sample.at_ns for sample in samples))):
+        raise ValueError("it has a time out of range; it is damaged")
+    of_process = replace(_read_process(facts), samples=samples)
+    return MergedProcess(of_process, windows, **own_numbers, moved_ns=moved_ns, is_watched=is_watched)
 
 
 def _pairs(rows: Any) -> list[tuple[int, int]]:

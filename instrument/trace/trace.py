@@ -221,7 +221,8 @@ NO_NOTES = OwnNotes()
 
 @dataclass(frozen=True, slots=True)
 class MergedProcess:
-    """A process of a merged trace. `facts` is a trace without spans, on the process's own clock.
+    """A process of a merged trace. `facts` is a trace without spans, on the process's own clock. It has the gauges of
+    this process alone, if the trace has several.
 
     `windows` are the intervals of its files. `threads`, `devices`, `streams` and `absent` spans have the process's own
     numbers by the merged ones. Its times were moved by `moved_ns`. torch.profiler's data is of the process that
