@@ -10,7 +10,7 @@ from simulated_engine import Request, Service
 
 from instrument.recording.histogram import percentiles_of
 from instrument.report.neighbours_view import NeighbourBill, Without, neighbours
-from instrument.report.request_groups import joined_requests, request_ledger
+from instrument.report.request_groups import request_groups, request_ledger
 from instrument.report.view import Options, Recording
 
 KINDS = ("many requests", "bursts", "long prompts", "huge prompts", "long answers", "blocked loop")
@@ -65,11 +65,12 @@ def is_conserved(bill: NeighbourBill) -> bool:
     return len({delays, ways, waits, inflicted, bill.suffered_ns, bill.inflicted_ns + bill.nobody_ns}) == 1
 
 
-def queue_times(recording: Recording) -> tuple[float, int]:
-    """Return the mean and p99 of the queue times of all requests, as the ledger has them."""
-    parts, count = recording.once(request_ledger), len(recording.once(joined_requests).rows)
-    times = sorted(parts.parts_of(place).get("queue", 0) for place in range(count))
-    return sum(times) / count, percentiles_of(times, (0.99,))[0]
+def queue_times(recording: Recording, tenants: Sequence[str] = ()) -> tuple[float, int]:
+    """Return the mean and p99 of the queue times of requests, of all without `tenants`, as the ledger has them."""
+    parts, grouped = recording.once(request_ledger), request_groups(recording, BY_TENANT)
+    places = [place for place, group in enumerate(grouped.group) if not tenants or grouped.names[group] in tenants]
+    times = sorted(parts.parts_of(place).get("queue", 0) for place in places)
+    return sum(times) / len(times), percentiles_of(times, (0.99,))[0]
 
 
 def is_right(row: Without, measured: tuple[float, int]) -> bool:

@@ -351,10 +351,10 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_560, 10),
     "recording": (4_040, 19),
-    "report": (14_725, 50),
+    "report": (14_747, 50),
     "runtime": (2_677, 18),
     "sessions": (6_883, 26),
-    "trace": (9_225, 33),
+    "trace": (9_251, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

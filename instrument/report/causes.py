@@ -234,8 +234,8 @@ class CauseTimes:
     def threads_of(self, places: Int64s) -> set[int]:
         """Return the threads of some requests and of their steps."""
         engines = map(self.engine_thread, places.tolist())
-        own: list[int] = self.trace.thread_id[self.joined.rows[places]].tolist()
-        return {*own, *(thread for thread in engines if thread is not None)}
+        request_threads: list[int] = self.trace.thread_id[self.joined.rows[places]].tolist()
+        return {*request_threads, *(thread for thread in engines if thread is not None)}
 
     def parts_of(self, place: int) -> dict[str, int]:
         """Return the time of each part of a request, as in the ledger, with batches as one part."""
@@ -483,11 +483,11 @@ def pressures(
     """
     results = []
     for samples in gauges:
-        known = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]
-        if len(known) < 2:
+        readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]
+        if len(readings) < 2:
             continue
-        at_ns = np.array([sample.at_ns for sample in known])
-        ratios = np.array([sample.value for sample in known], dtype=np.float64) / 100
+        at_ns = np.array([sample.at_ns for sample in readings])
+        ratios = np.array([sample.value for sample in readings], dtype=np.float64) / 100
         firsts = np.append([facts.start_ns], at_ns[:-1])
         meets = (firsts < end_ns) & (at_ns > begin_ns)
         if meets.any():
