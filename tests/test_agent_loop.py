@@ -121,7 +121,7 @@ packets.send(caller, {{"goodbye": {{}}}})
         (process,) = agent.processes
         other.communicate("\n", timeout=240)
     agent.turn()
-    assert process.how == GOODBYE
+    assert process.end_kind == GOODBYE
 
 
 def test_a_process_says_goodbye_before_it_joins_for_its_next_session(agent: Agent) -> None:
@@ -138,7 +138,7 @@ def test_a_process_says_goodbye_before_it_joins_for_its_next_session(agent: Agen
             packets.send(second, {"join": facts("one")}, [memory])
             agent.turn()
             before, now = agent.processes
-            assert before.how == GOODBYE
+            assert before.end_kind == GOODBYE
             assert now.lives
             assert now.connection is not None
     os.close(memory)
@@ -210,7 +210,7 @@ def test_ps_tells_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_
         known.release()
         other.kill()
     (missed,) = journal.missed(tmp_path, Run)
-    missed.ended_ns, missed.how = time.monotonic_ns(), VANISHED
+    missed.ended_ns, missed.end_kind = time.monotonic_ns(), VANISHED
     (shown,) = LiveSampler("one").look([Member(departure.facts_of(missed))]).processes
     assert (shown.pid, shown.state, shown.up_ns) == (other.pid, VANISHED, None)
 

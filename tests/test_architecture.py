@@ -338,7 +338,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (291, 4),
-    "agent": (4_511, 18),
+    "agent": (4_514, 18),
     "chrome": (3_068, 9),
     "cli": (2_893, 16),
     "compat": (1_181, 6),
@@ -353,7 +353,7 @@ LINES_AND_FILES = {
     "recording": (4_040, 19),
     "report": (14_747, 50),
     "runtime": (2_677, 18),
-    "sessions": (6_883, 26),
+    "sessions": (6_885, 26),
     "trace": (9_251, 33),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

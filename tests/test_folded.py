@@ -138,7 +138,7 @@ def test_of_many_processes_those_that_ended_as_none_should_are_told_of_first(tmp
     parts = [ReportedProcess(f"{pid} (in order)", path if pid == 1 else "") for pid in range(1, 30)]
     parts.append(ReportedProcess("30 (without a goodbye (SIGKILL))", "", is_notable=True))
     lines = report(parts).partition("Processes: 30\n")[2].splitlines()
-    assert len(lines) == departure.PROCESSES_TOLD + 1
+    assert len(lines) == departure.NAMED_PROCESSES + 1
     assert lines[-2].strip().startswith("30 (without a goodbye (SIGKILL))")
     assert lines[-1].strip() == "and 18 more"
 

@@ -674,7 +674,7 @@ def test_a_handler_that_nobody_would_await_is_refused() -> None:
 def test_a_summary_that_cannot_be_made_is_refused_before_the_first_window(options: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         print_summary(**options)
-    assert print_summary(views=["events"], rows=None, beside=None)
+    assert print_summary(views=["events"], rows=None, torch_trace=None)
 
 
 def test_what_schedule_returns_runs_as_fast_as_a_pair() -> None:
@@ -822,14 +822,14 @@ def test_what_torch_profiler_saw_meanwhile_is_in_the_views_of_a_window(torch: An
             profiler.step()
     watching.export_chrome_trace("theirs.json")
     assert profiler.window is not None
-    (memory,) = profiler.window.views(["memory"], beside="theirs.json").values()
+    (memory,) = profiler.window.views(["memory"], torch_trace="theirs.json").values()
     grown = {place.name: place.increase_bytes for place in memory.places}  # type: ignore[attr-defined]
     assert grown["grow"] == 6_000_000
-    assert "grow" in profiler.summary(views=["memory"], beside="theirs.json", unit="us")
+    assert "grow" in profiler.summary(views=["memory"], torch_trace="theirs.json", unit="us")
     assert "torch.profiler did not run" in profiler.summary(views=["memory"])
     Path("ours.json").write_text("[]")
     with pytest.raises(TraceError, match="the trace of torch"):
-        profiler.window.views(["kernels"], beside="ours.json")
+        profiler.window.views(["kernels"], torch_trace="ours.json")
 
 
 def test_the_profilers_loader_counts_on_any_thread_and_without_recording() -> None:

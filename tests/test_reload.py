@@ -36,7 +36,7 @@ from instrument.recorder.wrapping import bare_of
 from instrument.sessions import control
 from instrument.sessions.control import ControlThread, Request
 from instrument.sessions.membership import Membership
-from instrument.sessions.profile_reload import AT_START, NAMES_TOLD, Reload, refusals, taken_on
+from instrument.sessions.profile_reload import AT_START, MOST_NAMES, Reload, refusals, taken_on
 from instrument.sessions.session import Session
 
 WORK = """
@@ -602,9 +602,9 @@ def test_stop_waits_for_the_reload_that_has_begun() -> None:
 
 
 def test_the_answer_to_a_caller_names_so_many_and_counts_the_rest() -> None:
-    done = Reload(2, "0a", tuple(f"m:f{number}" for number in range(NAMES_TOLD + 3)), ("m:g",), ("clock keeps its",))
+    done = Reload(2, "0a", tuple(f"m:f{number}" for number in range(MOST_NAMES + 3)), ("m:g",), ("clock keeps its",))
     facts = done.facts()
-    assert (len(facts["attached"]), facts["attached"][-1]) == (NAMES_TOLD + 1, "and 3 more")
+    assert (len(facts["attached"]), facts["attached"][-1]) == (MOST_NAMES + 1, "and 3 more")
     assert (facts["undone"], facts["refused"]) == (["m:g"], ["clock keeps its"])
 
 

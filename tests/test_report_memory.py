@@ -465,7 +465,7 @@ with instrument.scope("main"):
         mine = torch.empty(123_456, dtype=torch.uint8)
         thread.join()
 instrument.dump(ours)
-(found,) = instrument.session().views(["memory"], beside=theirs).values()
+(found,) = instrument.session().views(["memory"], torch_trace=theirs).values()
 print([place.name for place in found.places])
 """
 

@@ -152,7 +152,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
                 os.close(member.memory)
         return [Asked(socket, socket.parent.name, problem=_why_silent(socket, error))] if socket.parent.exists() else []
     folded = {run["run"]: int(run.get("folded", 0)) for run in end["runs"]}
-    if not folded:  # an agent that serves whoever joins
+    if not folded:  # an agent that serves any process
         return [Asked(socket, str(socket), agent=end["agent"], faults=end["faults"])]
     return [
         Asked(

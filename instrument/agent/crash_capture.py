@@ -22,13 +22,13 @@ RECORDING = ".npz"
 
 LAST_GAUGES = " Its last gauges, "
 
-REQUESTS_TOLD = 5
+MOST_REQUESTS = 5
 """The most open requests that the sentence names; the file has all of them."""
-ATTRIBUTES_TOLD, VALUE_TOLD = 4, 60
+MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
 """The most attributes of a span that the sentence names, and the most characters of each value."""
 OF_TRANSPORT = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
 """Attributes that the sentence leaves to the file."""
-GAUGES_TOLD = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
+NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
 """The gauges whose last readings the sentence names; the file has all of them."""
 
 
@@ -36,15 +36,15 @@ def capture(
     fd: int,
     path: str,
     *,
-    how: str = "",
+    end_kind: str = "",
     end_ns: int | None = None,
-    said: Mapping[str, Any] | None = None,
+    goodbye: Mapping[str, Any] | None = None,
     copies: Sequence[str] = (),
 ) -> Mapping[str, Any]:
     """Save the spans and totals of a recording in memory.
 
-    With `how` the process has ended in that way, at `end_ns`, or after all that it recorded if None. The file and the
-    answer then name the open spans, under `died`. Both repeat the costs and losses that the process `said` as it left.
+    `end_kind` describes the end of a process that has ended, at `end_ns`, or after all its rows if None. The file and
+    the answer then name the open spans, under `died`. Both repeat the costs and losses of the process's `goodbye`.
     `copies` are paths of further recordings and Chrome traces; the answer names the written ones. Raises `TraceError`
     for what is no sound recording.
     """
@@ -58,11 +58,11 @@ def capture(
     try:
         saved = saved_of(mapped, end_ns=end_ns)
         facts, died, least = saved.trace, "", "at least " if end_ns is None else ""
-        if how:
-            died = death_of(mapped.open_spans(), saved.trace.end_ns, how, newest_errors(saved.trace), least)
+        if end_kind:
+            died = death_of(mapped.open_spans(), saved.trace.end_ns, end_kind, newest_errors(saved.trace), least)
             gauges = last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
-        facts = _with(facts, said or {})
+        facts = _with(facts, goodbye or {})
         file.dump(path, facts, saved.tally)
         written = [copy for copy in copies if _is_written(copy, facts, saved.tally)]
     finally:
@@ -97,7 +97,7 @@ def found(path: str, run: str) -> Mapping[str, Any] | None:
     return {"path": path, "died": (died[0] or died[2]).removesuffix("."), "spans": len(saved.trace.columns)}
 
 
-def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
+def _with(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
     """Return a trace with the costs, losses and notes that its process sent. Raise `TraceError` if malformed."""
     from dataclasses import replace
 
@@ -105,12 +105,12 @@ def _with(facts: Trace, said: Mapping[str, Any]) -> Trace:
     from instrument.recording.spans import Cost
     from instrument.trace.metadata import own_notes_of
 
-    if not said:
+    if not goodbye:
         return facts
     try:
-        cost = Cost(**said["cost"])
-        notes, own_notes = tuple(map(str, said["notes"])), own_notes_of(said.get("own_notes", {}))
-        return replace(facts, cost=cost, losses=dict(said["losses"]), notes=notes, own_notes=own_notes)
+        cost = Cost(**goodbye["cost"])
+        notes, own_notes = tuple(map(str, goodbye["notes"])), own_notes_of(goodbye.get("own_notes", {}))
+        return replace(facts, cost=cost, losses=dict(goodbye["losses"]), notes=notes, own_notes=own_notes)
     except (KeyError, TypeError, ValueError) as problem:
         raise TraceError(f"a process ended with a message of another version: {problem}") from problem
 
@@ -125,11 +125,11 @@ def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
 
 
 def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
-    """A sentence of the newest readings of memory and load, "" where there are none."""
+    """Return a sentence with the newest readings of memory and load, "" without any."""
     newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
     texts: dict[int, list[str]] = {}
     for (device, name), sample in newest.items():
-        if name in GAUGES_TOLD and sample.value is not None:
+        if name in NAMED_GAUGES and sample.value is not None:
             unit = GAUGES[name].unit
             value = f"{sample.value / 1e9:.3g} GB" if unit == "bytes" else f"{sample.value:.3g} {unit}"
             texts.setdefault(device, []).append(f"{name} {value}")
@@ -144,7 +144,7 @@ def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
 def death_of(
     open_spans: Sequence[OpenSpan],
     end_ns: int,
-    how: str,
+    end_kind: str,
     errors: Mapping[int, tuple[str, str]] | None = None,
     least: str = "",
 ) -> str:
@@ -157,15 +157,15 @@ def death_of(
     for span in open_spans:
         by_root.setdefault(span.root_id, []).append(span)
     if not by_root:
-        return f"{how}; no span was open"
+        return f"{end_kind}; no span was open"
     first, *requests = sorted(by_root.values(), key=lambda spans: -spans[-1].start_ns)
-    names = [_in_short(spans, end_ns, least) for spans in requests[:REQUESTS_TOLD]]
-    more = len(requests) - REQUESTS_TOLD
+    names = [_in_short(spans, end_ns, least) for spans in requests[:MOST_REQUESTS]]
+    more = len(requests) - MOST_REQUESTS
     names += [f"{more} more"] if more > 0 else []
     also = f"; {len(requests)} more {'was' if len(requests) == 1 else 'were'} open: {', '.join(names)}" if names else ""
     error, site = (errors or {}).get(first[0].root_id, ("", ""))
     failed = f"; `{site}` in it had failed with `{error}`" if error else ""
-    return f"{how}: it died in {_within(first, end_ns, least)}{failed}{also}"
+    return f"{end_kind}: it died in {_within(first, end_ns, least)}{failed}{also}"
 
 
 def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
@@ -184,9 +184,9 @@ def _within(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
 def bearing(span: OpenSpan) -> str:
     """Return the first attributes of a span in brackets, without those of its transport, which are part of its name."""
     names = [name for name in span.attributes if name != REMOTE and not name.startswith(OF_TRANSPORT)]
-    texts = [f"{name}={span.attributes[name]!s:.{VALUE_TOLD}}" for name in names]
-    more = [f"{len(texts) - ATTRIBUTES_TOLD} more"] if len(texts) > ATTRIBUTES_TOLD else []
-    return f" ({', '.join([*texts[:ATTRIBUTES_TOLD], *more])})" if texts else ""
+    texts = [f"{name}={span.attributes[name]!s:.{VALUE_LENGTH}}" for name in names]
+    more = [f"{len(texts) - MOST_ATTRIBUTES} more"] if len(texts) > MOST_ATTRIBUTES else []
+    return f" ({', '.join([*texts[:MOST_ATTRIBUTES], *more])})" if texts else ""
 
 
 def _in_short(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:

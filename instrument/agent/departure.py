@@ -33,14 +33,14 @@ Says = Callable[[str], object] | None
 WAIT_MS = 50
 """The longest wait for room in a full pipe, in milliseconds."""
 
-BESIDE = ".txt"
+MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file with a message next to a capture."""
 
 _PIDFD_GETFD = 438
 """The number of the system call (man 2 pidfd_getfd), the same on all machines; Python has no function for it."""
 
 
-def tell(run: Run, text: str, of: Process | None = None) -> bool:
+def write_message(run: Run, text: str, of: Process | None = None) -> bool:
     """Write a text to standard error of a process, else of the service, else to the log. Return True on success."""
     text = text if text.endswith("\n") else f"{text}\n"
     data = text.encode(errors="backslashreplace")
@@ -54,17 +54,17 @@ def tell(run: Run, text: str, of: Process | None = None) -> bool:
 
 
 def say(says: Says, run: Run, text: str, process: Process | None = None) -> None:
-    """Say something where the run's processes write their errors, of a process where that one does."""
-    if tell(run, text, process):
+    """Write a message to the standard error of a process, or of the run. Without one, pass it to `says`, or save it."""
+    if write_message(run, text, process):
         return
     if says is not None:
         says(text)
     elif process is not None and process.saved:
-        leave_beside(process.saved, text)
+        save_message(process.saved, text)
 
 
 def _paths_of(run: Run, target: str) -> Iterator[str]:
-    """The names by which a standard error can be opened now."""
+    """Yield the paths by which a standard error can be opened now."""
     elsewhere = {process.pid for process in run.processes if process.is_elsewhere}
     numbers = {process.pid for process in run.processes if not process.ended_ns} | {run.first}
     for pid in numbers - elsewhere - {0}:
@@ -98,7 +98,7 @@ def _written(path: str, data: bytes) -> bool:
 
 
 def _opened(path: str) -> int:
-    """A process's own descriptor where the system hands it out, so that a file goes on where that one writes next."""
+    """Return a duplicate of a process's descriptor, which shares its offset in a file; without one, open the path."""
     parts = Path(path).parts
     if parts[1:2] == ("proc",):
         with suppress(OSError, AttributeError, ImportError):
@@ -114,9 +114,9 @@ def _opened(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def leave_beside(saved: str, text: str) -> None:
+def save_message(saved: str, text: str) -> None:
     """Write a line into a text file next to `saved`. Raise nothing."""
-    with suppress(OSError), atomic.replacing(Path(saved).with_suffix(BESIDE)) as file:
+    with suppress(OSError), atomic.replacing(Path(saved).with_suffix(MESSAGE_SUFFIX)) as file:
         file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
@@ -158,14 +158,14 @@ def facts_of(process: Process) -> dict[str, Any]:
         "joined_ns": process.joined_ns,
         "ended_ns": process.ended_ns,
         "is_missed": process.is_missed,
-        "how": process.how,
+        "how": process.end_kind,
         "status": process.status,
         "hears": process.hears,
     }
 
 
 def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
-    """Return a job that makes the report of a run, from files of its processes and of those under an agent before."""
+    """Return a job that makes the report of a run, from files of its processes, also those under an earlier agent."""
     of = next((process.facts["report"] for process in reversed(run.recorded()) if process.facts.get("report")), None)
     settings = of or {"views": ["brief"], "options": {}}
     parts = [
@@ -183,7 +183,7 @@ def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], 
 def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
     """Return the processes of a run that ended under an agent before this one, from their files in a folder.
 
-    Their ways to end are unknown, except of those with a capture.
+    The kind of end is known only for a process with a capture.
     """
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _left_in(folder):
@@ -206,13 +206,13 @@ def _left_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def _part_of_name(run: Run) -> str:
-    """The name of a run as those of files have it."""
+    """Return the name of a run as a part of a file name."""
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
 
 def _is_notable(process: Process) -> bool:
     """Return True if a process vanished, or ended with another exit code than 0."""
-    return process.how == VANISHED or bool(process.status)
+    return process.end_kind == VANISHED or bool(process.status)
 
 
 def _line_in_report(process: Process) -> str:
@@ -223,7 +223,7 @@ def _line_in_report(process: Process) -> str:
 
 
 def captures_of(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
-    """A job that saves for the run's report what some processes have left in memory."""
+    """Return a job that saves the recordings of some ended processes for the run's report."""
     jobs = [capture_of(process, process.saved, folder) for process in processes]
 
     def attempt(job: Callable[[], Answer]) -> Answer:
@@ -241,29 +241,29 @@ def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer
     The job goes on if the agent is killed meanwhile. The next agent waits for it and takes over its file. For one that
     exited the job also writes the files of its profile: it could not write them.
     """
-    copies = process.facts.get("files", ()) if process.how == EXITED else ()
-    how = _way(process) if process.how == VANISHED else ""
-    end_ns, said = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
+    copies = process.facts.get("files", ()) if process.end_kind == EXITED else ()
+    end_kind = _way(process) if process.end_kind == VANISHED else ""
+    end_ns, goodbye = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
 
     def job() -> Answer:
-        with journal.held(folder, process):
+        with journal.locked(folder, process):
             earlier = crash_capture.found(path, str(process.facts.get("run"))) if process.is_missed else None
             if earlier is None and process.memory < 0:
                 return {"error": why_unread(process)}
             return earlier or crash_capture.capture(
-                process.memory, path, how=how, end_ns=end_ns, said=said, copies=copies
+                process.memory, path, end_kind=end_kind, end_ns=end_ns, goodbye=goodbye, copies=copies
             )
 
     return job
 
 
 def place_for_report(folder: Path, process: Process) -> str:
-    """The file for what a process has left for the report of its run."""
+    """Return the path of a process's file for the report of its run."""
     return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_part_of_name(process.run)}{FOR_REPORT}")
 
 
 def place_for_folded(folder: Path, run: Run) -> str:
-    """The file for what the processes of a run that are folded have left for its report."""
+    """Return the path of the file for the folded processes of a run, for its report."""
     return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_part_of_name(run)}{FOR_REPORT}")
 
 
@@ -327,10 +327,10 @@ def place_of_capture(process: Process, folder: Path | None) -> str:
     return str(path.with_name(f"{path.stem}{number}{CAPTURE}"))
 
 
-def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int) -> int:
+def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
     """Remove the oldest files of a service until all fit into `disk_bytes`. Return the number of removed files.
 
-    The file `saved` remains, and so do those in `kept`, which a report of a run still needs.
+    The file `saved` and those in `kept_paths`, which a report of a run still needs, remain.
     """
     service_part, files = _less_numbers(saved.name, service), []
     for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
@@ -338,12 +338,12 @@ def make_room(saved: Path, service: str, kept: Collection[str], disk_bytes: int)
             continue
         with suppress(OSError):  # another agent has just removed it
             facts = path.stat()
-            files.append((path == saved or str(path) in kept, facts.st_mtime_ns, facts.st_size, path))
+            files.append((path == saved or str(path) in kept_paths, facts.st_mtime_ns, facts.st_size, path))
     over_bytes = sum(size for _, _, size, _ in files) - disk_bytes
     removed = atomic.remove_first(((path, size) for stays, _, size, path in sorted(files) if not stays), over_bytes)
     for path in removed:
         with suppress(OSError):
-            path.with_suffix(BESIDE).unlink(missing_ok=True)
+            path.with_suffix(MESSAGE_SUFFIX).unlink(missing_ok=True)
     return len(removed)
 
 
@@ -370,7 +370,7 @@ def _way(process: Process) -> str:
 def end_of(process: Process) -> str:
     """Return how a process ended, in a word or two."""
     words = {GOODBYE: "in order", EXITED: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
-    return f"{words.get(process.how, 'runs')}{_how(process.status)}"
+    return f"{words.get(process.end_kind, 'runs')}{_how(process.status)}"
 
 
 def _how(status: int | None) -> str:
@@ -426,7 +426,7 @@ LONGEST_BYTES = 100_000
 
 CUT = "\n\n(The rest is left out here; `instrument report FILE...` has all of what processes have saved.)\n"
 
-PROCESSES_TOLD = 12
+NAMED_PROCESSES = 12
 
 
 class ReportedProcess(NamedTuple):
@@ -468,7 +468,7 @@ def combined_report(
     text = summary(views, Recording.of_saved(merge(read).saved), Options.of(options))
     if len(text.encode()) > LONGEST_BYTES:
         text = text.encode()[:LONGEST_BYTES].decode(errors="ignore").rpartition("\n")[0] + CUT
-    places = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:PROCESSES_TOLD])
+    places = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:NAMED_PROCESSES])
     more = len(parts) - len(places)
     text += f"\nProcesses: {sum(part.processes for part in parts)}\n"
     text += "".join(f"  {lines[place]}\n" for place in places)

@@ -101,7 +101,7 @@ class ExportLoop:
         while self._look(is_last=True) and time.monotonic() < self._ends_at:
             pass
         for sender in self._exporters.values():
-            sender.hurry()  # at the same time, whatever one of the collectors does
+            sender.hurry()  # all at the same time: one slow collector delays no other
         for sender in self._exporters.values():
             sender.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         for number in list(self._recordings):
@@ -164,7 +164,7 @@ class ExportLoop:
             self._scrapes.answer_on(descriptor, str(message["scrape"]))
 
     def _scraped(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
-        """Return the metrics of the recordings of a scope as they are now, and the totals of those that have ended."""
+        """Return the current metrics of a scope's recordings, and the totals of its ended processes."""
         numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
         for export in [self._recordings[number] for number in numbers if number in self._recordings]:
             export.is_scraped = True

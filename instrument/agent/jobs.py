@@ -36,7 +36,7 @@ Job = Callable[[], Answer]
 class _Child:
     pid: int
     read_fd: int
-    then: Callable[[Answer], object]
+    on_answer: Callable[[Answer], object]
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -53,9 +53,9 @@ class Jobs:
         """Return True if no job runs or waits."""
         return not self._running and not self._waiting
 
-    def start(self, job: Job, then: Callable[[Answer], object]) -> None:
-        """Have `job` done, and `then` called with what it returns; with `{"error": ...}` where it fails."""
-        self._waiting.append((job, then))
+    def start(self, job: Job, on_answer: Callable[[Answer], object]) -> None:
+        """Run `job` in a child, and call `on_answer` with its result, or with `{"error": ...}` if it fails."""
+        self._waiting.append((job, on_answer))
         self._go_on()
 
     def _go_on(self) -> None:
@@ -69,10 +69,10 @@ class Jobs:
             self._running[child.read_fd] = child
             self._selector.register(child.read_fd, selectors.EVENT_READ, self._read)
 
-    def _begun(self, job: Job, then: Callable[[Answer], object]) -> _Child:
+    def _begun(self, job: Job, on_answer: Callable[[Answer], object]) -> _Child:
         read_fd, write_fd = os.pipe()
         try:
-            return _Child(in_child(partial(self._do, job, write_fd)), read_fd, then)
+            return _Child(in_child(partial(self._do, job, write_fd)), read_fd, on_answer)
         except OSError:
             os.close(read_fd)
             raise
@@ -106,7 +106,7 @@ class Jobs:
         if data:
             _kill(child.pid)
         _, status = os.waitpid(child.pid, 0)
-        child.then(_result(child.received, status))
+        child.on_answer(_result(child.received, status))
         self._go_on()
 
     def stop(self) -> None:
@@ -142,13 +142,13 @@ SAVED_AT_ONCE = 64
 class Saves:
     """The processes whose recordings are to be saved in `folder`, each as its `saved` says.
 
-    `then` is called with each once that was done, or cannot be: its `saved` is "" then.
+    `on_saved` is called with each process after the attempt. Its `saved` is "" if that failed.
     """
 
-    def __init__(self, jobs: Jobs, folder: Path, then: Callable[[Process], object]) -> None:
+    def __init__(self, jobs: Jobs, folder: Path, on_saved: Callable[[Process], object]) -> None:
         self._jobs = jobs
         self._folder = folder
-        self._then = then
+        self._on_saved = on_saved
         self._waiting: deque[Process] = deque()
         self._running = 0
 
@@ -173,5 +173,5 @@ class Saves:
             return
         for process, result in zip(batch, answer.get("each", [answer]), strict=True):
             process.saved, process.files = str(result.get("path", "")), tuple(map(str, result.get("copies", ())))
-            self._then(process)
+            self._on_saved(process)
         self._go_on()

@@ -41,11 +41,11 @@ def forget(folder: Path, process: Process) -> None:
 
 
 @contextmanager
-def held(folder: Path, process: Process) -> Iterator[None]:
+def locked(folder: Path, process: Process) -> Iterator[None]:
     """Lock the note of a process while its recording is saved. Wait until no other process does that."""
     try:
         descriptor = os.open(_place(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # its end cannot be seen, or it is told of already
+    except OSError:  # its end cannot be seen, or it is already reported
         yield
         return
     try:

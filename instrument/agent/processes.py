@@ -133,7 +133,7 @@ class Process:
     shares_network: bool = False
     has_requests: bool = False
     ended_ns: int = 0
-    how: str = ""
+    end_kind: str = ""
     status: int | None = None
     memory_events: Path | None = None
     oom_kills: int = 0
@@ -203,7 +203,7 @@ class Run:
 
     def living_as(self, pid: int, started: int) -> Process | None:
         """Return the living process with that id and start time."""
-        return next((one for one in self.processes if one.lives and (one.pid, one.started) == (pid, started)), None)
+        return next((process for process in self.living() if (process.pid, process.started) == (pid, started)), None)
 
     def is_over(self) -> bool:
         """Return True if no process of the run is known to live."""

@@ -77,18 +77,18 @@ class Runs:
         self,
         loop: EventLoop,
         folder: Path,
-        own: Run | None,
+        own_run: Run | None,
         captures: Path | None,
         says: Callable[[str], object] | None,
         changed: Callable[[], object],
     ) -> None:
         self._loop = loop
         self._folder = folder
-        self._own = own
+        self._own = own_run
         self._captures = captures
         self._say = partial(departure.say, says)
         self._changed = changed
-        self._runs: dict[str, Run] = {} if own is None else {own.name: own}
+        self._runs: dict[str, Run] = {} if own_run is None else {own_run.name: own_run}
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
         self._saves = Saves(self._jobs, folder, self.saved)
@@ -101,20 +101,20 @@ class Runs:
         self._another_fd = -1
         self.unseen = Unseen(
             folder / run_folder.SOCKET,
-            0 if own is None else own.first,
+            0 if own_run is None else own_run.first,
             loop.after,
             lambda: {process.pid for run in self for process in run.processes},
         )
         """The Python processes of the agent's own run that record nothing."""
         self.own_is_over = False
         """True once the agent's own run is over and was reported."""
-        if own is None:
+        if own_run is None:
             loop.after(ABANDONED_S, lambda: departure.remove_abandoned(folder, self, says or bool))
         else:
-            if own.first and own.first_fd < 0:
-                own.first_fd = exit_fd_of(own.first, 0)
-            if own.first_fd >= 0:
-                loop.selector.register(own.first_fd, selectors.EVENT_READ, self._first_exited)
+            if own_run.first and own_run.first_fd < 0:
+                own_run.first_fd = exit_fd_of(own_run.first, 0)
+            if own_run.first_fd >= 0:
+                loop.selector.register(own_run.first_fd, selectors.EVENT_READ, self._first_exited)
             loop.after(START_S, self._say_if_nobody_joined)
         loop.after(AGAIN_S, self._look_again)
         loop.after(0, self._take_over)
@@ -123,7 +123,7 @@ class Runs:
         return iter(list(self._runs.values()))
 
     def member(self, connection: Connection) -> Process | None:
-        """The process that has joined by a connection."""
+        """Return the process that joined by a connection, None for none."""
         return self._members.get(connection)
 
     @property
@@ -136,14 +136,14 @@ class Runs:
         """Return True if no job runs for ended processes."""
         return self._jobs.is_idle
 
-    def close(self, kept: Collection[Run] = ()) -> None:
-        """Stop all work and close all. Files for the reports of the `kept` runs remain, for an agent after this one."""
+    def close(self, kept_runs: Collection[Run] = ()) -> None:
+        """Stop all work and close all. Files for the reports of `kept_runs` remain, for an agent after this one."""
         self._jobs.stop()
         self.exports.stop()
         if self._another_fd >= 0:
             os.close(self._another_fd)
         for run in self:
-            self._forget(run, keeps_files=run in kept)
+            self._forget(run, keeps_files=run in kept_runs)
             if run.first_fd >= 0:
                 os.close(run.first_fd)
 
@@ -215,14 +215,14 @@ class Runs:
         self._read_gauges(process)
 
     def _read_gauges(self, process: Process) -> None:
-        """Read them of those that record, once they do: many processes only begin others."""
+        """Read the gauges of a process once it records: many processes only start others."""
         if process.has_recorded:
             self._loop.attempt(partial(self.exports.read_gauges, process))
 
     # ---------------------------------------------------------------- who leaves
 
     def said_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
-        """A process leaves. Of several that have recorded, each saves it, and the last one gets the run's report."""
+        """Answer a process that leaves: it saves its recording, or prints the run's report if it is the last."""
         connection, run = process.connection, process.run
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
@@ -271,7 +271,7 @@ class Runs:
         process.is_saving = False
         for path in process.files:
             self._make_room(process, Path(path))
-        if process.how in (VANISHED, EXITED):
+        if process.end_kind in (VANISHED, EXITED):
             journal.forget(self._folder, process)
         process.release()
         self._trim(process.run)
@@ -279,7 +279,7 @@ class Runs:
         self._end_of(process.run)
 
     def _exited(self, process: Process) -> None:
-        """The system says that the process has ended: what it has said before that comes first."""
+        """Read the last messages of a process that has exited, then note its end."""
         if process.connection is not None:
             self._loop.receive(process.connection, is_last=True)
         if process.lives:
@@ -288,18 +288,19 @@ class Runs:
             self._ended(process, GOODBYE)
 
     def dropped(self, connection: Connection) -> None:
-        """A connection has ended: of a process, or of one that waits for the report of its run."""
+        """Note the end of a connection: of a process, or of one that waits for the report of its run."""
         process = self._members.pop(connection, None)
         if process is not None and process.connection is connection:
             process.connection, process.hears = None, False
             self._lost(process)
         for run in self:
             if run.waiting is connection:
-                run.waiting, run.is_reported = None, False  # who was to print it prints nothing: it is told by us
+                run.waiting, run.is_reported = None, False  # its process cannot print it: we do
                 self._end_of(run)
 
     def _lost(self, process: Process) -> None:
-        """Its connection has ended. It may run on: with another program, or having closed all that it found open."""
+        """Note the end of a process's connection. It may run on with another program, or have closed its
+        descriptors."""
         if not process.lives:
             if process.is_saving and process.saves_itself:  # it has gone over it, or before it said that it is done
                 departure.remove_saved(self._folder, [process.saved])
@@ -323,16 +324,16 @@ class Runs:
             self._loop.after(wait_s, lambda: self._capture(process))
         self._say_of_unmet(process, "")
 
-    def _say_of_unmet(self, process: Process, said: str) -> None:
-        """Say that requests came to a process that were not recorded, where no report of its own does."""
-        if said and process.facts.get("report"):
+    def _say_of_unmet(self, process: Process, reason: str) -> None:
+        """Report requests to a process that were not recorded, unless its own report names them."""
+        if reason and process.facts.get("report"):
             return
         is_asked = process.facts.get("asks_for_requests", True)
-        if not said and is_asked and not any(member.has_requests for member in (process, *process.run.processes)):
+        if not reason and is_asked and not any(member.has_requests for member in (process, *process.run.processes)):
             self._loop.attempt(partial(self._connections.look_now, process))
-            said = departure.seen_of_unmet(process)
-        if said:
-            self._say(process.run, f"instrument: process {process.pid}: {said}", process)
+            reason = departure.seen_of_unmet(process)
+        if reason:
+            self._say(process.run, f"instrument: process {process.pid}: {reason}", process)
 
     def _replaced(self, process: Process) -> None:
         """Note that a process executes another program. Its recording becomes part of the run's report."""
@@ -354,14 +355,14 @@ class Runs:
         )
         departure.make_room(saved, service, report_files, disk_bytes)
 
-    def _ended(self, process: Process, how: str) -> None:
-        process.ended_ns, process.how = time.monotonic_ns(), how
-        if how != VANISHED or not process.has_recorded:
+    def _ended(self, process: Process, end_kind: str) -> None:
+        process.ended_ns, process.end_kind = time.monotonic_ns(), end_kind
+        if end_kind != VANISHED or not process.has_recorded:
             journal.forget(self._folder, process)
         self.exports.note_ended(process)
         if process.exit_fd >= 0:
             self._loop.selector.unregister(process.exit_fd)
-            if how == VANISHED and process.status is None:
+            if end_kind == VANISHED and process.status is None:
                 process.status = processes.status_of(process.exit_fd, process.pid)
             os.close(process.exit_fd)
             process.exit_fd = -1
@@ -379,7 +380,7 @@ class Runs:
         """Save the recording of a process that vanished, and report it, unless the process ended in order."""
         run = process.run
         if process.status == 0 and process.memory >= 0 and not has_open_span(process.memory):
-            process.how = EXITED
+            process.end_kind = EXITED
             self._save(process)
             return
         run.captures += 1
@@ -405,7 +406,7 @@ class Runs:
     # ---------------------------------------------------------------- the end of a run
 
     def say_everywhere(self, text: str) -> None:
-        """Say something where the processes of all runs write their errors."""
+        """Write a message to the standard error of each run."""
         for run in self:
             self._say(run, text)
 
@@ -416,12 +417,12 @@ class Runs:
             self._loop.after(GRACE_S, lambda: self._end_of(run))
 
     def _trim(self, run: Run) -> None:
-        """Keep nothing of processes that have ended and had recorded nothing, and of many others only their totals."""
-        ended = [one for one in run.processes if one.ended_ns and not one.is_saving]
-        for process in [one for one in ended if not one.has_recorded]:
+        """Drop ended processes without rows, and fold the older half of many others into their totals."""
+        ended = [process for process in run.processes if process.ended_ns and not process.is_saving]
+        for process in [member for member in ended if not member.has_recorded]:
             run.processes.remove(process)
             process.release()
-        with_rows = [one for one in ended if one.has_recorded]
+        with_rows = [process for process in ended if process.has_recorded]
         if len(with_rows) < ENDED or run.waiting is not None or not self._jobs.is_idle:
             return
         first = with_rows[: ENDED // 2]
@@ -429,7 +430,7 @@ class Runs:
             run.processes.remove(process)
             process.release()
         run.folded_ends.update(map(departure.end_of, first))
-        first_files = [one.link or one.saved for one in first]
+        first_files = [process.link or process.saved for process in first]
         paths = [path for path in [run.folded, *first_files] if path]
         into = departure.place_for_folded(self._folder, run)
 
@@ -528,7 +529,7 @@ class Runs:
         for run in self:
             for process in run.living():
                 self._export(process)  # which may have failed before
-            for process in [one for one in run.living() if one.connection is None]:
+            for process in [member for member in run.living() if member.connection is None]:
                 if process.exit_fd < 0 and process.has_exited() is not False:
                     self._vanished(process)
                 elif process.has_become_another_program():  # long after it had closed all that it found open
@@ -551,7 +552,7 @@ class Runs:
             self._loop.send(process.connection, message)
 
 
-def _is_same(left: int, right: int) -> bool:
+def _is_same(descriptor: int, other_descriptor: int) -> bool:
     with suppress(OSError):
-        return right >= 0 and os.path.sameopenfile(left, right)
+        return other_descriptor >= 0 and os.path.sameopenfile(descriptor, other_descriptor)
     return False

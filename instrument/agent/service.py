@@ -276,7 +276,9 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
     """Run the agent of a run on the socket `descriptor`; with `says` its messages go to standard error."""
     listener = socket.socket(fileno=descriptor)
     listener.setblocking(False)
-    listener.listen(run_folder.WAITING)  # again: who connects is told who listens, not who made the socket
+    listener.listen(
+        run_folder.WAITING
+    )  # again: a client sees the process that listens, not the one that made the socket
     os.set_inheritable(descriptor, False)
     folder = Path(os.fsdecode(listener.getsockname())).parent
     is_ours = True

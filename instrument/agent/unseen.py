@@ -106,7 +106,7 @@ class Unseen:
         return "" if has_ours or is_off else "its own environment"
 
     def sentence(self, *, for_report: bool = False) -> str:
-        """Return the count of those so far, and why each is not seen; "" for none.
+        """Return a sentence with the count of such processes and the causes; "" for none.
 
         With `for_report` the caller prints it in the run's report, and later calls return "".
         """

@@ -263,7 +263,7 @@ def _recovered(path: Path) -> tuple[str, bool]:
             return f"process {header.pid} runs", False
         if header.state == "goodbye":
             return f"process {header.pid} has ended in order", True
-        answer = crash_capture.capture(fd, str(path.with_suffix(".npz")), how="ended without a goodbye")
+        answer = crash_capture.capture(fd, str(path.with_suffix(".npz")), end_kind="ended without a goodbye")
     finally:
         os.close(fd)
     return f"process {header.pid} {answer['died']}; saved as {answer['path']}", True

@@ -112,7 +112,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A value of a document, and its place: the path `where`, the line and the column, both from 1.
+    """A value of a document, and its place: the path `key_path`, the line and the column, both from 1.
 
     `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
     is the written text with references replaced. It is `plain` without quotes. `variable` is the variable that makes
@@ -122,7 +122,7 @@ class YamlNode:
     """
 
     document: Document = field(repr=False)
-    where: str
+    key_path: str
     line: int
     column: int
     kind: str = "broken"
@@ -161,20 +161,20 @@ class YamlNode:
 
     def path(self, name: str) -> str:
         """Return the path of a key of this mapping."""
-        return f"{self.where}.{name}" if self.where else name
+        return f"{self.key_path}.{name}" if self.key_path else name
 
-    def note(self, allowed: str, *, found: str = "", near: str = "") -> None:
+    def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
         """Note a problem: the allowed values, the value found (default: this one), and the one probably meant."""
-        document, path = self.document, self.where
+        document, path = self.document, self.key_path
         path = clip(path or "profile") if path.isprintable() else ascii(clip(path))
         suggestion = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
-        message = f"{path}: found {found or self.shown}; allowed: {allowed}{suggestion}"
+        message = f"{path}: found {actual or self.shown}; allowed: {allowed}{suggestion}"
         document.noted.append((self.line, self.column, f"{self.place}: {message}"))
         document.faults += 1
 
-    def refuse(self, allowed: str, *, found: str = "", near: str = "") -> NoReturn:
+    def refuse(self, allowed: str, *, actual: str = "", near: str = "") -> NoReturn:
         """Note a problem and end the reading of this node."""
-        self.note(allowed, found=found, near=near)
+        self.note(allowed, actual=actual, near=near)
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
@@ -197,7 +197,7 @@ class YamlNode:
             return None
         with suppress(_Refused):
             if _UNSTORABLE.search(self.text):
-                self.refuse("text that a file can hold", found="a NUL or half of a surrogate pair")
+                self.refuse("text that a file can hold", actual="a NUL or half of a surrogate pair")
             return read(self)
         return None
 
@@ -258,14 +258,14 @@ def _root(document: Document) -> YamlNode:
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         at = YamlNode(document, "YAML", before.count("\n") + 1, error.position - before.rfind("\n"))
-        at.refuse("printable text", found=f"the character {text[error.position]!a}")
+        at.refuse("printable text", actual=f"the character {text[error.position]!a}")
     except yaml.MarkedYAMLError as error:
         at = _place(document, "YAML", error.problem_mark or error.context_mark)
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         line = text.splitlines()[at.line - 1 : at.line]
         hint = " (inside [] and {} a ${...} needs quotes)" if "${" in "".join(line) else ""
         hint = " (a pattern that begins with ! needs quotes)" if _EXCLUDING.search("".join(line)) else hint
-        at.refuse(f"one document of valid YAML{hint}", found=f"broken YAML ({problem})")
+        at.refuse(f"one document of valid YAML{hint}", actual=f"broken YAML ({problem})")
     node = _Tree(document, loader.resolve).node(root, "") if root else None
     return YamlNode(document, "", 1, 1, "mapping") if node is None or node.kind == "null" else node
 
@@ -277,9 +277,9 @@ def _place(document: Document, path: str, mark: Any) -> YamlNode:
 def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
     if nodes > NODES:
         problem = f"more than {NODES} values, aliases counted"
-        _place(document, "YAML", mark).refuse(f"at most {NODES}", found=problem)
+        _place(document, "YAML", mark).refuse(f"at most {NODES}", actual=problem)
     if depth > DEPTH:
-        _place(document, "YAML", mark).refuse(f"at most {DEPTH}", found=f"nesting deeper than {DEPTH}")
+        _place(document, "YAML", mark).refuse(f"at most {DEPTH}", actual=f"nesting deeper than {DEPTH}")
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -314,12 +314,12 @@ class _Tree:
         self.nodes += 1
         _check_size(self.document, source.start_mark, self.nodes, len(self.open))
         if id(source) in self.open:
-            at.refuse("aliases to other values", found="an alias to a value that it is part of")
+            at.refuse("aliases to other values", actual="an alias to a value that it is part of")
         kind = self.kind(source.tag)
         if kind not in _SHAPES[source.id]:
             near = f'"{clip(source.tag)}"' if _PATTERN.fullmatch(source.tag) else ""
             hint = "; a pattern that begins with ! needs quotes" if near else ""
-            at.note(f"values without tags{hint}", found=f"the tag {clip(source.tag)!r}", near=near)
+            at.note(f"values without tags{hint}", actual=f"the tag {clip(source.tag)!r}", near=near)
             return at
         self.open.append(id(source))
         try:
@@ -340,24 +340,24 @@ class _Tree:
         pairs_of_mapping: dict[str, tuple[YamlNode, YamlNode]] = {}
         merged: dict[str, tuple[YamlNode, YamlNode]] = {}
         for key, value in source.value:
-            at = _place(self.document, mapping.where, key.start_mark)
+            at = _place(self.document, mapping.key_path, key.start_mark)
             if key.tag == _TAG + "merge":
                 for name, pair in self.merged(value, mapping):
                     merged.setdefault(name, pair)
             elif key.id != "scalar":
-                at.note("words as keys", found="a list or mapping as a key")
+                at.note("words as keys", actual="a list or mapping as a key")
             elif key.value in pairs_of_mapping:
                 first = pairs_of_mapping[key.value][0].line
-                at.note(f"once (first in line {first})", found=f"the key {clip(key.value)!r} twice")
+                at.note(f"once (first in line {first})", actual=f"the key {clip(key.value)!r} twice")
             else:
                 pairs_of_mapping[key.value] = (at, self.node(value, mapping.path(key.value)))
         return {**merged, **pairs_of_mapping}
 
     def merged(self, value: Any, mapping: YamlNode) -> Iterator[tuple[str, tuple[YamlNode, YamlNode]]]:
         for part in value.value if value.id == "sequence" else (value,):
-            node = self.node(part, mapping.where)
+            node = self.node(part, mapping.key_path)
             if node.kind != "mapping":
-                replace(node, where=mapping.path("<<")).note("an alias of a mapping, or a list of them")
+                replace(node, key_path=mapping.path("<<")).note("an alias of a mapping, or a list of them")
             yield from node.pairs.items()
 
     def scalar(self, source: Any, kind: str, at: YamlNode) -> YamlNode:
@@ -367,7 +367,7 @@ class _Tree:
         for reference in _REFERENCE.finditer(text):
             if broken := reference["broken"]:
                 forms = "${VAR}, ${env:VAR}, ${VAR:-default}, and $$ for a dollar sign"
-                at.note(forms, found=f"the malformed reference {clip('$' + broken)!r}")
+                at.note(forms, actual=f"the malformed reference {clip('$' + broken)!r}")
                 return at
         if (only := _REFERENCE.fullmatch(text)) and only["name"]:
             variable = only["name"] if self.document.environ.get(only["name"]) else ""
@@ -436,7 +436,7 @@ def string(node: YamlNode) -> str:
     if node.kind != "text":
         node.refuse("text", near=f'"{clip(node.text)}"' if node.text else "")
     if not node.text:
-        node.refuse("text (or leave the key out)", found="an empty text")
+        node.refuse("text (or leave the key out)", actual="an empty text")
     return node.text
 
 
@@ -569,7 +569,7 @@ def one_or_more(read_item: Read) -> Read:
         if node.kind != "list":
             return (read_item(node),)
         if not node.items:
-            node.refuse("at least one (or leave the key out)", found="an empty list")
+            node.refuse("at least one (or leave the key out)", actual="an empty list")
         return tuple(dict.fromkeys(read_list(node)))
 
     return read

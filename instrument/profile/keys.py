@@ -126,9 +126,9 @@ def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
     with node.document.all_or_nothing():
         for name, (place, _) in node.pairs.items():
             if (section, name) in REMOVED:
-                place.note(REMOVED[section, name], found=f"the key {name!r}, which was removed")
+                place.note(REMOVED[section, name], actual=f"the key {name!r}, which was removed")
             elif name not in keys:
-                place.note(", ".join(keys), found=f"the unknown key {clip(name)!r}", near=nearest(name, keys))
+                place.note(", ".join(keys), actual=f"the unknown key {clip(name)!r}", near=nearest(name, keys))
         for name, key in keys.items():
             path, read, source = node.path(name), key.read, "profile"
             value = node.pairs[name][1] if name in node.pairs else None
@@ -145,7 +145,7 @@ def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
             if value:
                 values[key.field] = value.attempt(read)
             elif key.required:
-                replace(node, where=path).note(key.required, found="nothing")
+                replace(node, key_path=path).note(key.required, actual="nothing")
     return values
 
 
@@ -236,7 +236,7 @@ def _function_rule(node: YamlNode) -> model.FunctionRule:
     written = values.pop("match")
     match, exclude = sides(written)
     if not match:
-        node.pairs["match"][1].refuse("at least one pattern without '!'", found="only patterns with '!'")
+        node.pairs["match"][1].refuse("at least one pattern without '!'", actual="only patterns with '!'")
     if "kind" not in values and "phase" in values:
         values["kind"] = "phase"
     values.update(values.pop("where", {}))
@@ -270,7 +270,7 @@ def _layer_rule(node: YamlNode) -> model.LayerRule:
     match, exclude = sides(written)
     if not match and not types:
         missing = "only patterns with '!' and no type" if written else "neither match nor type"
-        node.refuse("a match, a type, or both", found=missing)
+        node.refuse("a match, a type, or both", actual=missing)
     text = ", ".join(public_texts(node, "match") + [f"type {' '.join(public_texts(node, 'type'))}"] * bool(types))
     return model.LayerRule(match, exclude, line=node.line, text=text, **values)
 
@@ -313,7 +313,7 @@ def _frameworks(node: YamlNode) -> tuple[model.FrameworkRule, ...]:
     with node.document.all_or_nothing():
         for rule, item in zip(rules, node.items, strict=True):
             if rule.name in first:
-                item.note(f"each framework once (first in line {first[rule.name]})", found=f"{rule.name} twice")
+                item.note(f"each framework once (first in line {first[rule.name]})", actual=f"{rule.name} twice")
             first.setdefault(rule.name, rule.line)
     return rules
 
@@ -341,7 +341,7 @@ def _schedule(node: YamlNode) -> model.Schedule:
     steps = each(whole(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
         shown = f"[{', '.join(item.public_text for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
-        node.refuse("[start, end] with 0 <= start < end, or a mapping", found=shown)
+        node.refuse("[start, end] with 0 <= start < end, or a mapping", actual=shown)
     return model.Schedule(record=steps[1] - steps[0], skip_first=steps[0], repeat=1)
 
 
@@ -374,10 +374,10 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
     if not endpoint:
         return None
     if values.get("client_key") and not values.get("client_certificate"):
-        key_node = replace(node, where=node.path("client_key"))
+        key_node = replace(node, key_path=node.path("client_key"))
         if _is_written(node, "client_key"):
-            key_node.refuse("a key with its client_certificate", found="a key alone")
-        document.remarks.append(f"{key_node.where}: found a key without its client_certificate; it is not followed")
+            key_node.refuse("a key with its client_certificate", actual="a key alone")
+        document.remarks.append(f"{key_node.key_path}: found a key without its client_certificate; it is not followed")
         del values["client_key"]
     # In a profile that only refers to the base variable, the path is a prefix, as in the variable.
     handed_on = origin == "profile" and node.pairs["endpoint"][1].variable == _BASE_VARIABLE
@@ -398,7 +398,7 @@ _exports = one_or_more(one_of(*(way.name for way in fields(model.Export))))
 def _export(node: YamlNode) -> model.Export:
     """Read the exports: a mapping of exports, or the names of exports with defaults."""
     if node.kind in ("text", "list"):
-        ways = {name: (node, replace(node, where=node.path(name), kind="mapping", items=())) for name in _exports(node)}
+        ways = {way: (node, replace(node, key_path=node.path(way), kind="mapping", items=())) for way in _exports(node)}
         node = replace(node, kind="mapping", pairs=ways)
     return model.Export(**_fields(node, "export"))
 

@@ -294,7 +294,7 @@ def _pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(syntax, name):
-                key.note(allowed, found=f"the {called} {clip(name)!r}")
+                key.note(allowed, actual=f"the {called} {clip(name)!r}")
             elif value.kind != "null":
                 yield name, value.attempt(read)
 
@@ -312,7 +312,7 @@ def url(node: YamlNode) -> str:
     try:
         _ = urlsplit(text).port
     except ValueError as error:
-        node.refuse(allowed, found=f"{node.shown} ({error})")
+        node.refuse(allowed, actual=f"{node.shown} ({error})")
     return text
 
 
@@ -350,7 +350,7 @@ def seconds(node: YamlNode) -> int:
 )
 def headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
-        node.refuse("a mapping of header names to texts", found="no mapping (not shown)")
+        node.refuse("a mapping of header names to texts", actual="no mapping (not shown)")
     names = "letters, digits and !#$%&'*+.^_`|~-"
     return tuple(_pairs(node, HEADER_NAME_SYNTAX, names, "header name", _header_value))
 
@@ -358,9 +358,9 @@ def headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
 def _header_value(node: YamlNode) -> str:
     # Header values are usually secrets: no message shows one.
     if node.kind != "text":
-        node.refuse("text; put the value in quotes", found="a value that is no text (not shown)")
+        node.refuse("text; put the value in quotes", actual="a value that is no text (not shown)")
     if not re.fullmatch(HEADER_VALUE_SYNTAX, node.text):
-        node.refuse("printable ASCII on one line", found="a character that no header may hold")
+        node.refuse("printable ASCII on one line", actual="a character that no header may hold")
     return node.text
 
 
@@ -370,7 +370,7 @@ def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
     for part in filter(None, (part.strip() for part in node.text.split(","))):
         name, equals, value = (unquote(piece.strip()) for piece in part.partition("="))
         if not equals or not re.fullmatch(HEADER_NAME_SYNTAX, name) or not re.fullmatch(HEADER_VALUE_SYNTAX, value):
-            node.refuse("name=value,name=value, URL-encoded", found="a list of another form (not shown)")
+            node.refuse("name=value,name=value, URL-encoded", actual="a list of another form (not shown)")
         headers.append((name, value))
     return tuple(headers)
 

@@ -39,9 +39,9 @@ else:
         def __init__(self, *_: Any) -> None:
             self.passes, self.irregular, self.user_sites = {}, Counter(), {}
 
-        def count(self, what: str) -> None:
+        def count(self, event: str) -> None:
             """Count an irregular event."""
-            self.irregular[what] += 1
+            self.irregular[event] += 1
 
         def rings(self) -> list[Any]:
             """Return no rings."""

@@ -111,11 +111,11 @@ def rename_span(name: str) -> None:
 
 
 def set_status(code: str, description: str | None = None, *, error_type: str | None = None) -> None:
-    """Say whether what the innermost open span times succeeded: `code` is ``"ok"`` or ``"error"``.
+    """Set the outcome of the innermost open span: `code` is ``"ok"`` or ``"error"``.
 
-    With ``"error"`` the span has failed although it raised nothing: `error_type` is what reports group it by (a small
-    set; left out: the exception's class, or ``_OTHER``) and `description` says more, to whoever looks at the span. With
-    ``"ok"`` it has not, although it may raise. The last call counts. Never raises.
+    With ``"error"`` the span has failed, also without an exception. Reports group failures by `error_type`, one of a
+    small set; the default is the exception's class, or ``_OTHER``. `description` is text for a reader of the span. With
+    ``"ok"`` it has not failed, even if it raises. The last call counts. Never raises.
     """
     span_attributes.set_status(RECORDER, None, code, description, error_type)
 

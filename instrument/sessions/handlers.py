@@ -119,19 +119,19 @@ class Window:
         return Recording.of_trace(self.trace).tally
 
     def summary(
-        self, *, views: Sequence[str] = ("events",), beside: str | os.PathLike[str] | None = None, **options: Any
+        self, *, views: Sequence[str] = ("events",), torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> str:
-        """Return the views of this window alone. Options, `beside` and errors as for `Session.summary`."""
-        return summary(views, self._recording(beside), self._options(options))
+        """Return the views of this window alone. Options, `torch_trace` and errors as for `Session.summary`."""
+        return summary(views, self._recording(torch_trace), self._options(options))
 
     def views(
-        self, views: Sequence[str] = ("events",), *, beside: str | os.PathLike[str] | None = None, **options: Any
+        self, views: Sequence[str] = ("events",), *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
         """Return the numbers of the same views, by name, as objects."""
-        return made(views, self._recording(beside), self._options(options))
+        return made(views, self._recording(torch_trace), self._options(options))
 
-    def _recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
-        trace = self.trace if beside is None else chrome.join(self.own_trace(), chrome.read(beside).trace)
+    def _recording(self, torch_trace: str | os.PathLike[str] | None = None) -> Recording:
+        trace = self.trace if torch_trace is None else chrome.join(self.own_trace(), chrome.read(torch_trace).trace)
         return Recording.of_trace(trace)
 
     def _options(self, options: Mapping[str, Any]) -> Options:
@@ -200,7 +200,7 @@ def print_summary(
     view or value.
     """
     refuse_unknown(views)
-    Options.of({name: value for name, value in options.items() if name != "beside"})
+    Options.of({name: value for name, value in options.items() if name != "torch_trace"})
 
     def handle(window: Window) -> None:
         text = f"{str(window).capitalize()}\n{window.summary(views=views, **options)}"

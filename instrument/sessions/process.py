@@ -167,7 +167,7 @@ def summary(**options: Any) -> str:
     - `views`: the reports, in this order: brief (one screen), overview, events, phases, operators, kernels, device,
       copies, memory, distribution, user, requests, batches, classes, ops, instances, startup,
       neighbours, benchmark, cost
-    - `beside`: a trace file of `torch.profiler`, recorded meanwhile, for kernels, allocations and FLOPs
+    - `torch_trace`: a trace file of `torch.profiler` from the same time, for kernels, allocations and FLOPs
     - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
     - `sorted_by`: default, calls, total, max, min, ave, or one of the last four with cpu_ or gpu_ before it, also
       cpu_total, gpu_total

@@ -25,7 +25,7 @@ from instrument.sessions.recorded import Recorded
 FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
 
-NAMES_TOLD = 100
+MOST_NAMES = 100
 """The most names of a kind in the answer to the agent."""
 
 AT_START = {
@@ -61,7 +61,7 @@ class Reload:
         return "; ".join([f"generation {self.generation} ({self.digest}): {counts}", *self.refused])
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the result as a JSON object, with at most `NAMES_TOLD` targets in a list."""
+        """Return the result as a JSON object, with at most `MOST_NAMES` targets in a list."""
         return {
             "generation": self.generation,
             "digest": self.digest,
@@ -72,8 +72,8 @@ class Reload:
 
 
 def _clipped(names: Sequence[str]) -> list[str]:
-    more = len(names) - NAMES_TOLD
-    return [*names[:NAMES_TOLD], *([f"and {more} more"] if more > 0 else [])]
+    more = len(names) - MOST_NAMES
+    return [*names[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]
 
 
 def file_of(profile: Profile, folder: Path) -> Path | None:

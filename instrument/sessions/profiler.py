@@ -465,7 +465,7 @@ class Profiler:
         *,
         views: Sequence[str] | None = None,
         unit: str = "ms",
-        beside: str | os.PathLike[str] | None = None,
+        torch_trace: str | os.PathLike[str] | None = None,
         skip_first: int | None = None,
         **options: Any,
     ) -> str:
@@ -477,7 +477,7 @@ class Profiler:
         window, names = self.window, ("events", "benchmark") if views is None else views
         steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
         if window is not None:
-            recording = window._recording(beside)
+            recording = window._recording(torch_trace)
             recording.benchmark = steps
             text = summary(names, recording, window._options({"unit": unit, "skip_first": skip_first, **options}))
             return f"{str(window).capitalize()}\n{text}"

@@ -42,7 +42,7 @@ SHARE = 20
 VERDICTS_EVERY_NS = 10_000_000_000
 """Nanoseconds after which the verdicts on the rules are published again, at the longest."""
 
-NOTES_TOLD, NOTE_TOLD, MARKS_TOLD = 50, 500, 200
+MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
 """The most notes that other processes get, the most characters of each, and the most marks of rules and targets."""
 
 
@@ -208,14 +208,14 @@ class PublishedFacts:
 
     def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
         """Return the notes as other processes get them: the first 50, each cut at 500 characters."""
-        return tuple(note[:NOTE_TOLD] for note in self._recorded.account.notes(of_all=of_all)[:NOTES_TOLD])
+        return tuple(note[:NOTE_LENGTH] for note in self._recorded.account.notes(of_all=of_all)[:MOST_NOTES])
 
     def own_notes_in_short(self, *, of_all: bool = False) -> Mapping[str, Any]:
         """Return the fields of the notes that are true of this process alone; a packet has no room for many."""
         own_notes = self._recorded.account.own_notes(of_all=of_all)
-        waiting = tuple((mark, note[:NOTE_TOLD]) for mark, note in own_notes.waiting[:NOTES_TOLD])
-        uncalled = own_notes.uncalled if len(own_notes.uncalled) <= MARKS_TOLD else ()
-        return asdict(replace(own_notes, at_work=own_notes.at_work[:MARKS_TOLD], waiting=waiting, uncalled=uncalled))
+        waiting = tuple((mark, note[:NOTE_LENGTH]) for mark, note in own_notes.waiting[:MOST_NOTES])
+        uncalled = own_notes.uncalled if len(own_notes.uncalled) <= MOST_MARKS else ()
+        return asdict(replace(own_notes, at_work=own_notes.at_work[:MOST_MARKS], waiting=waiting, uncalled=uncalled))
 
     def publish_verdicts(self) -> None:
         """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.

@@ -346,12 +346,12 @@ class Recorded:
         verdicts = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in verdicts if verdict.rule in rules and verdict.site is not None}
 
-    def recording(self, beside: str | os.PathLike[str] | None = None) -> view.Recording:
+    def recording(self, torch_trace: str | os.PathLike[str] | None = None) -> view.Recording:
         """Return what reports are made of: a tally and a trace. Each is taken when it is first read."""
         window_ns = self.lasted_ns()
         return view.Recording(
             self.tally,
-            self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside).trace),
+            self.trace if torch_trace is None else lambda: chrome.join(self.trace(), chrome.read(torch_trace).trace),
             make_totals=_totals,
             make_held=self._held,
             make_cost=lambda: self.account.cost(window_ns),
@@ -368,29 +368,31 @@ class Recorded:
         self,
         *,
         views: Sequence[str] | None = None,
-        beside: str | os.PathLike[str] | None = None,
+        torch_trace: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> str:
-        """Return the views, in the order asked, of everything since the start; defaults come from the profile.
+        """Return the text of the `views` of everything since the start, in that order.
 
-        Where neither names any, the view is `brief`, one screen, or `events` with `tracer_option` or `threads`.
-        `options` are those of `instrument.report.view.Options`. Views of the tally are exact for all calls. Views of
-        spans cover those that the rings still hold, and say from when on these are complete. `brief` takes some 1.3 us
-        of processor time a span in the rings, a second where rings of 64 MiB are full. Views of the tally and of costs,
-        take 5 ms for 1,500 call paths and 30 ms for the most (16,384), at any uptime. That is with some tens of `rows`
-        and threads merged. The first call also reads each path and site, 1 us each, unless a thread of ours has done
-        so. A block for each thread adds some 30 us for each of its rows, and 1 us for each of its call paths. `beside`
-        is a trace file of `torch.profiler`, recorded meanwhile. The views `kernels` and `memory` show its kernels and
-        allocations, and `operators` FLOPs by its shapes. Raises `ValueError` for an unknown view or value, and
-        `TraceError` for a file of another process or time.
+        Defaults come from the profile. Without any, the view is `brief`, one screen, or `events` with `tracer_option`
+        or `threads`. `options` are those of `instrument.report.view.Options`. Views of the tally are exact for all
+        calls. Views of spans cover the spans in the rings, and name the time from which these are complete.
+
+        `brief` takes some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB. Views of
+        the tally and of costs take 5 ms for 1,500 call paths and 30 ms for the most (16,384), with some tens of `rows`
+        and merged threads. The first call also reads each path and site, 1 us each, unless a thread of ours has done
+        so. A block for each thread adds some 30 us per row, and 1 us per call path.
+
+        `torch_trace` is a trace file of `torch.profiler` from the same time. The views `kernels` and `memory` show its
+        kernels and allocations, and `operators` FLOPs by its shapes. Raises `ValueError` for an unknown view or value,
+        and `TraceError` for a file of another process or time.
         """
-        return report.summary(self._views(views, options), self.recording(beside), self._options(options))
+        return report.summary(self._views(views, options), self.recording(torch_trace), self._options(options))
 
     def views(
-        self, views: Sequence[str] | None = None, *, beside: str | os.PathLike[str] | None = None, **options: Any
+        self, views: Sequence[str] | None = None, *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
         """Return the numbers of the same views, by name, as objects. Options and errors as for `summary`."""
-        return report.made(self._views(views, options), self.recording(beside), self._options(options))
+        return report.made(self._views(views, options), self.recording(torch_trace), self._options(options))
 
     def _views(self, names: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
         if names is not None:

@@ -21,7 +21,7 @@ from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import moved_watched
 
-DEATHS_TOLD = 3
+MOST_DEATHS = 3
 """The number of processes that ended without notice and are named one by one."""
 
 NOTED_BY = 2
@@ -170,11 +170,11 @@ def merged_processes(
 def _deaths(newest: Sequence[Trace]) -> str:
     """Return the texts of ends without notice: the first ones, the newest, and the number of others."""
     deaths = [facts.died for facts in sorted(newest, key=attrgetter("end_ns")) if facts.died]
-    unnamed_count = len(deaths) - DEATHS_TOLD
+    unnamed_count = len(deaths) - MOST_DEATHS
     if unnamed_count <= 0:
         return " ".join(deaths)
     words = f"{unnamed_count} more ended without a goodbye" if unnamed_count > 1 else "One more ended without a goodbye"
-    return " ".join([*deaths[: DEATHS_TOLD - 1], f"{words}.", deaths[-1]])
+    return " ".join([*deaths[: MOST_DEATHS - 1], f"{words}.", deaths[-1]])
 
 
 def _before(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:

@@ -79,7 +79,7 @@ def _merged(mapping: YamlNode, preset: YamlNode, preset_texts: dict[str, str]) -
 
 def _note(value: YamlNode, preset_texts: dict[str, str]) -> None:
     if value.kind != "mapping":
-        preset_texts[value.where] = _written(value)
+        preset_texts[value.key_path] = _written(value)
     for _, inner in value.pairs.values():
         _note(inner, preset_texts)
 

@@ -7,10 +7,10 @@ import sys
 
 
 def start_beside_opentelemetry() -> None:
-    """What OpenTelemetry's own autostart calls before it instruments anything (`opentelemetry_pre_instrument`).
+    """Start ours from OpenTelemetry's autostart, which calls this first (`opentelemetry_pre_instrument`).
 
     `instrument run -- opentelemetry-instrument python service.py` starts the service with OpenTelemetry's
-    `sitecustomize` before ours on PYTHONPATH, and that one does not hand over.
+    `sitecustomize` before ours on PYTHONPATH, and OpenTelemetry's does not call ours.
     """
     if not (os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT_RUN_PID")):
         return
