@@ -30,8 +30,9 @@ class Collector(ThreadingHTTPServer):
     """Decodes each request with the official messages, then behaves as it was told, with metrics as with spans.
 
     `taken` are the names of the spans and metrics that were answered with success, one for each span or point,
-    `metrics` those metrics as they came, `spans` those spans by the `service.instance.id` of their resources, whose
-    attributes are the `resources`. `connections` counts those that were ever made.
+    `metrics` those metrics as they came, `schemas` the schema of each by its name, `spans` those spans by the
+    `service.instance.id` of their resources, whose attributes are the `resources`. `connections` counts those that were
+    ever made.
     """
 
     daemon_threads = True
@@ -44,6 +45,7 @@ class Collector(ThreadingHTTPServer):
         self.closing = threading.Event()
         self.taken: list[str] = []
         self.metrics: list[Metric] = []
+        self.schemas: dict[str, str] = {}
         self.spans: dict[str, list[Span]] = {}
         self.resources: dict[str, Mapping[str, str | int]] = {}
         self.connections = 0
@@ -78,12 +80,14 @@ class Handler(BaseHTTPRequestHandler):
         self.server.headers.append(dict(self.headers.items()))
         self.metrics, self.found = [], []
         if self.path.endswith("/v1/metrics"):
-            self.metrics = [
-                metric
+            of_scopes = [
+                (of_scope.schema_url, metric)
                 for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics
                 for of_scope in of_resource.scope_metrics
                 for metric in of_scope.metrics
             ]
+            self.metrics = [metric for _, metric in of_scopes]
+            self.server.schemas.update((metric.name, schema) for schema, metric in of_scopes)
             self.names = [
                 metric.name for metric in self.metrics for _ in getattr(metric, metric.WhichOneof("data")).data_points
             ]

@@ -97,7 +97,7 @@ with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
 
 DURATION, CALLS = "http.server.request.duration", "instrument.call.duration"
 FIRST, BATCH = "gen_ai.server.time_to_first_token", "instrument.batch.size"
-QUEUED = "instrument.request.time_in_queue"
+QUEUED = "instrument.request.queue.duration"
 
 
 @pytest.fixture(params=["cumulative", "delta"])

@@ -21,6 +21,7 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory_layout import FRAME, ROW
 from instrument.recording.remote_parents import RemoteParent, noted
+from instrument.recording.rows import is_sampled, state_of_share
 from instrument.recording.spans import Site
 from instrument.trace import unsettled
 from instrument.trace.settling import DECISION_WAIT_NS
@@ -87,6 +88,37 @@ def test_the_sample_is_a_share_of_all_trees_and_the_same_for_all_their_spans(rec
         trees += kept.read()
     assert 400 < len(trees) < 600
     assert all(len(spans) == 2 for spans in trees)
+
+
+def test_a_trace_of_the_random_share_says_the_threshold_that_its_id_has_passed(recorder: Any) -> None:
+    kept = Kept(recorder, Capture(sample=0.25, errors=True))
+    for number in range(200):
+        serve(recorder, error=number % 2 == 0)
+    ids = kept.rows.ids
+    trees = kept.read()
+    states = set()
+    for spans in trees:
+        (remote,) = {span.remote for span in spans}
+        trace_id, state = (ids.trace_id(spans[0].root_id), "") if remote is None else (remote.trace_id, remote.state)
+        states.add(state)
+        assert trace_id == ids.trace_id(spans[0].root_id)
+        # Failed requests outside of the share stand for nobody but themselves: they say no threshold.
+        assert (state == "ot=th:c") == (trace_id & (1 << 56) - 1 >= 0xC0 << 48)
+        assert state or spans[0].error
+        assert remote is None or (remote.flags, remote.span_id) == (3, 0)
+    assert states == {"", "ot=th:c"}
+
+
+@pytest.mark.parametrize(
+    ("sample", "state"),
+    [(1.0, ""), (0.0, ""), (0.5, "ot=th:8"), (0.25, "ot=th:c"), (0.01, "ot=th:fd70a"), (1e-3, "ot=th:ffbe77"),
+     (1e-30, "ot=th:ffffffffffffff")],
+)  # fmt: skip
+def test_a_threshold_has_four_digits_behind_those_of_all_bits(sample: float, state: str) -> None:
+    assert state_of_share(sample) == state
+    threshold = int(state.removeprefix("ot=th:").ljust(14, "0"), 16) if state else 0
+    for random_value in (max(threshold - 1, 0), threshold, (1 << 56) - 1):
+        assert is_sampled(7 << 64 | random_value, sample) == (sample > 0 and random_value >= threshold)
 
 
 @pytest.mark.parametrize(("flags", "is_kept"), [(1, True), (0, False)])

@@ -198,7 +198,7 @@ def test_a_share_is_told_whichever_of_it_and_its_base_was_read_first() -> None:
         ("gen_ai.server.request.duration", 0.01, 81.92),
         ("gen_ai.server.time_to_first_token", 0.001, 10),
         ("gen_ai.server.time_per_output_token", 0.01, 2.5),
-        ("gen_ai.server.time_in_queue", 0.001, 81.92),
+        ("instrument.request.queue.duration", 0.001, 81.92),
         ("instrument.call.duration", 1e-5, 167.77216),
     ],
 )

@@ -125,7 +125,7 @@ shop.serve_all()
 """
 
 STAGES = {("queue",), ("prefill",), ("decode",)}
-QUEUE, SIZE = "gen_ai.server.time_in_queue", "instrument.request.batch.size"
+QUEUE, SIZE = "instrument.request.queue.duration", "instrument.request.batch.size"
 
 
 @dataclass

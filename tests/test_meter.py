@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_collectors import Collector, Handler, collecting, refuse_with, swallow, take
@@ -375,11 +376,11 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
         await send({"type": "http.response.body", "body": b""})
 
     with collecting(take) as server:
-        asked = "requests: {by: tenant, gen_ai: [/v1/chat/completions, /v1/b*]}"
+        asked = "requests: {by: tenant, gen_ai: [/v1/chat/completions, /v1/b*], provider: acme-ai}"
         text = f"{asked}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}"
         instrument.start(loads(text, environ={}))
         app = Served()
-        app._app = asgi.AsgiApp(generate, Exchanges(RequestsRule()))
+        app._app = asgi.AsgiApp(generate, Exchanges(loads(text, environ={}).requests[0]))
         for path in ("/v1/chat/completions", "/v1/broken", "/other"):
             app.ask(path, 4)
         instrument.stop()
@@ -388,6 +389,7 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
         ((labels, first),) = newest(server.metrics, "gen_ai.server.time_to_first_token").items()
         assert dict(labels) == {
             "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "acme-ai",
             "gen_ai.request.model": "tiny",
             "http.route": "/v1/chat/completions",
             "tenant": "acme",
@@ -406,6 +408,43 @@ def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -
         for point in (whole[labels], first, each):
             assert point.exemplars
             assert {bytes(one.span_id) for one in point.exemplars} & kept
+        # OpenTelemetry's conventions for generative models have a repository of their own, and no schema yet.
+        assert {name: bool(schema) for name, schema in server.schemas.items()} == {
+            name: not name.startswith("gen_ai.") for name in server.taken if name in server.schemas
+        }
+
+
+def test_calls_of_grpc_have_a_duration_by_method_and_status() -> None:
+    def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.NOT_FOUND if request else grpc.StatusCode.INTERNAL, "as asked")
+
+    with collecting(take) as server, ThreadPoolExecutor(2) as pool:
+        instrument.start(profile(url(server)))
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(answer)
+            for name, answer in (("Echo", lambda request, _: request), ("Refuse", refuse))
+        }
+        served = grpc.server(pool, [grpc.method_handlers_generic_handler("shop.Orders", handlers)])
+        port = served.add_insecure_port("127.0.0.1:0")
+        served.start()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for name, body in (("Echo", b""), ("Echo", b"x"), ("Refuse", b"x"), ("Refuse", b"")):
+                with contextlib.suppress(grpc.RpcError):
+                    channel.unary_unary(f"/shop.Orders/{name}")(body, timeout=60)
+        served.stop(None).wait()
+        instrument.stop()
+        calls = {
+            tuple(dict(labels).get(name) for name in ("rpc.method", "rpc.status_code", "error.type")): point.count
+            for labels, point in newest(server.metrics, "rpc.server.call.duration").items()
+        }
+        assert calls == {
+            ("shop.Orders/Echo", "OK", None): 2,
+            ("shop.Orders/Refuse", "NOT_FOUND", None): 1,
+            ("shop.Orders/Refuse", "INTERNAL", "INTERNAL"): 1,
+        }
+        (unit,) = {metric.unit for metric in server.metrics if metric.name == "rpc.server.call.duration"}
+        assert unit == "s"
+        assert not [*points(server.metrics), *points(server.metrics, ACTIVE)]
 
 
 GUNICORN = "3 workers that gunicorn forks from one that has the app"

@@ -153,7 +153,7 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
         assert point.at_ns == ORIGIN.realtime_of(7_000)
         assert point.start_ns == (0 if point.kind == "gauge" else ORIGIN.realtime_of(7_000))
         assert point.temporality == ("" if point.kind == "gauge" else "CUMULATIVE")
-        assert (point.scope, point.schema_url) == ("instrument", "https://opentelemetry.io/schemas/1.44.0")
+        assert (point.scope, point.schema_url) == ("instrument", "https://opentelemetry.io/schemas/1.45.0")
         assert point.resource["service.name"] == "chat"
 
 

@@ -45,7 +45,7 @@ def decoded(spans: Sequence[Span], ids: Ids, **facts: Any) -> list[trace_pb2.Spa
         (of_resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
         (of_scope,) = of_resource.scope_spans
         assert of_scope.scope.name == "instrument"
-        assert of_scope.schema_url == "https://opentelemetry.io/schemas/1.44.0"
+        assert of_scope.schema_url == "https://opentelemetry.io/schemas/1.45.0"
         assert len(of_scope.spans) == count
         found += of_scope.spans
     return found

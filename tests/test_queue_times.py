@@ -119,7 +119,7 @@ SERVICE = beside_engine("""
     front.serve("nobody serves it", asked)
 """)
 
-TIME_IN_QUEUE = "gen_ai.server.time_in_queue"
+TIME_IN_QUEUE = "instrument.request.queue.duration"
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
     _, errors = service.communicate("40\nflush\n", timeout=60)
     assert service.returncode == 0, errors
     scraped = Path("scraped.txt").read_text()  # in the one process what both have recorded together
-    for name in ("gen_ai_server_time_in_queue_seconds", "instrument_request_batch_size"):
+    for name in ("instrument_request_queue_duration_seconds", "instrument_request_batch_size"):
         ((labels, count),) = re.findall(rf"^{name}_count{{(.*)}} (.*)$", scraped, re.MULTILINE)
         assert (float(count), 'gen_ai_request_model="tiny"' in labels) == (40, True)
     until(lambda: not run_folder.found())
@@ -271,13 +271,3 @@ def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() 
         kept = {one.name: one.exemplars for one in metrics_of(counted)}
         ((one,),) = kept[TIME_IN_QUEUE].values()
         assert (one.value_ns, one.at_ns, one.trace_id, one.span_id) == (40, 900, 7, 8)
-
-
-def test_where_nothing_is_generated_the_time_in_the_queue_has_a_name_of_our_own() -> None:
-    own = ended(None, {})
-    for streams, name in ((False, "instrument.request.time_in_queue"), (True, TIME_IN_QUEUE)):
-        counted = meter_of()
-        counted.count_served(own, 40, 1.0, None, streams=streams)
-        told = {one.name for one in metrics_of(counted) if one.series}
-        assert name in told
-        assert len(told & {"instrument.request.time_in_queue", TIME_IN_QUEUE}) == 1

@@ -95,7 +95,7 @@ def assert_one_tree_each(spans: Sequence[SentSpan], log: dict[str, LoggedRequest
 
 def assert_queues_told(collector: Collector, served: Served) -> None:
     """The metric of times in the queue has every request, with the time that the recordings tell."""
-    told = [metric for metric in collector.metrics if metric.name == "gen_ai.server.time_in_queue"]
+    told = [metric for metric in collector.metrics if metric.name == "instrument.request.queue.duration"]
     last = told[-1].exponential_histogram.data_points  # of all series together: of the process that takes requests
     found = queue_times(served.trace, served.joined)
     assert (sum(point.count for point in last), len(found)) == (REQUESTS, REQUESTS)

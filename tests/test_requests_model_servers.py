@@ -95,7 +95,7 @@ def ask_all(port: int, asks: Sequence[Ask], times: int = TIMES) -> tuple[list[tu
 
 def check_all(spans: Sequence[Span], wanted: Counter[tuple[str, Any]], traces: set[int]) -> None:
     """Each request is there once, by endpoint and status, in the trace of its caller."""
-    statuses = ("http.response.status_code", "rpc.response.status_code")
+    statuses = ("http.response.status_code", "rpc.status_code")
     found = Counter(
         (span.site.name, next(map(span.attributes.get, filter(span.attributes.get, statuses)))) for span in spans
     )

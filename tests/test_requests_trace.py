@@ -146,7 +146,7 @@ def test_what_opentelemetry_sends_and_makes_continues_the_request(session: instr
     trace_id, own = session.recorded.ids().of(span)
     told = remote_of(sent["traceparent"].encode())
     assert told is not None
-    assert (told.trace_id, told.span_id) == (trace_id, own)
+    assert (told.trace_id, told.span_id, told.flags) == (trace_id, own, 3)
     assert (made[0].parent.trace_id, made[0].parent.span_id) == (trace_id, own)
     assert span.remote is None
     assert not trace.get_current_span().get_span_context().is_valid

@@ -21,7 +21,7 @@ from instrument.profile.keys import loads
 from instrument.trace import settling
 
 IN_QUEUE, OF_REQUESTS, OF_BATCHES = (
-    "gen_ai_server_time_in_queue_seconds", "instrument_request_batch_size", "instrument_batch_size",
+    "instrument_request_queue_duration_seconds", "instrument_request_batch_size", "instrument_batch_size",
 )  # fmt: skip
 PROFILE = """
 functions: [{match: "nowhere:step", batch: ids}]
@@ -104,7 +104,10 @@ def test_a_scrape_tells_the_same_as_the_collector_gets_with_exemplars_of_what_is
         serve(2)
         found = awaited(4)
         assert instrument.flush(60).settled
-        for told, name in ((IN_QUEUE, "gen_ai.server.time_in_queue"), (OF_REQUESTS, "instrument.request.batch.size")):
+        for told, name in (
+            (IN_QUEUE, "instrument.request.queue.duration"),
+            (OF_REQUESTS, "instrument.request.batch.size"),
+        ):
             (*_, metric) = [one for one in server.metrics if one.name == name]
             points = metric.exponential_histogram.data_points
             sent = {

@@ -24,17 +24,17 @@ from instrument.profile.model import Capture, Where
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.remote_parents import LINK
-from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.rows import REQUEST_BIT, is_sampled
 from instrument.recording.spans import KEY, Site, Span
 from instrument.recording.tally import Tally
-from instrument.trace import tail_sampling, unsettled
+from instrument.trace import decisions, unsettled
 from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined, grafted, join
 from instrument.trace.merge import merge
 from instrument.trace.settling import Settling
 from instrument.trace.stages import stage_spans
-from instrument.trace.tail_sampling import TailSampler, is_sampled
+from instrument.trace.tail_sampling import TailSampler
 from instrument.trace.unsettled import UnsettledRows
 
 FRONT, ENGINE = 1, 2
@@ -203,7 +203,7 @@ class Told:
     """One process, as a reader reads its rows, and what is settled of it."""
 
     def __init__(self, spans: Sequence[Span], number: int, capture: Capture, spans_per_request: int = 10_000) -> None:
-        self.ids = Ids([number, number, number], str(number))
+        self.ids = ids_of(number)
         self.spans = sorted(spans, key=lambda one: one.end_ns)
         self.sites = list({span.site: None for span in spans})
         self.node_of = {site: node for node, site in enumerate(self.sites)}
@@ -237,6 +237,16 @@ class Told:
         self.rows.add([RingRows(1, thread_id, rows, 0, 0, 0)], opened, details)
         self.rows.read_ns = now_ns
         self.sizes.append(len(self.rows.rows))
+
+
+def ids_of(process: int) -> Ids:
+    return Ids([process, process, process], str(process))
+
+
+def of_share(run: Run, root: int, sample: float) -> bool:
+    """Whether a trace is of the random share, by the span at its root."""
+    process = FRONT if any(span.span_id == root for span in run.front) else ENGINE
+    return is_sampled(ids_of(process).trace_id(root), sample)
 
 
 def by_agent(run: Run, every_ns: int = S // 2, sample: float = 1.0, where: tuple[Where, ...] = ()) -> tuple[Told, Told]:
@@ -427,14 +437,13 @@ def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_
     rng = random.Random(seed)
     roots = roots_in(run)
     kept = {one.span_id for one in run.front if roots[one.span_id] == one.span_id and rng.random() < 0.5}
-    monkeypatch.setattr(
-        tail_sampling, "is_sampled", lambda root, share: root in kept if root & REQUEST_BIT else is_sampled(root, share)
-    )
+    traces = {ids_of(FRONT).trace_id(root) for root in kept}
+    monkeypatch.setattr(decisions, "is_sampled", lambda trace_id, share: trace_id in traces)
     front, engine = by_agent(run, sample=0.5)
     sent = [span.span_id for its in (front, engine) for span in its.sent]
     assert len(sent) == len(set(sent))
     expected = {
-        number for number, root in roots.items() if (root in kept if root & REQUEST_BIT else is_sampled(root, 0.5))
+        number for number, root in roots.items() if (root in kept if root & REQUEST_BIT else of_share(run, root, 0.5))
     }
     _, links, _ = by_convert(run)
     expected |= {batch for batch, theirs in links.items() if not roots[batch] & REQUEST_BIT and kept & set(theirs)}
@@ -566,10 +575,10 @@ def test_a_request_is_kept_with_its_parts_of_other_processes_or_not_at_all(sampl
         run.add(run.front, WAIT, at_ns + 10, at_ns + S - 10, top, key=key)
         part = run.add(run.engine, WORKER, at_ns + 20, at_ns + S // 2, key=key)
         run.add(run.engine, ACCEPT, at_ns + 30, at_ns + 40, part)
-        if number % 5 == 0 and not is_sampled(part.span_id, sample):
+        if number % 5 == 0 and not of_share(run, part.span_id, sample):
             part.attributes = {**part.attributes, "tenant": "x"}
             wanted.add(top.span_id)
-        elif is_sampled(top.span_id, sample):
+        elif of_share(run, top.span_id, sample):
             wanted.add(top.span_id)
     front, engine = by_agent(run, sample=sample, where=(Where("tenant", (("=", "x"),)),))
     found = Counter(trace_id for its in (front, engine) for trace_id, *_ in identify(its.sent, its.ids))

@@ -16,6 +16,9 @@ from instrument.profile.model import Capture, Otlp
 from instrument.runtime.cheap_start import LazyModule, asdict, dataclass, field
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from instrument.otlp import packing
     from instrument.recording.spans import Span
 else:
@@ -50,7 +53,8 @@ class Ids:
 
     def span_id(self, number: int) -> int:
         """The id, 64 bits, of a span of the recorder."""
-        return _mix(self._seed + number) or _mix(self._seed)
+        span_id: int = mix(self._seed + number) or mix(self._seed)
+        return span_id
 
     def device_span_id(self) -> int:
         """A fresh id for a device interval."""
@@ -70,7 +74,13 @@ class Ids:
     def trace_id(self, number: int) -> int:
         """The id, 128 bits, of the tree whose root has this number."""
         high, low = self._trace_seeds
-        return (_mix(high + number) or _mix(high)) << 64 | (_mix(low + number) or _mix(low))
+        trace_id: int = (mix(high + number) or mix(high)) << 64 | (mix(low + number) or mix(low))
+        return trace_id
+
+    def trace_lows(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the lower halves of the ids of trees by the numbers of their roots."""
+        lows: NDArray[np.uint64] = mix(numbers + self._trace_seeds[1])
+        return lows
 
 
 def _random_uuid() -> str:
@@ -80,7 +90,8 @@ def _random_uuid() -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def _mix(value: int) -> int:
+def mix(value: Any) -> Any:
+    """Return splitmix64's finaliser of a number of 64 bits, or of an array of such."""
     value &= _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK

@@ -125,9 +125,7 @@ class Metering:
     def count_served(self, request: ServedRequest) -> None:
         """Count a request that batches served."""
         self.unsaved += 1
-        self._meter.count_served(
-            request.span, request.queue_ns, request.batch_size, request.sampled_ids, streams=request.is_generation
-        )
+        self._meter.count_served(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
 
     def note_kept(self, request: Span) -> None:
         """Note a request that is about to be sent as an exemplar. It is the first span of its tree."""

@@ -21,7 +21,7 @@ from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTI
 
 SCOPE = "instrument"
 """The instrumentation scope of every span."""
-SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.45.0"
 """The version of OpenTelemetry's names that the attributes follow."""
 EVENT_LIMIT = 128
 """Events of a span, at most: OpenTelemetry's own limit."""
@@ -178,11 +178,15 @@ def pack_resource(attributes: Mapping[str, object]) -> bytes:
     return pack_field(b"\x0a", pack_attributes(attributes, b"\x0a"))
 
 
-def request_of(resource: bytes, pieces: Iterable[bytes]) -> bytes:
-    """An ExportTraceServiceRequest of packed spans under a packed resource; one of packed metrics has the same form."""
+def request_of(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
+    """An ExportTraceServiceRequest of packed spans under a packed resource; one of packed metrics has the same form.
+
+    The names of `foreign` pieces are not of the schema, so these are in a scope of their own without one.
+    """
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", version()))
-    scope_spans = b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL)))
-    return pack_field(b"\x0a", resource + pack_field(b"\x12", scope_spans))
+    of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
+    without_schema = pack_field(b"\x12", b"".join((scope, *foreign))) if foreign else b""
+    return pack_field(b"\x0a", resource + of_schema + without_schema)
 
 
 class Body(NamedTuple):

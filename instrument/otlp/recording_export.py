@@ -419,7 +419,11 @@ class RecordingExport:
 def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
     """Return True for a span that has been sent or will be."""
     if not span.root_id & REQUEST_BIT:
-        return is_sampled(span.root_id, sample) or span.span_id in rows.sent_apart or rows.has(span.span_id)
+        return (
+            is_sampled(rows.ids.trace_id(span.root_id), sample)
+            or span.span_id in rows.sent_apart
+            or rows.has(span.span_id)
+        )
     decided = rows.decided.get(span.root_id)
     return span.root_id in rows.sampler.wanted if decided is None else decided.is_kept
 

@@ -19,6 +19,7 @@ from instrument.otlp import packing
 from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, positive, proxy_for
 from instrument.otlp.points import Series, pack_metric
 from instrument.profile.document import without_secrets
+from instrument.recording.gen_ai_metrics import NAMESPACE
 from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.compression import compressor
 
@@ -88,7 +89,9 @@ class Sender(ABC):
         pause: Callable[[float], None],
     ) -> Response:
         """Deliver one request of metrics, likewise; what is rejected counts points."""
-        body = packing.request_of(packing.pack_resource(resource), map(pack_metric, series))
+        packed = [(metric.name.startswith(NAMESPACE), pack_metric(metric)) for metric in series]
+        pieces, foreign = ([metric for of_gen_ai, metric in packed if of_gen_ai == flag] for flag in (False, True))
+        body = packing.request_of(packing.pack_resource(resource), pieces, foreign)
         return self._send(self._places[1], body, sum(len(metric.points) for metric in series), left_s, pause)
 
     def _send(

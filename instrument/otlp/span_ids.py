@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.export_facts import Ids
+from instrument.otlp.export_facts import Ids, mix
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE
-from instrument.recording.remote_parents import LinkedSpan, RemoteParent
+from instrument.recording.remote_parents import OF_OURS, LinkedSpan, RemoteParent
 from instrument.trace.by_process import outer_spans
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
@@ -62,7 +62,7 @@ class SpanIds:
         span_ids, above = self._mixed(span, rows, 0), self._mixed(parent, rows, 0)
         high, low = self._mixed(root, rows, 1), self._mixed(root, rows, 2)
         above[is_top] = 0
-        flags = np.full(len(rows), HAS_IS_REMOTE | 1, dtype=np.uint32)
+        flags = np.full(len(rows), HAS_IS_REMOTE | OF_OURS, dtype=np.uint32)
         remote = np.full(len(rows), NONE, dtype=np.int64)
         if len(self._roots):
             place = np.searchsorted(self._roots, root).clip(max=len(self._roots) - 1)
@@ -133,17 +133,11 @@ _MASK = (1 << 64) - 1
 def mixed(seed: Any, numbers: UInt64s) -> UInt64s:
     """Return the ids of numbers by a seed, as `Ids.span_id` makes them."""
     with np.errstate(over="ignore"):
-        ids = _mix(numbers + seed)
+        ids: UInt64s = mix(numbers + seed)
         is_none = ids == 0
         if is_none.any():
-            ids[is_none] = np.broadcast_to(_mix(np.asarray(seed, dtype=np.uint64).reshape(-1)), ids.shape)[is_none]
+            ids[is_none] = np.broadcast_to(mix(np.asarray(seed, dtype=np.uint64).reshape(-1)), ids.shape)[is_none]
     return ids
-
-
-def _mix(values: UInt64s) -> UInt64s:
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(values ^ values >> np.uint64(31))
 
 
 class RowIds(NamedTuple):

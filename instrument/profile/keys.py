@@ -105,11 +105,13 @@ def with_engine(profile: model.Profile, package: str) -> model.Profile:
     preset = load(path_of(ENGINES[package]))
     ignored = tuple(path for rule in preset.requests for path in rule.ignore)
     generated = tuple(path for rule in preset.requests for path in rule.gen_ai)
+    provider = next((rule.provider for rule in preset.requests), "")
     requests = tuple(
         replace(
             rule,
             ignore=tuple(dict.fromkeys((*rule.ignore, *ignored))),
             gen_ai=tuple(dict.fromkeys((*rule.gen_ai, *generated))),
+            provider=rule.provider or provider,
         )
         for rule in profile.requests
     )
@@ -485,6 +487,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "attributes": Key("attributes", one_or_more(readers.request_attribute)),
         "traceparent": Key("traceparent", one_of(*model.TRACEPARENT)),
         "gen_ai": Key("gen_ai", one_or_more(readers.path_pattern)),
+        "provider": Key("provider", string),
         "by": Key("by", readers.attribute_name),
         "at_most": Key("at_most", whole(1)),
     },

@@ -196,7 +196,8 @@ class RequestsRule:
     is the name of spans, with {method} and {route}. `attributes` names those of OpenTelemetry's attributes to record
     that may have data of a caller. The caller's trace is followed, linked to, or left alone (`traceparent`). Reports
     and metrics group requests `by` an attribute, such as one that names a tenant: by up to `at_most` values, and the
-    others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by item.
+    others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by item, by
+    what is called `provider`.
     `blocked_ns` is that of the profile's `Limits`, added when the rule is attached.
     """
 
@@ -206,6 +207,7 @@ class RequestsRule:
     attributes: tuple[str, ...] = ()
     traceparent: str = "follow"
     gen_ai: tuple[str, ...] = ()
+    provider: str = ""
     by: str = ""
     at_most: int = 50
     blocked_ns: int | None = None

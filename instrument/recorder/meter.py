@@ -14,9 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Protocol
 
-from instrument.recorder.outcomes import STATUS
+from instrument.recorder.outcomes import RPC_STATUS, STATUS
 from instrument.recording.distributions import (
     COUNTER,
     HISTOGRAM,
@@ -39,9 +40,9 @@ from instrument.recording.distributions import (
 from instrument.recording.gen_ai_metrics import (
     BATCH_SIZE,
     FIRST_TOKEN,
+    GENERATION,
     JOINED,
     ONE,
-    OTHER_QUEUE_TIME,
     OUTPUT_TOKEN,
     QUEUE_TIME,
     REQUEST_DURATION,
@@ -50,7 +51,6 @@ from instrument.recording.gen_ai_metrics import (
     generation_labels,
     is_among,
     said_of_generation,
-    says_generation,
     token_times,
 )
 from instrument.recording.histogram import bucket, bucket_start
@@ -63,6 +63,10 @@ if TYPE_CHECKING:
     from instrument.recording.tally import Tally
 
 SCHEME = "url.scheme"
+
+HTTP_DURATION = "http.server.request.duration", "Duration of HTTP server requests."
+RPC_DURATION = "rpc.server.call.duration", "Duration of incoming remote procedure calls."
+"""The metrics of requests by protocol, each with its description."""
 
 Ended = Mapping[Labels, Mapping[int, int]]
 """The buckets of ended requests by endpoint."""
@@ -112,7 +116,8 @@ class Meter:
         """Count ended requests by their rows, at 2 us each."""
         site_of = self._recorder.site_of
         for row in ended:
-            endpoint = endpoint_of(site_of(row))
+            site = site_of(row)
+            endpoint = endpoint_of(site)
             if not endpoint:
                 continue
             attributes = row[ATTRIBUTES] or {}
@@ -120,7 +125,7 @@ class Meter:
             group = self._group(attributes)
             _series(self._requests, (*_labels(endpoint, attributes, row[ERROR]), *group)).add(duration_ns)
             if self._is_generation(endpoint):
-                self._count_generation((*_of_route(endpoint), *group), attributes, duration_ns, row[ERROR])
+                self._count_generation((*_of_route(site), *group), attributes, duration_ns, row[ERROR])
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
@@ -134,7 +139,7 @@ class Meter:
             if self._is_generation(endpoint):
                 attributes = request.attributes
                 for name, of_generation, value_ns in _generation(
-                    (*_of_route(endpoint), *group), attributes, request.total_ns, request.error
+                    (*_of_route(request.site), *group), attributes, request.total_ns, request.error
                 ):
                     self._generated.note(name, of_generation, replace(exemplar, value_ns=value_ns))
 
@@ -151,30 +156,19 @@ class Meter:
         return ((self.by, value),)
 
     def count_served(
-        self,
-        request: Span,
-        queue_ns: int,
-        batch_size: float,
-        sampled_ids: tuple[int, int] | None,
-        *,
-        streams: bool = False,
+        self, request: Span, queue_ns: int, batch_size: float, sampled_ids: tuple[int, int] | None
     ) -> None:
         """Count a request's time in the queue, and the mean size of its batches, 0 without any.
 
-        It is an exemplar under `sampled_ids`, its trace id and span id. The answer of a request that `streams` is
-        generated.
+        It is an exemplar under `sampled_ids`, its trace id and span id.
         """
         site, attributes, error = request.site, request.attributes, request.error
         endpoint = endpoint_of(site)
-        labels = _of_route(endpoint) if endpoint else _call_labels(site)
+        labels = _of_route(site) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, attributes) if is_generation else (*labels, *said_of_generation(attributes))
         labels = (*labels, *_ending(attributes, error), *self._group(attributes))
-        is_generation = is_generation or streams or says_generation((*attributes, *dict(site.attributes)))
-        values = {
-            QUEUE_TIME if is_generation else OTHER_QUEUE_TIME: queue_ns,
-            **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {}),
-        }
+        values = {QUEUE_TIME: queue_ns, **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
         for name, value in values.items():
             self._generated.add(name, labels, value)
             if sampled_ids is not None:
@@ -230,10 +224,10 @@ class Meter:
 
     def _active_requests(self) -> Metric:
         """Return the metric of open requests."""
-        now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, self._met), 0))
+        now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, filterfalse(_is_rpc, self._met)), 0))
         for _, row in () if self.has_ended else self._recorder.open_rows():
             labels = endpoint_of(self._recorder.site_of(row))
-            if labels and row[SPAN_ID] == row[ROOT_ID]:
+            if labels and not _is_rpc(labels) and row[SPAN_ID] == row[ROOT_ID]:
                 now[_without_route(labels)] += 1
         self._active = dict.fromkeys(self._active, 0)
         for labels, count in now.items():
@@ -327,9 +321,11 @@ class Meter:
         """
         metrics = []
         if requests or self._requests:
-            about = "Duration of HTTP server requests."
             exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
-            metrics.append(_durations("http.server.request.duration", about, self._requests, exemplars))
+            by_http = {labels: of for labels, of in self._requests.items() if not _is_rpc(labels)}
+            metrics.append(_durations(*HTTP_DURATION, by_http, exemplars))
+            if by_rpc := {labels: of for labels, of in self._requests.items() if _is_rpc(labels)}:
+                metrics.append(_durations(*RPC_DURATION, by_rpc, exemplars))
             metrics.append(self._active_requests())
             if queued and not self.has_ended:
                 metrics.append(self._queued_tasks(queued))
@@ -402,6 +398,8 @@ def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) 
         endpoint += ((SCHEME, scheme),)
     if isinstance(status := attributes.get(STATUS), int) and 100 <= status < 1000:
         endpoint += ((STATUS, status),)
+    if _is_rpc(endpoint) and isinstance(name := attributes.get(RPC_STATUS), str):
+        endpoint += ((RPC_STATUS, name),)
     return (*endpoint, *_ending(attributes, error))
 
 
@@ -437,21 +435,29 @@ def _generation(
             yield OUTPUT_TOKEN, labels, times[1]
 
 
-def _of_route(endpoint: Labels) -> Labels:
-    return tuple(label for label in endpoint if label[0] == "http.route")
+def _of_route(site: Site) -> Labels:
+    """Return the route or the method of a site's requests, and the facts of its generations."""
+    facts = dict(site.attributes)
+    names = ("http.route", RPC_METHOD, *GENERATION)
+    return tuple((name, value) for name in names if isinstance(value := facts.get(name), str))
 
 
 def endpoint_of(site: Site) -> Labels:
-    """Return the labels of a site's requests, () where it has none over HTTP."""
+    """Return the labels of a site's requests, () where it has none over HTTP or RPC."""
     if site.kind != "request":
         return ()
     facts = dict(site.attributes)
-    if "http.request.method" not in facts:
+    if "http.request.method" not in facts and RPC_METHOD not in facts:
         return ()
     return tuple((name, value) for name in _ENDPOINT if isinstance(value := facts.get(name), str))
 
 
-_ENDPOINT = ("http.request.method", "http.route", "network.protocol.name", SCHEME)
+RPC_METHOD = "rpc.method"
+_ENDPOINT = ("http.request.method", "http.route", "network.protocol.name", SCHEME, "rpc.system.name", RPC_METHOD)
+
+
+def _is_rpc(endpoint: Labels) -> bool:
+    return any(name == RPC_METHOD for name, _ in endpoint)
 
 
 def _without_route(endpoint: Labels) -> Labels:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 from instrument import native
 
-STATUS = "http.response.status_code"
-"""The attribute of a request's span, by OpenTelemetry's conventions for HTTP."""
+STATUS, RPC_STATUS = "http.response.status_code", "rpc.status_code"
+"""The attributes of a request's span with its status, by OpenTelemetry's conventions for HTTP and for RPC."""
 
 FIRST_OF_SERVER = 500
 """The first status that is an error of the server."""

@@ -1,7 +1,7 @@
 """The metrics of generative models by OpenTelemetry's names: request duration, time to first token, time per token.
 
-Servers with batches have three more: time in the queue, batch size, and mean batch size of a request. OpenTelemetry has
-no name for time in the queue yet; it has the name that vLLM and SGLang use on spans.
+Servers with batches have three more, for which OpenTelemetry has no names: time in the queue, batch size, and mean
+batch size of a request.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM
 
 NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
 
-GENERATION = (OPERATION, "gen_ai.provider.name", "gen_ai.request.model")
+PROVIDER = "gen_ai.provider.name"
+GENERATION = (OPERATION, PROVIDER, "gen_ai.request.model")
 """The facts of a generation that a service may pass to `annotate_request`."""
 
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
 )
-QUEUE_TIME, OTHER_QUEUE_TIME = "gen_ai.server.time_in_queue", "instrument.request.time_in_queue"
-"""The time in the queue of requests to a generative model, and of other requests."""
+QUEUE_TIME = "instrument.request.queue.duration"
 BATCH_SIZE, SERVING_BATCH_SIZE = "instrument.batch.size", "instrument.request.batch.size"
 
-JOINED = (QUEUE_TIME, OTHER_QUEUE_TIME, SERVING_BATCH_SIZE)
+JOINED = (QUEUE_TIME, SERVING_BATCH_SIZE)
 """The metrics that need the requests of all processes joined with their batches."""
 
 ONE = 10**9
@@ -45,8 +45,7 @@ DESCRIPTIONS = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
     FIRST_TOKEN: "Time to generate first token for successful responses.",
     OUTPUT_TOKEN: "Time per output token generated after the first token for successful responses.",
-    QUEUE_TIME: "Time of a generation in the queue, up to its first batch.",
-    OTHER_QUEUE_TIME: "Time of a request in the queue, up to its first batch.",
+    QUEUE_TIME: "Time of a request in the queue, up to its first batch.",
     BATCH_SIZE: "Requests of a batch.",
     SERVING_BATCH_SIZE: "Requests of a batch, on average over those that served the request.",
 }
@@ -120,7 +119,7 @@ def says_generation(names: Iterable[object]) -> bool:
 
 
 def said_of_generation(attributes: Mapping[Any, Any]) -> Labels:
-    """Return the facts of a generation that a span has."""
+    """Return the facts of a generation among attributes."""
     return tuple((name, value) for name in GENERATION if isinstance(value := attributes.get(name), str))
 
 

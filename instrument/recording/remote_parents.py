@@ -24,6 +24,9 @@ class RemoteParent:
     state: str = ""
 
 
+OF_OURS = 3
+"""The flags of a trace of ours: sampled, with a random id (W3C Trace Context, level 2)."""
+
 REMOTE = "instrument.remote"
 """The name under which rows hold what `remote_of` reads, among a request's attributes. Who reads spans does not see it.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from math import log2
 from typing import Any, Final
 
 from instrument.recording import memory_layout
@@ -39,8 +41,6 @@ PACKED_ROW = memory_layout.ROW.packer()
 
 _unpack = PACKED_ROW.iter_unpack
 
-SCRAMBLE = 0x9E3779B97F4A7C15
-"""The multiplier of `is_sampled`."""
 
 STREAM = object()
 """The key under which a span's attributes hold what its device time is taken on, where that is known: the handle of a
@@ -81,6 +81,31 @@ def is_request_root(row: Row) -> bool:
     return row[SPAN_ID] == row[ROOT_ID] and bool(row[ROOT_ID] & REQUEST_BIT)
 
 
-def is_sampled(root_id: int, sample: float) -> bool:
-    """Return the same answer for every span of a tree: its root's id, scrambled by Knuth's multiplicative hash."""
-    return (root_id * SCRAMBLE & (1 << 64) - 1) < sample * (1 << 64)
+RANDOM_BITS = 56
+"""The bits at the end of a trace id that are random, by which samplers decide (W3C Trace Context, level 2)."""
+
+
+@lru_cache(maxsize=64)
+def threshold_of(sample: float) -> int:
+    """Return the least random value of a sampled trace, with the digits that OpenTelemetry's `tracestate` has room for.
+
+    It has four hexadecimal digits behind its leading ones of all bits.
+    """
+    if sample <= 0:
+        return 1 << RANDOM_BITS
+    digits = min(4 + max(int(-log2(min(sample, 1.0)) / 4), 0), 14)
+    dropped = RANDOM_BITS - 4 * digits
+    most: int = 16**digits
+    return min(round((1 - min(sample, 1.0)) * most), most - 1) << dropped
+
+
+def is_sampled(trace_id: int, sample: float) -> bool:
+    """Return the same answer for every span of a trace, as OpenTelemetry's samplers by a share do."""
+    return trace_id & (1 << RANDOM_BITS) - 1 >= threshold_of(sample)
+
+
+def state_of_share(sample: float) -> str:
+    """Return the `tracestate` of a trace of a random share, "" where the share is all or none."""
+    if not 0 < sample < 1:
+        return ""
+    return f"ot=th:{threshold_of(sample):014x}".rstrip("0")

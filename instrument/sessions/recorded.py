@@ -27,8 +27,8 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, Ticks
 from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.paths import CallTree
-from instrument.recording.remote_parents import REMOTE, RemoteParent, noted, remote_of
-from instrument.recording.rows import REQUEST_BIT, is_sampled
+from instrument.recording.remote_parents import OF_OURS, REMOTE, RemoteParent, noted, remote_of
+from instrument.recording.rows import REQUEST_BIT, is_sampled, state_of_share
 from instrument.recording.spans import (
     UNTIMED,
     Cost,
@@ -173,11 +173,13 @@ class Recorded:
         ids, remote = self.ids(), remote_of(remote_value)
         if remote is not None:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
-        parent = RemoteParent(ids.trace_id(root_id), 0, int(is_sampled(root_id, self.profile.capture.sample)))
+        trace_id, sample = ids.trace_id(root_id), self.profile.capture.sample
+        is_kept = is_sampled(trace_id, sample)
+        parent = RemoteParent(trace_id, 0, OF_OURS ^ (not is_kept), state=state_of_share(sample) if is_kept else "")
         if ids.run:  # its exporter must keep the trace id, which others know now
             annotate = RECORDER.annotate_request if root_id & REQUEST_BIT else RECORDER.annotate_innermost
             annotate({REMOTE: noted(parent)})
-        return parent.trace_id, ids.span_id(span_id), parent.flags, ""
+        return trace_id, ids.span_id(span_id), parent.flags, parent.state
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
         """Return trace id and span id of a request that is known by a key first, "" for none."""

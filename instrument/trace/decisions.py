@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.rows import REQUEST_BIT, is_sampled, state_of_share
 from instrument.recording.spans import BATCH_KEYS, KEY
 from instrument.trace.columns import Bools, Columns
 from instrument.trace.forest import NONE, nearest
@@ -81,6 +81,8 @@ class Decisions:
         self.gone = np.zeros(count, np.bool_)
         """Rows that are dropped."""
         self._place_adopted()
+        self.states: dict[int, str] = {}
+        """The `tracestate` of requests of the random share, by their roots."""
         self.kept, self.passed = self._decided()
         self._settle_trees(self.kept, self.passed)
         self._settle_batches(self.served)
@@ -182,8 +184,8 @@ class Decisions:
         ended = [
             (self.member(row).sampler, self._request(row), row) for row in parts if self.gathered.state[row] != OPEN
         ]
-        is_kept = self._remembered.is_kept(self.trace_id(unit))
-        if is_kept or any(sampler.is_asked_for(request, is_part=row != unit) for sampler, request, row in ended):
+        is_kept = self._is_of_share(unit) or self._remembered.is_kept(self.trace_id(unit))
+        if is_kept or any(sampler.is_asked_for(request) for sampler, request, _ in ended):
             self._keep(unit, kept_roots)
             return
         for sampler, request, row in ended:
@@ -202,6 +204,16 @@ class Decisions:
                 return
         if self._is_last or self.trace_id(unit) not in undue_traces:
             passed.add(unit)
+
+    def _is_of_share(self, unit: int) -> bool:
+        """Return True for a request of the random share. A caller that traces has decided already."""
+        if self._request(unit).remote is not None:
+            return False
+        sample = self.member(unit).sampler.capture.sample
+        if not is_sampled(self.trace_id(unit), sample):
+            return False
+        self.states[unit] = state_of_share(sample)
+        return True
 
     def _keep(self, unit: int, kept_roots: set[int]) -> None:
         kept_roots.add(unit)
@@ -283,11 +295,12 @@ class Decisions:
         self.gone |= due & ~sampled
 
     def are_sampled(self) -> Bools:
-        is_sampled = np.zeros(len(self.unit), np.bool_)
+        are_of_share = np.zeros(len(self.unit), np.bool_)
         for number, member in enumerate(self.members):
             rows = self.gathered.member == number
-            is_sampled[rows] = are_sampled(self.gathered.own_root[rows], member.sampler.capture.sample)
-        return is_sampled
+            lows = member.ids.trace_lows(self.gathered.own_root[rows].astype(np.uint64))
+            are_of_share[rows] = are_sampled(lows, member.sampler.capture.sample)
+        return are_of_share
 
     @cached_property
     def served(self) -> Mapping[int, list[int]]:

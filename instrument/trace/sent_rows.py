@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, LinkedSpan, RemoteParent, link_of
+from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, OF_OURS, LinkedSpan, RemoteParent, link_of
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import KEY, AttributeValue, Span
 from instrument.trace.columns import AttributesOfRows, Columns, DeviceIntervals, Int64s
@@ -29,13 +29,12 @@ recorder and no device interval has it."""
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
     """A request that batches served, with its time in the queue and the mean size of its batches. `sampled_ids` are its
-    trace id and span id at a collector, None if dropped. It `is_generation` if its batches stream an answer."""
+    trace id and span id at a collector, None if dropped."""
 
     span: Span
     queue_ns: int
     batch_size: float
     sampled_ids: tuple[int, int] | None
-    is_generation: bool
 
 
 @dataclass(slots=True)
@@ -67,6 +66,7 @@ class SentRows:
         self.callers: list[RemoteParent] = []
         self.caller_of: Int64s = np.full(len(self._unit), NONE)
         self.outcome: dict[int, Settled] = {}
+        self._remotes = {**self._found.remote, **self._of_share()}
         roots, passed = decisions.kept, decisions.passed
         decided = roots | passed if asks_queues else roots
         its_stages = self._stages(decided) if decided else []
@@ -95,8 +95,8 @@ class SentRows:
         parent_id = np.where(stays, gathered.own[above], gathered.own_parent[rows])
         of_unit = np.where(unit != NONE, gathered.own[unit], gathered.own_root[rows])
         root_id = np.where(piece != NONE, gathered.own[piece], of_unit)
-        callers, number_of = list(trace.remote.values()), np.full(count + 1, NONE)
-        number_of[np.fromiter(trace.remote, np.int64, len(callers))] = np.arange(len(callers))
+        callers, number_of = list(self._remotes.values()), np.full(count + 1, NONE)
+        number_of[np.fromiter(self._remotes, np.int64, len(callers))] = np.arange(len(callers))
         caller = number_of[unit]
         pieces = np.unique(piece[piece != NONE])
         number_of[pieces] = len(callers) + np.arange(len(pieces))
@@ -125,12 +125,12 @@ class SentRows:
                 continue
             picked = rows[places]
             first = np.flatnonzero(np.diff(root_id[places], prepend=NONE))
-            remotes = {
+            remote_by_row = {
                 at: callers[caller_place]
                 for at, caller_place in zip(first.tolist(), caller[places[first]].tolist(), strict=True)
                 if caller_place != NONE
             }
-            for at, remote in remotes.items():
+            for at, remote in remote_by_row.items():
                 self._members[number].note_trace(int(root_id[places[at]]), remote.trace_id)
             settled = self._of(number)
             settled.trace = Columns(
@@ -142,9 +142,18 @@ class SentRows:
                 attributes=AttributesOfRows({
                     at: attributes[row] for at, row in enumerate(picked.tolist()) if row in attributes
                 }),
-                remote=remotes,
+                remote=remote_by_row,
             )  # fmt: skip
             settled.links = {at: links[row] for at, row in enumerate(picked.tolist()) if row in links} if links else {}
+
+    def _of_share(self) -> dict[int, RemoteParent]:
+        """Return the traces of requests of the random share, whose `tracestate` has the share."""
+        remotes = {}
+        for unit, state in self._decisions.states.items():
+            if state:
+                trace = RemoteParent(self._decisions.trace_id(unit), 0, OF_OURS)
+                remotes[unit] = replace(self._found.remote.get(unit, trace), state=state)
+        return remotes
 
     def _sent_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
         """Return the attributes of the rows that are sent and have any, with links to what they came from."""
@@ -188,8 +197,8 @@ class SentRows:
     def _caller(self, piece: int) -> RemoteParent:
         """Return the parent in another process of the topmost span of a piece of a request."""
         unit = int(self._unit[piece])
-        remote = self._found.remote.get(unit)
-        flags, state = (1, "") if remote is None else (remote.flags, remote.state)
+        remote = self._remotes.get(unit)
+        flags, state = (OF_OURS, "") if remote is None else (remote.flags, remote.state)
         above = int(self._found.parent[piece])
         return RemoteParent(self._decisions.trace_id(unit), self._decisions.span_id(above), flags, state=state)
 
@@ -269,6 +278,4 @@ class SentRows:
             span.span_id, span.thread_id = int(self._gathered.own[row]), int(self._gathered.own_thread[row])
             trace = (self._decisions.trace_id(unit), self._decisions.span_id(row)) if unit in roots else None
             size = float(sizes[batches].mean()) if len(batches) else 0.0
-            self._of(int(self._gathered.member[row])).served.append(
-                ServedRequest(span, queue_ns, size, trace, entry.is_generation)
-            )
+            self._of(int(self._gathered.member[row])).served.append(ServedRequest(span, queue_ns, size, trace))

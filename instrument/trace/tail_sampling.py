@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from instrument.profile.model import Capture, PercentileThreshold, Rate, Where
 from instrument.recording.histogram import LONGEST_NS, percentiles
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.rows import SCRAMBLE, is_sampled
+from instrument.recording.rows import RANDOM_BITS, threshold_of
 from instrument.recording.spans import AttributeValue, Site
 from instrument.recording.tally import Tally
 
@@ -28,13 +28,10 @@ USUAL_FOR_NS = 10**9
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
 
 
-def are_sampled(root_id: NDArray[Any], sample: float) -> NDArray[np.bool_]:
-    """Return `is_sampled` for each of some roots."""
-    if sample <= 0:
-        return np.zeros(len(root_id), np.bool_)
-    with np.errstate(over="ignore"):
-        scrambled = root_id.astype(np.uint64) * np.uint64(SCRAMBLE)
-    return np.asarray(scrambled <= np.uint64(min(int(sample * 2.0**64), (1 << 64) - 1)))
+def are_sampled(trace_lows: NDArray[np.uint64], sample: float) -> NDArray[np.bool_]:
+    """Return `is_sampled` for each of some traces, by the lower halves of their ids."""
+    random = trace_lows & np.uint64((1 << RANDOM_BITS) - 1)
+    return np.asarray(random >= np.uint64(threshold_of(sample)))
 
 
 class EndedRequest(NamedTuple):
@@ -80,17 +77,12 @@ class TailSampler:
         """Learn the usual times of the endpoints of some requests."""
         self._usual.look(ended)
 
-    def is_asked_for(self, request: EndedRequest, *, is_part: bool = False) -> bool:
-        """Return True if a request is kept for reasons of its own. Chance does not decide on a part of another one.
-
-        A caller that traces has decided already. Otherwise the sample does.
-        """
+    def is_asked_for(self, request: EndedRequest) -> bool:
+        """Return True if a request is kept for reasons of its own, or because its caller's trace is."""
         if request.root_id in self.wanted:
             self.wanted.discard(request.root_id)
             return True
-        if request.remote is not None:
-            return bool(request.remote.flags & 1) and not self._capture.is_off
-        return not is_part and is_sampled(request.root_id, self._capture.sample)
+        return request.remote is not None and bool(request.remote.flags & 1) and not self._capture.is_off
 
     def is_notable(self, request: EndedRequest) -> bool:
         """Return True for a request that failed, was slow, or bears the attributes that are asked for."""

@@ -60,6 +60,9 @@ class ProcessIds(Protocol):
     def trace_id(self, number: int, /) -> int:
         """Return the id, 128 bits, of the tree whose root has this number."""
 
+    def trace_lows(self, numbers: NDArray[np.uint64], /) -> NDArray[np.uint64]:
+        """Return the lower halves of the ids of trees by the numbers of their roots."""
+
 
 class RowDetail(NamedTuple):
     """The active time (-1: all of it), the error, the attributes and the caller's span of a row that has any."""
@@ -288,7 +291,7 @@ class UnsettledRows:
         if self.has_keys:
             is_kept[:] = True
         else:
-            is_kept |= are_sampled(roots, self.sampler.capture.sample)
+            is_kept |= are_sampled(self.ids.trace_lows(roots), self.sampler.capture.sample)
             self.passed += int(np.count_nonzero(~is_kept))
         below = np.flatnonzero(is_request & (rows["span_id"] != roots))
         if len(below):

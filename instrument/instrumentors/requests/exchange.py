@@ -469,7 +469,7 @@ class Endpoints:
         address: Mapping[str, AttributeValue] = MappingProxyType({}),
     ) -> None:
         self._format = rule.name
-        self._generations = rule.gen_ai
+        self._generations, self._provider = rule.gen_ai, rule.provider
         self.recorder = recorder
         self._address = address
         self._sites: dict[Key, Site] = {}
@@ -504,6 +504,8 @@ class Endpoints:
             facts["http.route"] = route
             if self._generations and gen_ai_metrics.is_among(route, self._generations):
                 facts[gen_ai_metrics.OPERATION] = gen_ai_metrics.operation_of(route)
+                if self._provider:
+                    facts[gen_ai_metrics.PROVIDER] = self._provider
         if protocol == "websocket":
             facts["network.protocol.name"] = "websocket"
         facts.update(self._address)

@@ -3,14 +3,14 @@
 An interceptor of ours is the first of each server that is made while the rule is in force, sync or asyncio. It returns
 a wrapper of the method's handler. The span begins when the server calls it, once the request has arrived. Names and
 attributes follow OpenTelemetry's conventions for RPC (stable since 1.45): the method with its service,
-`rpc.response.status_code`, and an error for statuses that the conventions count as the server's.
+`rpc.status_code`, and an error for statuses that the conventions count as the server's. `server.address` is the
+`:authority` of a call, which gRPC's servers for asyncio do not have.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,11 +25,9 @@ from instrument.instrumentors.requests.exchange import (
     Exchanges,
     SteppedItems,
 )
-from instrument.recorder.outcomes import CANCELLED
+from instrument.recorder.outcomes import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
 from instrument.runtime.faults import FAULTS
-
-STATUS = "rpc.response.status_code"
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """Statuses that are errors of the server. The others are answers to a wrong request."""
@@ -43,36 +41,21 @@ UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 _attached: list[Arrivals] = []
 """The arrivals of each rule. The interceptors of all servers use the last."""
 
-_interceptors: weakref.WeakKeyDictionary[Any, _Service] = weakref.WeakKeyDictionary()
-
 
 class _Arrived(NamedTuple):
     """A call that has arrived at a server. `name` replaces a method that the server does not have."""
 
     details: Any
-    service: _Service
     context: Any = None
     name: str | None = None
 
 
 class _Service:
-    """The addresses of one server, and the recording of its calls."""
+    """The recording of the calls of one server."""
 
     def __init__(self, grpc: Any) -> None:
         self.grpc = grpc
         self._names = {status.value[0]: status.name for status in grpc.StatusCode}
-        self._addresses: list[dict[str, Any]] = []
-
-    def listens(self, address: str, port: int) -> None:
-        """Note an address of the server, such as `localhost:0`, with its bound port."""
-        if address.startswith("unix:"):
-            self._addresses.append({SERVER: address.removeprefix("unix:").removeprefix("//")})
-        else:
-            self._addresses.append({SERVER: address.rpartition(":")[0].strip("[]"), PORT: port})
-
-    def facts(self) -> dict[Any, Any]:
-        """Return the attributes of the server's address, empty if it has several."""
-        return dict(self._addresses[0]) if len(self._addresses) == 1 else {}
 
     def wanted(self, details: Any) -> Arrivals | None:
         """Return the arrivals that record a call, None if it is not recorded."""
@@ -92,9 +75,9 @@ class _Service:
 
     def refused(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
         """Record a call without a handler. Callers invent such methods, so all are one endpoint. Never raises."""
-        exchange = arrivals.begun(_Arrived(details, self, name=""))
+        exchange = arrivals.begun(_Arrived(details, name=""))
         if exchange is not None:
-            exchange.facts[STATUS] = error if isinstance(error, str) else "UNKNOWN"
+            exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
 
     def status_of(self, context: Any) -> str:
@@ -180,7 +163,7 @@ class _Call:
     def _begin(self, context: Any) -> Exchange | None:
         """Begin the call's span. Return None for a fault of ours."""
         self._is_begun = True
-        self.exchange = self._arrivals.begun(_Arrived(self._details, self._service, context))
+        self.exchange = self._arrivals.begun(_Arrived(self._details, context))
         return self.exchange
 
     def _returned(self, context: Any) -> None:
@@ -222,7 +205,7 @@ class _Call:
     def _close(self, exchange: Exchange, status: str, error: BaseException | None = None) -> None:
         if not exchange.is_open:
             return
-        exchange.facts[STATUS] = status
+        exchange.facts[RPC_STATUS] = status
         exchange.end(error if error is not None else status if status in SERVER_ERRORS else None)
 
     def _around_function(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,20 +340,23 @@ def _text(method: Any) -> str:
     return method.decode("latin-1") if isinstance(method, bytes) else str(method)
 
 
-def _address(peer: str) -> str:
-    """Return the address of a peer such as `ipv4:127.0.0.1:4711` or `ipv6:%5B::1%5D:4711`."""
-    kind, _, address = peer.partition(":")
-    return address if kind == "unix" else address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+def _authority(context: Any) -> dict[Any, Any]:
+    """Return the attributes of the `:authority` of a call, such as `localhost:50051`, empty where it is not known."""
+    details = getattr(getattr(context, "_rpc_event", None), "call_details", None)
+    host = getattr(details, "host", None)
+    if not host:
+        return {}
+    address, _, port = _text(host).rpartition(":")
+    if not address or not port.isdecimal():
+        return {SERVER: _text(host).strip("[]")}
+    return {SERVER: address.strip("[]"), PORT: int(port)}
 
 
 def _read(call: _Arrived, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
-    details, service, context, name = call
-    headers, facts = _headers(details.invocation_metadata), service.facts()
-    for attribute in names:
-        if attribute == "user_agent.original" and b"user-agent" in headers:
-            facts[attribute] = headers[b"user-agent"].decode("latin-1")
-        elif attribute == "client.address" and context is not None:
-            facts[attribute] = _address(context.peer())
+    details, context, name = call
+    headers, facts = _headers(details.invocation_metadata), _authority(context)
+    if "user_agent.original" in names and b"user-agent" in headers:
+        facts["user_agent.original"] = headers[b"user-agent"].decode("latin-1")
     method = _text(details.method).removeprefix("/") if name is None else name
     return (method, None, None, None), headers, facts
 
@@ -427,21 +413,8 @@ def _attach(
     @takes_place(server, "__init__")
     def restore(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
-        service = _interceptors[self] = _Service(grpc)
-        bound.arguments["interceptors"] = (interceptor(grpc, service), *(bound.arguments["interceptors"] or ()))
+        bound.arguments["interceptors"] = (interceptor(grpc, _Service(grpc)), *(bound.arguments["interceptors"] or ()))
         init(*bound.args, **bound.kwargs)
-
-    def listening(name: str) -> Undo:
-        add_port = getattr(server, name)
-
-        @takes_place(server, name)
-        def undo(self: Any, address: str, *args: Any, **kwargs: Any) -> Any:
-            port = add_port(self, address, *args, **kwargs)
-            if self in _interceptors:
-                _interceptors[self].listens(address, port)
-            return port
-
-        return undo
 
     def forget() -> None:
         if arrivals in _attached:
@@ -449,7 +422,7 @@ def _attach(
 
     arrivals = exchanges.arrivals("grpc", lambda call: _text(call.details.method), None, _read)
     _attached.append(arrivals)
-    return [forget, restore, listening("add_insecure_port"), listening("add_secure_port")]
+    return [forget, restore]
 
 
 GRPC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
