@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"device", "instrumentors"},
     {"chrome", "otlp", "proposal", "report"},
     {"agent", "sessions"},
-    {"cli", "compat"},
+    {"cli", "compat", "fleet"},
 ]
 """The rooms, from the lowest floor up. A room that does not stand yet has its place all the same."""
 
@@ -340,21 +340,22 @@ LINES_AND_FILES = {
     "": (291, 4),
     "agent": (4_514, 18),
     "chrome": (3_068, 9),
-    "cli": (2_893, 16),
+    "cli": (2_932, 16),
     "compat": (1_181, 6),
     "device": (3_716, 11),
     "docs": (0, 0),
+    "fleet": (133, 1),
     "instrumentors": (11_078, 44),
     "native": (9_134, 28),
-    "otlp": (4_976, 19),
+    "otlp": (4_965, 19),
     "profile": (2_489, 8),
     "proposal": (1_400, 5),
     "recorder": (2_566, 10),
-    "recording": (4_067, 19),
+    "recording": (4_069, 19),
     "report": (14_747, 50),
-    "runtime": (2_677, 18),
-    "sessions": (6_887, 26),
-    "trace": (9_266, 33),
+    "runtime": (2_689, 18),
+    "sessions": (6_889, 26),
+    "trace": (10_169, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

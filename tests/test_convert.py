@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import chrome_rules
-import duckdb
 import numpy as np
 import pytest
 from otlp_spans import requests_in, tree
@@ -28,7 +27,7 @@ from instrument.otlp.json_lines import JSON, json_lines
 from instrument.otlp.packed_spans import SpanPacker
 from instrument.otlp.span_ids import SpanIds
 from instrument.recording.spans import KEY, DeviceInterval, Origin, Site, Span
-from instrument.trace import file, tables
+from instrument.trace import file
 from instrument.trace.trace import Trace
 
 SERVICE = """
@@ -112,20 +111,6 @@ def test_there_and_back_says_the_same(
     ]
 
 
-def test_parquet_has_the_spans_with_their_attributes(
-    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "it's; drop.parquet"
-    outcome(capsys, "convert", traces, "--to", "parquet", "-o", target)
-    assert stat.S_IMODE(target.stat().st_mode) == 0o600
-    assert list(tmp_path.iterdir()) == [target]
-    read = tables.duckdb().connect().read_parquet(str(target))
-    rows = read.aggregate("name, count(*), count(distinct thread)", "name").order("name").fetchall()
-    assert rows == [("fails", 3, 3), ("request", 9, 3), ("work", 9, 3)]
-    [(attributes,)] = read.filter("name = 'work'").project("attributes").order("attributes.number").limit(1).fetchall()
-    assert attributes == {"number": "0", "of": "it's; drop table spans --"}
-
-
 def hostile() -> Trace:
     site = Site("'; drop table spans; --\n\x1b[31m\"\ud800", "request", instance='"x', attributes=(("rank", 1),))
     device = (DeviceInterval(0, 7, 12, 18),)
@@ -145,8 +130,6 @@ def test_what_is_in_names_is_never_part_of_a_statement(tmp_path: Path, capsys: p
     said = outcome(capsys, "query", path, asked)
     assert "\x1b" not in said
     assert len(said.splitlines()) == 3
-    outcome(capsys, "convert", path, "--to", "parquet")
-    assert len(tables.duckdb().connect().read_parquet(str(tmp_path / "hostile.parquet")).fetchall()) == 2
 
 
 def test_every_table_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,31 +175,10 @@ def test_without_duckdb_the_extra_is_named(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    for words in (["query", traces, "select 1"], ["convert", traces, "--to", "parquet", "-o", tmp_path / "x.parquet"]):
-        assert "pip install 'instrument-sdk[query]'" in refusal(capsys, *words)
+    assert "pip install 'instrument-sdk[query]'" in refusal(capsys, "query", traces, "select 1")
     with pytest.raises(InstrumentError, match="instrument-sdk\\[query\\]"):
         instrument.load(traces).spans  # noqa: B018 - the access is the test
     assert list(tmp_path.iterdir()) == []
-
-
-def test_tables_have_the_same_types_whatever_a_trace_has(tmp_path: Path) -> None:
-    """Of several Parquet files with one column of two types readers refuse all, or take one for empty."""
-    whole = hostile()
-    failed, plain = replace(whole.spans[0], error="ValueError"), replace(whole.spans[1], device=(), attributes={})
-    schemas = []
-    for number, spans in enumerate(([], [plain], [failed], whole.spans)):
-        trace = replace(whole, spans=spans)
-        path = tables.write_parquet(tmp_path / f"{number}.parquet", trace)
-        described = "select column_name, column_type from (describe select * from read_parquet($1))"
-        schemas.append(duckdb.execute(described, [str(path)]).fetchall())
-        frame = tables.frame(trace)
-        assert list(zip(frame.columns, map(str, frame.types), strict=True)) == schemas[-1]
-    assert schemas == [schemas[-1]] * 4
-    types = dict(schemas[-1])
-    assert types["error"] == "VARCHAR"
-    assert types["attributes"] == "MAP(VARCHAR, VARCHAR)"
-    files = [str(tmp_path / f"{number}.parquet") for number in range(4)]
-    assert duckdb.execute("select count(*), count(error) from read_parquet($1)", [files]).fetchall() == [(4, 2)]
 
 
 def test_loaded_traces_are_data_frames_of_spans_and_of_requests(
@@ -252,13 +214,12 @@ def test_a_phase_of_a_request_is_in_its_row(monkeypatch: pytest.MonkeyPatch, tmp
     assert (key, unknown_ns, phases) == ("r1", 16, {"parse": 4})
 
 
-@pytest.mark.parametrize("kind", ["arrow", "polars", "pandas"])
-def test_spans_are_a_data_frame_of_whichever_kind(kind: str, tmp_path: Path) -> None:
-    for name in {"arrow": ["pyarrow"], "polars": ["polars", "pyarrow"], "pandas": ["pandas"]}[kind]:
+@pytest.mark.parametrize("kind", ["pyarrow", "polars", "pandas"])
+def test_spans_are_a_data_frame_of_each_kind(kind: str, tmp_path: Path) -> None:
+    for name in {kind, "pyarrow"}:
         pytest.importorskip(name)
-    saved = file.load(file.dump(tmp_path / "a.npz", hostile()))
-    frame = getattr(saved, f"to_{kind}")()
-    assert list(frame["total_ns"].to_pylist() if kind == "arrow" else frame["total_ns"]) == [10, 4]
+    frame = LoadedTrace(file.load(file.dump(tmp_path / "a.npz", hostile())), kind).spans
+    assert list(frame["total_ns"].to_pylist() if kind == "pyarrow" else frame["total_ns"]) == [10, 4]
 
 
 def lines_of(trace: Trace) -> list[bytes]:
@@ -330,7 +291,7 @@ def test_no_input_is_written_over_and_several_want_a_name(
     assert one.read_bytes() == before
 
 
-@pytest.mark.parametrize("form", [form for form in convert_verb.FORMS if form != "otlp"])
+@pytest.mark.parametrize("form", [form for form in convert_verb.FORMS if form not in ("otlp", "parquet")])
 def test_merge_writes_the_form_that_the_end_of_a_name_stands_for(form: str) -> None:
     end, _ = convert_verb.FORMS[form]
     assert convert_verb.form_of(Path(f"all{end}")) == form

@@ -32,6 +32,7 @@ MOST = {
     "compat": (0, 0, 0, 0),
     "device": (0, 0, 0, 0),
     "docs": (0, 0, 0, 0),
+    "fleet": (0, 0, 0, 0),
     "instrumentors": (0, 0, 1, 0),
     "native": (0, 11, 0, 0),
     "otlp": (0, 0, 2, 0),

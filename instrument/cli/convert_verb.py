@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import add_files, files_of, merged_of, read_bounded
+from instrument.cli.inputs import WALL, add_files, files_of, merged_of, read_bounded
 from instrument.cli.option_values import Verbs, one_of
 from instrument.errors import InstrumentError, TraceError
 
@@ -30,16 +30,16 @@ FORMS = {
     "recording": (".npz", "what report, query and numpy.load read"),
     "chrome": (".json.gz", "Chrome JSON, which https://ui.perfetto.dev and chrome://tracing open"),
     "perfetto": (".pftrace", "Perfetto's own format; wants instrument-sdk[perfetto]"),
-    "parquet": (".parquet", "spans with their device intervals and attributes; wants instrument-sdk[query]"),
     "otlp": (".otlp.jsonl", "OTLP in JSON, a line per request, as a collector's otlpjsonfile receiver reads it"),
+    "parquet": ("", "a dataset: a folder of Parquet files, local or s3://...; wants instrument-sdk[parquet]"),
 }
 """The forms of a converted trace: the end of such a file's name, and its use."""
 
 FORM_OF_END = {
     ".json": "chrome",
-    **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form != "otlp"},
+    **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form not in ("otlp", "parquet")},
 }
-"""The form of one file by the last part of its name; OTLP has its processes apart."""
+"""The form of one file by the last part of its name. OTLP has its processes apart, and Parquet is a folder."""
 
 
 def _add_convert(verbs: Verbs) -> None:
@@ -52,14 +52,19 @@ def _add_convert(verbs: Verbs) -> None:
     add_files(parser)
     parser.add_argument("--to", required=True, **one_of(FORMS), help="the form to write, from the list below")
     parser.add_argument(
-        "-o", "--output", metavar="OUT", help="the file to write (default: the name of the input with another suffix)"
+        "-o",
+        "--output",
+        metavar="OUT",
+        help="the file to write (default: the name of the input with another suffix), or the folder of a dataset",
     )
-    parser.set_defaults(verb=convert)
+    parser.set_defaults(verb=convert, last_word="output")
 
 
 def convert(options: argparse.Namespace, host: list[str]) -> int:
     """Write the file, and say which one it is. Returns the exit code."""
     paths = files_of("convert", options)
+    if options.to == "parquet":
+        return _write_dataset(options, paths)
     if options.output is None and len(paths) > 1:
         raise InstrumentError(f"convert: there are {len(paths)} files; name the file to write with -o OUT")
     target = Path(options.output or _sibling_path(paths[0], FORMS[options.to][0]))
@@ -79,15 +84,14 @@ def refuse_to_replace_input(target: Path, paths: Sequence[str]) -> None:
 
 
 def write(target: Path, form: str, saved: Saved) -> None:
-    """Write a recording, Chrome JSON, Perfetto's own form or Parquet. Raises `TraceError`."""
+    """Write a recording, Chrome JSON or Perfetto's own form. Raises `TraceError`."""
     from instrument import chrome
-    from instrument.trace import file, tables
+    from instrument.trace import file
 
     ways: dict[str, Callable[[], object]] = {
         "recording": lambda: file.dump(target, saved.trace, saved.counted()),
         "chrome": lambda: chrome.dump(target, saved.trace, saved.counted()),
         "perfetto": lambda: chrome.write_track_events(target, saved.trace),
-        "parquet": lambda: tables.write_parquet(target, saved.trace),
     }
     with_refusals(target, ways[form])
 
@@ -103,6 +107,38 @@ def with_refusals(target: Path, action: Callable[[], object]) -> None:
         action()
     except OSError as problem:
         raise TraceError(f"cannot write {target}: {problem.strerror or problem}") from problem
+
+
+def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
+    """Write the tables of all files to the folder of a dataset, and say which files these are.
+
+    A second conversion of the same files replaces those of the first.
+    """
+    from hashlib import blake2b
+
+    from instrument.trace.dataset import DatasetRows, process_name
+    from instrument.trace.dataset_files import DatasetWriter, Folder
+    from instrument.trace.merge import merge
+
+    if options.output is None:
+        raise InstrumentError("convert: a dataset needs a folder; name it: --to parquet FOLDER")
+    folder = Folder(options.output)
+    merged = merge(read_bounded("convert", paths, options.memory), by_wall_clock=options.clock == WALL)
+    parts = [part.saved.trace for part in merged.parts]
+    if not all(facts.origin.realtime_ns for facts in parts):
+        raise TraceError("a file has no time of day, which a dataset needs; choose another form")
+    windows = sorted((process_name(facts.origin), facts.start_ns, len(facts.columns)) for facts in parts)
+    writer = DatasetWriter(folder, blake2b(repr(windows).encode(), digest_size=8).hexdigest())
+    try:
+        for name, rows in DatasetRows(merged).tables():
+            writer.write(name, rows)
+        names = writer.close()
+    except OSError as problem:
+        raise TraceError(f"cannot write to {options.output}: {problem}") from problem
+    finally:
+        writer.discard()
+    sys.stdout.writelines(f"{name}\n" for name in names)
+    return 0
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:

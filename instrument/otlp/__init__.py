@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.exporter import Delivery, Exporter
     from instrument.otlp.packing import Body, pack_resource
-    from instrument.otlp.resource import given_attributes, provider_attributes, resource_attributes
+    from instrument.otlp.resource import provider_attributes, resource_attributes
     from instrument.otlp.senders import modules_of, require_grpc
     from instrument.otlp.tracer import current_parent
 
@@ -24,7 +24,6 @@ __all__ = [
     "Exporter",
     "Ids",
     "current_parent",
-    "given_attributes",
     "modules_of",
     "pack_resource",
     "provider_attributes",
@@ -36,7 +35,7 @@ _NAMES_OF = {
     "export_facts": "Ids",
     "exporter": "Delivery Exporter",
     "packing": "Body pack_resource",
-    "resource": "given_attributes provider_attributes resource_attributes",
+    "resource": "provider_attributes resource_attributes",
     "senders": "modules_of require_grpc",
     "tracer": "current_parent",
 }

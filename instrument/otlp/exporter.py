@@ -15,7 +15,6 @@ from instrument.otlp.packing import Body, halves_of
 from instrument.otlp.points import Series
 from instrument.otlp.resource import (
     detected_attributes,
-    given_attributes,
     of_a_child,
     provider_attributes,
     resource_attributes,
@@ -24,6 +23,7 @@ from instrument.otlp.senders import THREAD_NAME, Response, Sender, metrics_url, 
 from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedRequest, RequestQueue, Source
 from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin
+from instrument.runtime.environment import given_attributes
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Pace, Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue

@@ -7,10 +7,10 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from urllib.parse import unquote
 
 from instrument.otlp.packing import version
 from instrument.recording.spans import Origin
+from instrument.runtime.environment import given_attributes
 from instrument.runtime.faults import FAULTS
 
 _UNNAMED = "unknown_service"
@@ -31,16 +31,6 @@ def detected_attributes() -> dict[str, object]:
     except Exception as fault:  # a detector that somebody configured
         FAULTS.note("OpenTelemetry resource", fault)
         return {}
-
-
-def given_attributes() -> dict[str, object]:
-    """Return the attributes of `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`, without the SDK."""
-    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","))
-    attributes: dict[str, object] = {
-        unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()
-    }
-    name = os.environ.get("OTEL_SERVICE_NAME", "")
-    return {**attributes, "service.name": name} if name else attributes
 
 
 def of_a_child(detected: Mapping[str, object]) -> dict[str, object]:

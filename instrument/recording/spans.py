@@ -188,6 +188,7 @@ class Origin:
     `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 where nobody knew. `run` is the run in
     which keys name requests: that of `instrument run`, or what several hosts call theirs, "" for none. `start_ticks`
     is when the system made the process, in ticks since boot (0: not known): containers have processes of one number.
+    `version` is the service's own, "" for none.
     """
 
     pid: int
@@ -203,6 +204,7 @@ class Origin:
     wall_error_ns: int = 0
     run: str = ""
     start_ticks: int = 0
+    version: str = ""
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Wall-clock nanoseconds since 1970 of a monotonic reading."""

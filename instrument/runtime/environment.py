@@ -42,3 +42,15 @@ def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
 def asked_of_metrics() -> dict[str, str]:
     """Return the variables of this process that shape its metrics."""
     return {name: os.environ[name] for name in (TEMPORALITY, METRICS_EXPORTER) if name in os.environ}
+
+
+def given_attributes() -> dict[str, object]:
+    """Return the attributes of `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`, without OpenTelemetry's SDK."""
+    text, name = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""), os.environ.get("OTEL_SERVICE_NAME", "")
+    pairs = [pair.partition("=") for pair in text.split(",") if "=" in pair]
+    if "%" in text:
+        from urllib.parse import unquote  # which few services have a use for
+
+        pairs = [(unquote(key), equals, unquote(value)) for key, equals, value in pairs]
+    attributes: dict[str, object] = {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
+    return {**attributes, "service.name": name} if name else attributes

@@ -39,6 +39,7 @@ from instrument.recording.spans import (
     Span,
     Startup,
 )
+from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
 from instrument.sessions import files
 from instrument.sessions.account import SessionDiagnostics
@@ -165,7 +166,7 @@ class Recorded:
         """Return the attributes of OpenTelemetry by which collectors and profilers know this process."""
         if self.exporter is not None:
             return self.exporter.resource()
-        attributes, provider = otlp.given_attributes(), otlp.provider_attributes()
+        attributes, provider = environment.given_attributes(), otlp.provider_attributes()
         return otlp.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
@@ -211,6 +212,7 @@ class Recorded:
             wall_error_ns=clock.wall_error_ns(),
             run=files.run_of_keys(),
             start_ticks=clock.start_ticks(clock.STAT),
+            version=str(environment.given_attributes().get("service.version", "")),
         )
 
     # ---------------------------------------------------------------- the readings

@@ -208,9 +208,10 @@ def _array(data: bytes) -> Column:
     if np.lib.format.read_magic(head) != (1, 0):
         raise ValueError("an array in it is of another version of numpy's format")
     shape, _, kind = np.lib.format.read_array_header_1_0(head)
-    if kind.kind not in "iub" or len(shape) != 1 or shape[0] * kind.itemsize != len(data) - head.tell():
+    begin = head.tell()
+    if kind.kind not in "iub" or len(shape) != 1 or shape[0] * kind.itemsize != len(data) - begin:
         raise ValueError("an array in it is no column of whole numbers; it is damaged")
-    return np.frombuffer(data, kind, offset=head.tell())
+    return np.frombuffer(data, kind, offset=begin)
 
 
 @contextmanager

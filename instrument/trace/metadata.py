@@ -230,7 +230,7 @@ class Metadata:
             versions = f"its format is {facts['format']!r:.20}, and this version reads {READ[0]} to {FORMAT}"
             raise ValueError(f"{versions}; read it with the version of instrument that wrote it")
         self.base_ns: int = checked(facts["base_ns"], int)
-        self.sites = [_site(entry) for entry in facts["sites"]]
+        self.sites = [site_from(entry) for entry in facts["sites"]]
         self._facts = facts
 
     def trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
@@ -415,7 +415,8 @@ def _pairs(rows: Any) -> list[tuple[int, int]]:
     return [(first, second) for first, second in map(whole, rows)]
 
 
-def _site(facts: dict[str, Any]) -> Site:
+def site_from(facts: dict[str, Any]) -> Site:
+    """Return a site from its JSON. Raises `ValueError` for an unsound one."""
     pairs = tuple((checked(key, str), as_tuples(value)) for key, value in facts.get("attributes", ()))
     site: Site = made(Site, facts, attributes=pairs)
     if site.kind not in KINDS:

@@ -1,4 +1,4 @@
-"""A trace as tables of an in-memory database, for `query`, Parquet files and data frames.
+"""A trace as tables of an in-memory database, for `query` and data frames.
 
 DuckDB reads the columns without a copy. Names and attributes are values in its tables, never part of a statement. A
 statement reaches these tables only: no file, no network, no extension.
@@ -6,10 +6,7 @@ statement reaches these tables only: no file, no network, no extension.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
-from instrument.runtime import atomic
 from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
 from instrument.trace.text import clean, encode, encode_numbers, safe
 
 if TYPE_CHECKING:
-    from instrument.trace.columns import Columns, Int64s
+    from instrument.trace.columns import Columns
     from instrument.trace.joined import Joined
     from instrument.trace.trace import Trace
 
 EXTRA = "instrument-sdk[query]"
 
 ROWS_AT_ONCE = 50_000
-"""The number of spans that are written to Parquet together, or whose attributes are read together."""
-
-ROWS_OF_GROUP = 61_440
-"""The row group size of Parquet files: half of DuckDB's default, for half of the memory."""
+"""The number of spans whose attributes are read together."""
 
 # Views cast the texts, because DuckDB infers the type of Python's objects from their values.
 _SPANS = """
@@ -71,13 +64,12 @@ def duckdb() -> ModuleType:
     return duckdb
 
 
-def opened(facts: Trace, *, attributes: bool = True, rows: Int64s | None = None) -> Any:
-    """Return a connection to a database with the tables of `query`, of all spans or of some rows. The table
-    `attributes` is empty without `attributes`."""
+def opened(facts: Trace, *, attributes: bool = True) -> Any:
+    """Return a connection to a database with the tables of `query`. `attributes` is empty unless asked for."""
     connection = duckdb().connect(":memory:")
     try:
         connection.execute("set enable_progress_bar = false")
-        for name, columns in _given(facts, rows).items():
+        for name, columns in _given(facts).items():
             connection.register(f"given_{name}", dict(columns))
             if name not in ("intervals", "spans"):
                 kinds = ", ".join(
@@ -87,7 +79,7 @@ def opened(facts: Trace, *, attributes: bool = True, rows: Int64s | None = None)
         connection.execute(_INTERVALS)
         connection.execute(_SPANS)
         connection.execute("create table attributes (span_id bigint, name varchar, value varchar, number double)")
-        for columns in _attributes(facts.columns, rows) if attributes else ():
+        for columns in _attributes(facts.columns) if attributes else ():
             connection.register("given_attributes", dict(columns))
             connection.execute("insert into attributes from given_attributes")
             connection.unregister("given_attributes")
@@ -141,18 +133,18 @@ def frame_of_batches(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
     return connection.sql(_BATCHES)
 
 
-_PARTS = {name: name.partition(" ")[0] for name in (QUEUE, SHARE, WAITING, STALL, TRANSPORT, UNKNOWN)}
+PARTS = {name: name.partition(" ")[0] for name in (QUEUE, SHARE, WAITING, STALL, TRANSPORT, UNKNOWN)}
 
 
 def frame_of_requests(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
     """Return the requests as a relation of DuckDB. The parts of a request's time add up to `total_ns`."""
     span_id, names = facts.columns.span_id[joined.rows], ledger.names
-    columns = {f"{name}_ns": np.zeros(len(span_id), dtype=np.int64) for name in _PARTS.values()}
-    is_phase = np.array([name not in _PARTS for name in names] or [False], dtype=np.bool_)[ledger.part]
+    columns = {f"{name}_ns": np.zeros(len(span_id), dtype=np.int64) for name in PARTS.values()}
+    is_phase = np.array([name not in PARTS for name in names] or [False], dtype=np.bool_)[ledger.part]
     for number, name in enumerate(names):
         is_part = ledger.part == number
-        if name in _PARTS:
-            columns[f"{_PARTS[name]}_ns"][ledger.request[is_part]] = ledger.time_ns[is_part]
+        if name in PARTS:
+            columns[f"{PARTS[name]}_ns"][ledger.request[is_part]] = ledger.time_ns[is_part]
     keys = _texts((joined.keys.get(place) or ("",))[0] for place in range(len(span_id)))
     connection = opened(facts)
     connection.register("given_requests", {"span_id": span_id, "key": keys, **columns})
@@ -173,33 +165,10 @@ def as_pandas(result: Any) -> Any:
     return frame.astype({name: of_texts for name, kind in kinds if kind == "VARCHAR"})
 
 
-def write_parquet(path: str | os.PathLike[str], trace: Trace) -> Path:
-    """Write the spans with device intervals and attributes as a Parquet file. It appears complete or not at all.
-
-    Spans are first written to several temporary files, which bounds the memory.
-    """
-    target, order = Path(path), np.lexsort((trace.columns.span_id, trace.columns.start_ns))
-    with atomic.replacing(target) as file, TemporaryDirectory() as folder:
-        parts: list[str] = []
-        for first in range(0, max(len(order), 1), ROWS_AT_ONCE):
-            part = str(Path(folder, f"{len(parts)}.parquet"))
-            connection = opened(trace, rows=order[first : first + ROWS_AT_ONCE])
-            connection.execute(f"copy ({_WITH_INTERVALS}) to '{part}' (format parquet, compression snappy)")
-            connection.close()
-            parts.append(part)
-        # By its descriptor, because only `atomic` knows the name of the temporary file.
-        into = f"/proc/self/fd/{file.fileno()}"
-        with duckdb().connect(":memory:") as connection:
-            connection.execute("set enable_progress_bar = false")
-            options = f"format parquet, compression zstd, row_group_size {ROWS_OF_GROUP}, use_tmp_file false"
-            connection.execute(f"copy (from read_parquet($parts)) to '{into}' ({options})", {"parts": parts})
-    return target
-
-
 _KINDS = {"i": "bigint", "u": "bigint", "b": "boolean", "f": "double", "O": "varchar"}
 
 
-def _given(facts: Trace, rows: Int64s | None) -> dict[str, Arrays]:
+def _given(facts: Trace) -> dict[str, Arrays]:
     trace, device = facts.columns, facts.columns.device
     since_1970_ns = facts.origin.realtime_of(0)
     threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict(facts.threads)
@@ -209,18 +178,11 @@ def _given(facts: Trace, rows: Int64s | None) -> dict[str, Arrays]:
     intervals = {
         name: getattr(device, name) for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns", "label")
     }
-    of_intervals = device.row
-    if rows is not None:
-        is_wanted = np.zeros(len(trace), dtype=np.bool_)
-        is_wanted[rows] = True
-        spans = {name: column[rows] for name, column in spans.items()}
-        intervals = {name: column[is_wanted[device.row]] for name, column in intervals.items()}
-        of_intervals = device.row[is_wanted[device.row]]
     return {
         "spans": {**spans, "unix_ns": spans["start_ns"] + since_1970_ns},
         "errors": {"number": np.arange(len(trace.errors)), "name": _texts(trace.errors)},
         "labels": {"number": np.arange(len(device.labels)), "name": _texts(device.labels)},
-        "intervals": {"span_id": trace.span_id[of_intervals], **intervals},
+        "intervals": {"span_id": trace.span_id[device.row], **intervals},
         "sites": {
             "site": np.arange(len(trace.sites)),
             **{
@@ -249,11 +211,9 @@ def _texts(names: Any) -> NDArray[np.object_]:
     return column
 
 
-def _attributes(trace: Columns, rows: Int64s | None) -> Iterator[Arrays]:
+def _attributes(trace: Columns) -> Iterator[Arrays]:
     """Yield the table of attributes in chunks of `ROWS_AT_ONCE` rows."""
     with_attributes = trace.attributes.rows()
-    if rows is not None:
-        with_attributes = with_attributes[np.isin(with_attributes, rows)]
     for first in range(0, len(with_attributes), ROWS_AT_ONCE):
         yield _table_of(
             [

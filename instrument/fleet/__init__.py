@@ -1,0 +1,133 @@
+"""Functions that engines run over a dataset of many hosts: PySpark, Ray Data, and DuckDB for one process.
+
+Each takes Arrow tables with the rows of a run, or of another part that is complete in itself, and returns a table. They
+call what reads files: `joined` joins a request of several hosts by its key as `instrument report` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from instrument.report.comparison import compare
+from instrument.report.explanation import RequestChoice, explain
+from instrument.report.view import Options, Recording
+from instrument.trace import dataset
+from instrument.trace.dataset import DatasetRows, ids_of, pyarrow
+from instrument.trace.dataset_reading import processes_in
+from instrument.trace.forest import rows_of
+from instrument.trace.joined import graft
+from instrument.trace.merge import merge
+
+RESULTS = {
+    "explanations": {
+        "run": "text", "service_version": "text", "trace_id": "binary(16)", "span_id": "binary(8)", "name": "text",
+        "duration_ns": "int64", "typical_ns": "int64", "verdict": "text", "cause": "text", "sentence": "text",
+    },
+    "changes": {
+        "path": "list<text>", "verdict": "text", "calls_before": "int64", "calls_after": "int64",
+        "mean_before_ns": "double", "mean_after_ns": "double", "ratio": "double", "low_ratio": "double",
+        "high_ratio": "double", "cost_ns": "double",
+    },
+}  # fmt: skip
+"""The columns of the tables that are results alone."""
+
+
+def _columns(table: str) -> dict[str, str]:
+    if table in RESULTS:
+        return RESULTS[table]
+    document = dataset.definition()
+    columns = document["process"] | document["tables"][table]["columns"]
+    return {name: kind for name, (kind, _) in columns.items()}
+
+
+def spark_schema(table: str) -> str:
+    """Return the columns of a table or of a result in the words of Spark's `applyInArrow`."""
+    names = {"text": "string", "int64": "bigint", "bool": "boolean", "list": "array", "binary(8)": "binary",
+             "binary(16)": "binary"}  # fmt: skip
+
+    def of(kind: str) -> str:
+        outer, _, inner = kind.partition("<")
+        types = f"<{', '.join(map(of, inner[:-1].split(',')))}>" if inner else ""
+        return names.get(outer, outer) + types
+
+    return ", ".join(f"{name} {of(kind)}" for name, kind in _columns(table).items())
+
+
+def in_spark(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function for Spark, whose type of bytes has no length."""
+    arrow = pyarrow()
+
+    def with_plain_bytes(*tables: Any) -> Any:
+        result = function(*tables)
+        is_fixed = arrow.types.is_fixed_size_binary
+        types = [(field.name, arrow.binary() if is_fixed(field.type) else field.type) for field in result.schema]
+        return result.cast(arrow.schema(types))
+
+    return with_plain_bytes
+
+
+def _rows(**tables: Any) -> DatasetRows:
+    processes = processes_in({name: table for name, table in tables.items() if table is not None})
+    merged = merge([process.saved for process in processes], by_wall_clock=True)
+    return DatasetRows(merged, [process.ids for process in processes])
+
+
+def joined(table: str, spans: Any, intervals: Any = None, processes: Any = None) -> Any:
+    """Return the rows of `requests`, `batches` or `members` that spans of all hosts make together."""
+    if not len(spans):
+        return dataset.schema(table).empty_table()
+    rows = _rows(spans=spans, intervals=intervals, processes=processes)
+    return pyarrow().concat_tables([part for name, part in rows.tables() if name == table])
+
+
+def requests(spans: Any, intervals: Any = None) -> Any:
+    """Return the requests of spans, with the ledger's parts of their time and their stages."""
+    return joined("requests", spans, intervals)
+
+
+def recording(spans: Any, **tables: Any) -> Recording:
+    """Return the recording of spans for views, `explain` and `compare`. `tables` are more tables by name."""
+    return Recording.of_saved(graft(_rows(spans=spans, **tables).merged.saved))
+
+
+def explanations(spans: Any, most: int = 10) -> Any:
+    """Return the causes of the slowest requests, as `instrument explain` names them."""
+    rows = _rows(spans=spans)
+    causes = explain(Recording.of_saved(graft(rows.merged.saved)), RequestChoice(slowest=most), Options())
+    places = rows_of(rows.trace.span_id, np.array([item.span_id for item in causes], dtype=np.int64))
+    identities = [rows.members[process].identity for process in rows.process[places].tolist()]
+    columns = {
+        "run": [item["run"] for item in identities],
+        "service_version": [item["service_version"] for item in identities],
+        "trace_id": ids_of(rows.keys.high[places], rows.keys.low[places]),
+        "span_id": ids_of(rows.keys.span[places]),
+        "name": [item.name for item in causes],
+        "duration_ns": [item.wall_ns for item in causes],
+        "typical_ns": [item.typical_ns for item in causes],
+        "verdict": [item.verdict for item in causes],
+        "cause": [item.causes[0].title() if item.causes else None for item in causes],
+        "sentence": [item.sentence() for item in causes],
+    }
+    return _result("explanations", columns)
+
+
+def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
+    """Return the changes of call paths between two versions, as `instrument compare` finds them.
+
+    Each side has the spans of one run or of several. Several runs show how far equal runs differ.
+    """
+    sides = [[recording(spans) for spans in side] for side in (before, after)]
+    rows = compare(sides[0], sides[1], Options()).changes
+    return _result("changes", {name: [getattr(row, name) for row in rows] for name in RESULTS["changes"]})
+
+
+def _result(name: str, columns: dict[str, Any]) -> Any:
+    arrow = pyarrow()
+    types = arrow.schema([(column, dataset.arrow_type(kind)) for column, kind in RESULTS[name].items()])
+    return arrow.Table.from_arrays(
+        [arrow.array(values, field.type) if isinstance(values := columns[field.name], list) else values
+         for field in types], schema=types,
+    )  # fmt: skip

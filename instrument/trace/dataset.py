@@ -1,0 +1,544 @@
+"""Traces as tables of the dataset that `dataset.json` defines.
+
+Every table of one name has the same Arrow schema, also without values. Missing values are NULL. Ids are bytes in the
+order of their digits, times are int64 nanoseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from hashlib import blake2b
+from importlib import import_module
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.errors import InstrumentError
+from instrument.recording.remote_parents import LINK
+from instrument.recording.spans import GAUGES, AttributeValue, Origin
+from instrument.trace.columns import Columns, Int64s
+from instrument.trace.forest import NONE, rows_of
+from instrument.trace.groups import Groups, ranked
+from instrument.trace.joined import THOUSANDTHS, Joined, grafted, join
+from instrument.trace.ledger import SUB_REQUESTS, DeviceLedger, Ledger, device_ledger, ledger
+from instrument.trace.merge import Merged
+from instrument.trace.metadata import Sites
+from instrument.trace.stages import stages
+from instrument.trace.tables import PARTS
+from instrument.trace.text import clean, encode_numbers, safe
+from instrument.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from instrument.trace.trace import MergedProcess
+
+EXTRA = "instrument-sdk[parquet]"
+
+ROWS_AT_ONCE = 100_000
+"""The number of rows of a table. It bounds the memory of a conversion, and is the row group size of a file."""
+
+UInt64s = NDArray[np.uint64]
+Values = Mapping[str, Any]
+
+
+def pyarrow() -> ModuleType:
+    """Import pyarrow. Raises `InstrumentError` with the extra's name if it is not installed."""
+    try:
+        return import_module("pyarrow")
+    except ImportError as problem:
+        raise InstrumentError(f"pyarrow is not installed; install it with: pip install '{EXTRA}'") from problem
+
+
+@cache
+def definition() -> Mapping[str, Any]:
+    """Return the definition of the dataset: its version, the columns of each table, and those that all tables have."""
+    document: Mapping[str, Any] = json.loads(Path(__file__).with_name("dataset.json").read_text("utf-8"))
+    return document
+
+
+@cache
+def schema(table: str) -> Any:
+    """Return the Arrow schema of a table."""
+    columns = definition()["process"] | definition()["tables"][table]["columns"]
+    return pyarrow().schema([(name, arrow_type(kind)) for name, (kind, _) in columns.items()])
+
+
+def arrow_type(kind: str) -> Any:
+    """Return the Arrow type of a type of the definition."""
+    arrow = pyarrow()
+    if kind.startswith("map<"):
+        return arrow.map_(*map(arrow_type, kind[4:-1].split(",")))
+    if kind.startswith("binary("):
+        return arrow.binary(int(kind[7:-1]))
+    types = {"text": arrow.string, "int64": arrow.int64, "double": arrow.float64, "bool": arrow.bool_}
+    return arrow.list_(arrow.string()) if kind == "list<text>" else types[kind]()
+
+
+# Columns of values
+
+
+def nullable(values: Any, is_null: Any) -> Any:
+    """Return numbers as an Arrow array. The marked ones are NULL."""
+    return pyarrow().array(values, mask=np.asarray(is_null, dtype=np.bool_))
+
+
+def texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
+    """Return the name of each number as an Arrow array. `NONE` is NULL."""
+    arrow = pyarrow()
+    indices = arrow.array(numbers.astype(np.int64), mask=numbers == NONE)
+    cleaned = arrow.array([name if name is None else clean(name) for name in names], arrow.string())
+    return cleaned.take(indices)
+
+
+def ids_of(*halves: UInt64s) -> Any:
+    """Return ids of 64 or 128 bits as fixed-size bytes in the order of their digits. An id of 0 is NULL."""
+    arrow, parts = pyarrow(), np.stack(halves, axis=1)
+    is_given = np.packbits(parts.any(axis=1), bitorder="little").tobytes()
+    data = parts.astype(">u8").tobytes()
+    buffers = [arrow.py_buffer(is_given), arrow.py_buffer(data)]
+    return arrow.FixedSizeBinaryArray.from_buffers(arrow.binary(8 * len(halves)), len(parts), buffers)
+
+
+def maps(items: Sequence[Mapping[str, Any] | None], kind: Any) -> Any:
+    """Return mappings as an Arrow array, by name. An empty one is NULL."""
+    return pyarrow().array([sorted(item.items()) if item else None for item in items], kind)
+
+
+ATTRIBUTES = ("attributes_text", "attributes_int", "attributes_real", "attributes_bool", "attributes_json")
+"""The columns of attributes, by the type of the value."""
+
+
+def attributes_of(trace: Columns, rows: Int64s) -> Values:
+    """Return the attributes of rows and of their sites as columns by the type of the value."""
+    numbers, sets = trace.attributes.distinct(rows)
+    pairs, places = np.unique(np.stack([trace.site[rows], numbers]), axis=1, return_inverse=True)
+    typed: dict[str, list[dict[str, Any]]] = {name: [] for name in ATTRIBUTES}
+    for site, number in pairs.T.tolist():
+        items = dict(trace.sites[site].attributes) | (dict(sets[number]) if number != NONE else {})
+        by_type: dict[str, dict[str, Any]] = {name: {} for name in ATTRIBUTES}
+        for name, value in items.items():
+            if name != LINK:
+                kind, stored = typed_value(value)
+                by_type[kind][clean(str(name))] = stored
+        for name, values in by_type.items():
+            typed[name].append(values)
+    types = schema("spans")
+    return {name: maps(values, types.field(name).type).take(places.reshape(-1)) for name, values in typed.items()}
+
+
+def typed_value(value: AttributeValue) -> tuple[str, Any]:
+    """Return the column of an attribute's value, and the value there."""
+    if isinstance(value, str):
+        return "attributes_text", clean(value)
+    if isinstance(value, bool):
+        return "attributes_bool", value
+    if type(value) is int and -1 << 63 <= value < 1 << 63:
+        return "attributes_int", value
+    if isinstance(value, float):
+        return "attributes_real", None if value != value else value
+    return "attributes_json", encode_numbers(safe(value, finite=False))
+
+
+class SpanKeys(NamedTuple):
+    """The ids of rows as columns of 64 bits. A trace id has two, 0 is for none."""
+
+    high: UInt64s
+    low: UInt64s
+    span: UInt64s
+    parent: UInt64s
+    root: UInt64s
+
+    def of(self, rows: Int64s) -> Values:
+        """Return the ids of rows as the columns that most tables have."""
+        return {"trace_id": ids_of(self.high[rows], self.low[rows]), "span_id": ids_of(self.span[rows])}
+
+
+class DatasetProcess(NamedTuple):
+    """A process of a dataset: its facts, the offset of its clock, and its own numbers in a merged trace, if any."""
+
+    facts: Trace
+    offset_ns: int
+    numbers: MergedProcess | None = None
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """The values of the columns that all tables have."""
+        origin = self.facts.origin
+        return {
+            "service_name": clean(origin.service),
+            "service_version": clean(origin.version) or None,
+            "run": clean(origin.run),
+            "host": clean(origin.host),
+            "process": process_name(origin),
+            "profile_digest": clean(origin.digest),
+            "clock_bound_ns": origin.wall_error_ns or None,
+            "clock_offset_ns": self.offset_ns,
+        }
+
+
+def process_name(origin: Origin) -> str:
+    """Return the name of a process, unique in all hosts and runs: its boot or host, its number, and its start."""
+    return clean(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
+
+
+def table(name: str, columns: Values, process: Int64s, members: Sequence[DatasetProcess]) -> Any:
+    """Return rows as a table. `process` has the place of each row's process among `members`."""
+    arrow, types = pyarrow(), schema(name)
+    identities = [member.identity for member in members]
+    arrays = []
+    for field in types:
+        if field.name in columns:
+            values = columns[field.name]
+            arrays.append(values if isinstance(values, arrow.Array) else arrow.array(values, field.type))
+        else:
+            arrays.append(
+                arrow.array([identity[field.name] for identity in identities], field.type).take(arrow.array(process))
+            )
+    return arrow.Table.from_arrays(arrays, schema=types)
+
+
+# Rows of a trace
+
+
+def span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: int) -> Values:
+    """Return the columns of spans but for their threads. `base_ns` is what times since 1970 have more."""
+    sites, site, error = trace.sites, trace.site[rows], trace.error[rows]
+    link_high, link_low, link_span = _links(trace, rows, keys)
+    return {
+        **keys.of(rows),
+        "parent_span_id": ids_of(keys.parent[rows]),
+        "root_span_id": ids_of(keys.root[rows]),
+        "start_unix_ns": trace.start_ns[rows] + base_ns,
+        "duration_ns": trace.total_ns[rows],
+        "children_ns": trace.total_ns[rows] - trace.self_ns[rows],
+        "waiting_ns": trace.total_ns[rows] - trace.active_ns[rows],
+        "name": texts(site, [place.name for place in sites]),
+        "kind": texts(site, [place.kind for place in sites]),
+        "code": texts(site, [f"{place.module}:{place.qualname}" if place.qualname else None for place in sites]),
+        "site": texts(site, [text for place in sites for text in Sites([place]).entries]),
+        "task_id": trace.task_id[rows],
+        "error": texts(error, trace.errors),
+        "clipped": trace.clipped[rows],
+        "link_trace_id": ids_of(link_high, link_low),
+        "link_span_id": ids_of(link_span),
+        **attributes_of(trace, rows),
+    }
+
+
+def _links(trace: Columns, rows: Int64s, keys: SpanKeys) -> tuple[UInt64s, UInt64s, UInt64s]:
+    """Return the ids of the spans that rows are linked to, 0 for none."""
+    high, low, span = (np.zeros(len(rows), dtype=np.uint64) for _ in range(3))
+    for place in np.flatnonzero(np.isin(rows, trace.attributes.having(LINK))).tolist():
+        link = trace.attributes[int(rows[place])][LINK]
+        if isinstance(link, (list, tuple)) and len(link) == 2 and all(type(number) is int for number in link):
+            (row,) = rows_of(trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
+            if row != NONE:
+                high[place], low[place], span[place] = keys.high[row], keys.low[row], keys.span[row]
+    return high, low, span
+
+
+_PARTS = {**PARTS, SUB_REQUESTS: "sub_requests"}
+_TOKENS = {"input_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai.usage.output_tokens"}
+
+
+def request_columns(
+    trace: Columns, joined: Joined, places: Int64s, parts: Ledger, device: DeviceLedger, base_ns: int
+) -> Values:
+    """Return the columns of the requests at some places, but for their ids."""
+    rows, keys, names, count = joined.rows[places], joined.keys, parts.names, len(joined.rows)
+    columns: dict[str, Any] = {}
+    for part, column in _PARTS.items():
+        is_part = parts.part == names.index(part) if part in names else np.zeros(len(parts.part), dtype=np.bool_)
+        columns[f"{column}_ns"] = Groups(parts.request[is_part], count).sums(parts.time_ns[is_part])[places]
+    phases: dict[int, dict[str, int]] = {}
+    for place, part_number, time_ns in zip(
+        parts.request.tolist(), parts.part.tolist(), parts.time_ns.tolist(), strict=True
+    ):
+        if (name := names[part_number]) not in _PARTS:
+            phases.setdefault(place, {})[clean(name)] = time_ns
+    lengths = {item.place: (_length(item.prefill), _length(item.decode)) for item in stages(trace, joined)}
+    of_places = [lengths.get(place, (None, None)) for place in places.tolist()]
+    arrow = pyarrow()
+    for name, attribute in _TOKENS.items():
+        counts = trace.attributes.values(attribute, rows)
+        columns[name] = arrow.array([value if type(value) is int else None for value in counts], arrow.int64())
+    types = schema("requests")
+    return {
+        **columns,
+        "name": texts(trace.site[rows], [site.name for site in trace.sites]),
+        "key": arrow.array([clean(keys[at][0]) if at in keys else None for at in places.tolist()], arrow.string()),
+        "start_unix_ns": trace.start_ns[rows] + base_ns,
+        "duration_ns": trace.total_ns[rows],
+        "error": texts(trace.error[rows], trace.errors),
+        "phases_ns": maps([phases.get(place) for place in places.tolist()], types.field("phases_ns").type),
+        "device_ns": (device.own_ns + device.shared_ns)[places],
+        "prefill_ns": arrow.array([prefill for prefill, _ in of_places], arrow.int64()),
+        "decode_ns": arrow.array([decode for _, decode in of_places], arrow.int64()),
+        **attributes_of(trace, rows),
+    }  # fmt: skip
+
+
+def _length(interval: tuple[int, int] | None) -> int | None:
+    return None if interval is None else interval[1] - interval[0]
+
+
+def member_columns(
+    trace: Columns, joined: Joined, pairs: Int64s, parts: Ledger, device: DeviceLedger, base_ns: int
+) -> Values:
+    """Return the columns of some pairs of a batch and a request, but for their ids."""
+    served = joined.served
+    rows, arrow = served.batch[pairs], pyarrow()
+    firsts = np.searchsorted(served.batch, rows) if len(served.batch) and (np.diff(served.batch) >= 0).all() else None
+    if firsts is None:  # batches are consecutive, in any order
+        change = np.flatnonzero(np.diff(served.batch, prepend=NONE))
+        firsts = change[np.searchsorted(change, pairs, side="right") - 1] if len(change) else pairs
+    return {
+        "name": texts(trace.site[rows], [site.name for site in trace.sites]),
+        "start_unix_ns": trace.start_ns[rows] + base_ns,
+        "position": pairs - firsts,
+        "key": arrow.array([clean(served.key[pair]) for pair in pairs.tolist()], arrow.string()),
+        "weight": served.weight[pairs] / THOUSANDTHS,
+        "share_ns": parts.given_ns[pairs],
+        "device_share_ns": device.given_ns[pairs],
+    }
+
+
+def batch_columns(
+    trace: Columns, joined: Joined, rows: Int64s, parts: Ledger, device: DeviceLedger, base_ns: int
+) -> Values:
+    """Return the columns of the batches at some rows, but for their ids."""
+    groups, count = Groups(joined.served.batch, len(trace)), len(trace)
+    return {
+        "name": texts(trace.site[rows], [site.name for site in trace.sites]),
+        "start_unix_ns": trace.start_ns[rows] + base_ns,
+        "duration_ns": trace.total_ns[rows],
+        "own_ns": groups.sums(parts.given_ns)[rows].astype(np.int64),
+        "device_ns": device.batch_ns[rows],
+        "members": np.bincount(joined.served.batch, minlength=count)[rows],
+        "weight": groups.sums(joined.served.weight)[rows].astype(np.float64) / THOUSANDTHS,
+    }
+
+
+def interval_columns(trace: Columns, places: Int64s, base_ns: int) -> Values:
+    """Return the columns of some device intervals, but for the ids of their spans and their devices."""
+    device = trace.device
+    return {
+        "start_unix_ns": device.start_ns[places] + base_ns,
+        "duration_ns": device.total_ns[places],
+        "stream": device.stream[places],
+        "label": texts(device.label[places], device.labels),
+        "uncertainty_ns": device.uncertainty_ns[places],
+    }
+
+
+# Rows of files
+
+
+class DatasetRows:
+    """The rows of merged files, with the requests of all of them joined.
+
+    `ids` has the ids of the spans of each process by their numbers from 1, for rows that are of a dataset already.
+    """
+
+    def __init__(self, merged: Merged, ids: Sequence[SpanKeys] | None = None) -> None:
+        self.merged, facts = merged, merged.saved.trace
+        self._joined = joined = join(facts.columns, facts.apart_ns)
+        self.trace = trace = grafted(facts.columns, joined, facts.origin.run)
+        self._base_ns = facts.origin.realtime_of(0)
+        self._facts = facts
+        self.process = np.zeros(len(trace), dtype=np.int64)
+        self.members: list[DatasetProcess] = []
+        self._parts = [list(parts) for _, parts in groupby(merged.parts, attrgetter("process"))]
+        for number, parts in enumerate(self._parts):
+            for part in parts:
+                self.process[part.row[part.is_kept]] = number
+            newest = max((part.saved.trace for part in parts), key=attrgetter("end_ns"))
+            numbers = facts.processes[number] if facts.processes else None
+            self.members.append(DatasetProcess(newest, self._base_ns + parts[0].moved_ns, numbers))
+        self.keys = _keys_of(trace, self.process, self.members) if ids is None else _kept(trace, self.process, ids)
+        self._ledgers = ledger(trace, joined), device_ledger(trace, joined)
+
+    def tables(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the rows of each part of each table. Every table is yielded at least once."""
+        trace, joined, process, keys = self.trace, self._joined, self.process, self.keys
+        served, facts, base_ns = joined.served, (self.trace, self._joined), self._base_ns
+        order = np.lexsort((np.arange(len(trace)), trace.start_ns, trace.root_id))
+        yield from self._some("spans", order, lambda rows: (
+            {**span_columns(trace, rows, keys, base_ns), **self._threads(rows)}, process[rows]
+        ))  # fmt: skip
+        first, last = self._facts.coverage
+        is_complete = (trace.start_ns >= first) & (trace.end_ns <= last) & ~trace.clipped
+
+        def requests(places: Int64s) -> tuple[Values, Int64s]:
+            rows = joined.rows[places]
+            columns = request_columns(*facts, places, *self._ledgers, base_ns)
+            return {**keys.of(rows), **columns, "is_complete": is_complete[rows]}, process[rows]
+
+        yield from self._some("requests", np.arange(len(joined.rows)), requests)
+        yield from self._some("batches", np.unique(served.batch), lambda rows: (
+            {**keys.of(rows), **batch_columns(*facts, rows, *self._ledgers, base_ns)}, process[rows]
+        ))  # fmt: skip
+
+        def members(pairs: Int64s) -> tuple[Values, Int64s]:
+            rows, places = served.batch[pairs], served.request[pairs]
+            requests = np.append(joined.rows, 0)[places]
+            high, low, span = (np.where(places == NONE, np.uint64(0), ids[requests]) for ids in keys[:3])
+            columns = member_columns(*facts, pairs, *self._ledgers, base_ns)
+            of_requests = {"request_trace_id": ids_of(high, low), "request_span_id": ids_of(span)}
+            return {**keys.of(rows), **columns, **of_requests}, process[rows]
+
+        yield from self._some("members", np.arange(len(served.batch)), members)
+
+        def intervals(places: Int64s) -> tuple[Values, Int64s]:
+            rows = trace.device.row[places].astype(np.int64)
+            columns = interval_columns(trace, places, base_ns)
+            devices, uuids = self._devices(trace.device.device[places], process[rows])
+            return {**keys.of(rows), **columns, "device": devices, "device_uuid": uuids}, process[rows]
+
+        yield from self._some("intervals", np.arange(len(trace.device)), intervals)
+        yield from self._facts_of_processes()
+
+    def _some(
+        self, name: str, numbers: Int64s, columns: Callable[[Int64s], tuple[Values, Int64s]]
+    ) -> Iterator[tuple[str, Any]]:
+        for first in range(0, max(len(numbers), 1), ROWS_AT_ONCE):
+            values, process = columns(numbers[first : first + ROWS_AT_ONCE])
+            yield name, table(name, values, process, self.members)
+
+    def _threads(self, rows: Int64s) -> Values:
+        """Return the numbers of threads that the processes of rows gave, and their names."""
+        distinct, places = ranked(self.trace.thread_id[rows])
+        number_of = {thread: number for member in self.members if member.numbers is not None
+               for thread, number in member.numbers.threads.items()}  # fmt: skip
+        names = [self._facts.threads.get(thread) or None for thread in distinct.tolist()]
+        numbers = np.array([number_of.get(thread, thread) for thread in distinct.tolist()], dtype=np.int64)
+        return {"thread_id": numbers[places], "thread": texts(places, names)}
+
+    def _devices(self, devices: Int64s, process: Int64s) -> tuple[Int64s, Any]:
+        """Return the numbers of devices that processes gave, and their UUIDs."""
+        uuid_of = {gpu.device: gpu.uuid for gpu in self._facts.gpus}
+        numbers_of = [{} if member.numbers is None else member.numbers.devices for member in self.members]
+        numbers = [
+            numbers_of[at].get(device, device) for device, at in zip(devices.tolist(), process.tolist(), strict=True)
+        ]
+        uuids = pyarrow().array([uuid_of.get(device) or None for device in devices.tolist()], pyarrow().string())
+        return np.array(numbers, dtype=np.int64), uuids
+
+    def _facts_of_processes(self) -> Iterator[tuple[str, Any]]:
+        """Yield gauges, losses and processes, each file's own."""
+        gauges: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        losses: list[tuple[Any, ...]] = []
+        windows: list[tuple[Any, ...]] = []
+        for number, parts in enumerate(self._parts):
+            for part in parts:
+                facts, offset_ns = part.saved.trace, self.members[number].offset_ns
+                uuid_of = {gpu.device: gpu.uuid or None for gpu in facts.gpus}
+                for sample in facts.samples:
+                    if sample.value is not None and sample.value == sample.value:
+                        at_ns, name = sample.at_ns + offset_ns, clean(sample.name)
+                        unit = GAUGES[sample.name].unit if sample.name in GAUGES else None
+                        gauges[number, at_ns, name, sample.device] = (
+                            uuid_of.get(sample.device),
+                            float(sample.value),
+                            unit,
+                        )
+                begin_ns = facts.start_ns + offset_ns
+                losses += [(number, begin_ns, clean(reason), count) for reason, count in facts.losses.items()]
+                windows.append((number, *window_values(facts, begin_ns, offset_ns, self._facts.apart_ns)))
+        columns: dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]] = {
+            "gauges": (("start_unix_ns", "name", "device", "device_uuid", "value", "unit"),
+                       [(*key, *values) for key, values in gauges.items()]),
+            "losses": (("start_unix_ns", "reason", "count"), losses),
+            "processes": (WINDOW_COLUMNS, windows),
+        }  # fmt: skip
+        for name, (names, rows) in columns.items():
+            yield name, table_of_rows(name, names, rows, self.members)
+
+
+WINDOW_COLUMNS = (
+    "start_unix_ns", "duration_ns", "held_from_unix_ns", "pid", "boot", "profile", "generation", "recorder", "died",
+    "apart_ns", "notes",
+)  # fmt: skip
+
+
+def window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) -> tuple[Any, ...]:
+    """Return the values of a row of `processes`, in the order of `WINDOW_COLUMNS`."""
+    origin = facts.origin
+    held_ns = facts.held_from_ns + offset_ns if facts.held_from_ns else None
+    return (
+        begin_ns, facts.end_ns - facts.start_ns, held_ns, origin.pid, origin.boot, clean(origin.profile),
+        origin.generation, origin.recorder, clean(facts.died) or None, apart_ns, list(map(clean, facts.notes)),
+    )  # fmt: skip
+
+
+def table_of_rows(
+    name: str, names: Sequence[str], rows: Sequence[Sequence[Any]], members: Sequence[DatasetProcess]
+) -> Any:
+    """Return a table of rows of values. The first value of each row is the place of its process among `members`."""
+    columns = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
+    types, arrow = schema(name), pyarrow()
+    arrays = {
+        column: arrow.array(values, types.field(column).type) for column, values in zip(names, columns[1:], strict=True)
+    }
+    return table(name, arrays, np.array(columns[0], dtype=np.int64), members)
+
+
+# Ids of files: consecutive numbers behind a number of the process, so they are the same in each conversion, and small
+
+
+def _keys_of(trace: Columns, process: Int64s, members: Sequence[DatasetProcess]) -> SpanKeys:
+    """Return the ids of all rows. A row whose parent or root no file has gets the id that its file would give."""
+    seeds = np.array([_seeds(member.facts.origin) for member in members], dtype=np.uint64).reshape(-1, 3)
+    spans = seeds[process, 0] + trace.own_id.astype(np.uint64)
+    absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
+
+    def above(ids: Int64s, part: int) -> UInt64s:
+        """Return ids by numbers of spans: those of spans if `part` is 0, else halves of trace ids."""
+        rows = rows_of(trace.span_id, ids)
+        processes = np.append(process, 0)[rows]
+        numbers = np.append(trace.own_id, 0)[rows]
+        for row in np.flatnonzero(rows == NONE).tolist():
+            processes[row] = process[row]
+            numbers[row] = absent_of[process[row]].get(int(ids[row]), int(ids[row]))
+        return np.asarray(seeds[processes, part] + (numbers.astype(np.uint64) if part != 1 else np.uint64(0)))
+
+    parent = np.where(trace.parent_id == 0, np.uint64(0), above(trace.parent_id, 0))
+    high, low = above(trace.root_id, 1), above(trace.root_id, 2)
+    remotes = {int(trace.root_id[row]): remote for row, remote in trace.remote.items()}
+    if remotes:
+        roots = np.array(sorted(remotes), dtype=np.int64)
+        ids = np.array([(remote.trace_id >> 64, remote.trace_id & (1 << 64) - 1, remote.span_id)
+                        for remote in map(remotes.__getitem__, roots.tolist())], dtype=np.uint64)  # fmt: skip
+        places = np.searchsorted(roots, trace.root_id).clip(max=len(roots) - 1)
+        has = roots[places] == trace.root_id
+        high, low = np.where(has, ids[places, 0], high), np.where(has, ids[places, 1], low)
+        parent = np.where(has & (trace.parent_id == 0), ids[places, 2], parent)
+    return SpanKeys(high, low, spans, parent, above(trace.root_id, 0))
+
+
+def _kept(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
+    """Return the ids that rows have in a dataset, with the trace of the root that each has now."""
+    firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
+    places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
+    high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))
+    roots, parents = rows_of(trace.span_id, trace.root_id), trace.parent
+    has_root, has_parent = roots != NONE, parents != NONE
+    return SpanKeys(
+        np.where(has_root, high[roots], high) if len(trace) else high,
+        np.where(has_root, low[roots], low) if len(trace) else low,
+        span,
+        np.where(has_parent, span[parents], parent) if len(trace) else parent,
+        np.where(has_root, span[roots], root) if len(trace) else root,
+    )
+
+
+def _seeds(origin: Origin) -> tuple[int, ...]:
+    text = f"{process_name(origin)}\0{origin.run}\0{origin.service}".encode(errors="surrogatepass")
+    digest = blake2b(text, digest_size=24).digest()
+    return tuple(int.from_bytes(digest[at : at + 8], "big") | 1 << 40 for at in (0, 8, 16))

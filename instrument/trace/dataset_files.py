@@ -1,0 +1,166 @@
+"""The files of a dataset: Parquet, by table, service, day and hour, in a folder or an object store.
+
+A file is written under a name that does not end in `.parquet`, and takes its own name once it is whole. Folders have a
+letter in front of their values, since engines turn some texts into numbers: `service=s-chat/date=d2026-11-29/hour=h07`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from instrument.errors import TraceError
+from instrument.trace.dataset import pyarrow, schema
+from instrument.trace.text import clean
+
+FILE_BYTES = 128 << 20
+"""The size at which a file is closed and another one begun, in bytes."""
+
+HOUR_NS = 3600 * 10**9
+
+PLAIN = frozenset({
+    "span_id", "parent_span_id", "start_unix_ns", "duration_ns", "children_ns", "waiting_ns", "link_span_id", "own_ns",
+    "share_ns", "request_span_id", "queue_ns", "stall_ns", "transport_ns", "unknown_ns", "value",
+})  # fmt: skip
+"""The columns whose values are mostly distinct, so they have no dictionary."""
+
+
+def folder_of(service: str, hour: int) -> str:
+    """Return the folders of a service's rows by the hour since 1970 in which they began."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", clean(service)) or "_"
+    return time.strftime(f"service=s-{name}/date=d%Y-%m-%d/hour=h%H", time.gmtime(hour * 3600))
+
+
+class Folder:
+    """A folder by its path or its URL, such as `s3://bucket/traces`. Raises `TraceError`."""
+
+    def __init__(self, path: str) -> None:
+        pyarrow()
+        from pyarrow import fs
+
+        self.is_local = "://" not in path
+        try:
+            if self.is_local:
+                self.files, self.path = fs.LocalFileSystem(), os.path.abspath(path)  # noqa: PTH100 - not resolved
+            else:
+                self.files, self.path = fs.FileSystem.from_uri(path)
+        except (OSError, ValueError) as problem:
+            raise TraceError(f"cannot write to {path}: {problem}") from problem
+
+    def create(self, name: str) -> Any:
+        """Return a new file for writing. A local one is for its owner only, as its folders are not."""
+        path = f"{self.path}/{name}"
+        if self.is_local:
+            self.files.create_dir(path.rpartition("/")[0], recursive=True)
+            return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
+        return self.files.open_output_stream(path)
+
+    def rename(self, name: str, new_name: str) -> None:
+        self.files.move(f"{self.path}/{name}", f"{self.path}/{new_name}")
+
+    def remove(self, name: str) -> None:
+        with suppress(OSError):
+            self.files.delete_file(f"{self.path}/{name}")
+
+
+class _OpenFile:
+    """A file in the making. `part` is its name until it is whole."""
+
+    def __init__(self, folder: Folder, table: str, name: str) -> None:
+        from pyarrow import parquet
+
+        self.name, self._folder = name, folder
+        directory, _, base = name.rpartition("/")
+        self.part = f"{directory}/.{base}.part"
+        self.rows = 0
+        self._sink = folder.create(self.part)
+        types = schema(table)
+        self._writer = parquet.ParquetWriter(
+            self._sink, types, compression="zstd", compression_level=6,
+            use_dictionary=[field.name for field in types if field.name not in PLAIN],
+        )  # fmt: skip
+
+    def write(self, rows: Any) -> int:
+        """Write rows, and return the bytes of the file so far."""
+        self._writer.write_table(rows)
+        self.rows += len(rows)
+        return int(self._sink.tell())
+
+    def close(self) -> None:
+        """Complete the file under the name of its part."""
+        self._writer.close()
+        self._sink.close()
+
+    def discard(self) -> None:
+        """Close and remove the part."""
+        for closing in (self._writer.close, self._sink.close):
+            with suppress(Exception):  # the store may have gone
+                closing()
+        self._writer.is_open = False  # or its end would try once more, and print that it cannot
+        self._folder.remove(self.part)
+
+
+class DatasetWriter:
+    """Writes tables to the files of a dataset. `name` begins the names of its files, and replaces older ones of it.
+
+    No file has its name before `close`. After an error, `discard` removes all parts. `OSError` is for the caller.
+    """
+
+    def __init__(self, folder: Folder, name: str, file_bytes: int = FILE_BYTES) -> None:
+        self._folder, self._name, self._file_bytes = folder, name, file_bytes
+        self._open: dict[str, _OpenFile] = {}
+        self._closed: list[_OpenFile] = []
+        self._counts: dict[str, int] = {}
+
+    def write(self, table: str, rows: Any) -> None:
+        """Write the rows of a table, each to the file of its service and hour."""
+        for folder, some in _by_folder(rows):
+            place = f"{table}/{folder}"
+            file = self._open.get(place)
+            if file is None:
+                number = self._counts[place] = self._counts.get(place, -1) + 1
+                file = self._open[place] = _OpenFile(self._folder, table, f"{place}/{self._name}-{number}.parquet")
+            if file.write(some) >= self._file_bytes:
+                self._open.pop(place)
+                self._closed.append(file)
+                file.close()
+
+    def close(self) -> list[str]:
+        """Complete all files, give them their names, and return the names."""
+        for place in list(self._open):
+            file = self._open.pop(place)
+            self._closed.append(file)
+            file.close()
+        names = []
+        for file in self._closed:
+            self._folder.rename(file.part, file.name)
+            names.append(f"{self._folder.path}/{file.name}")
+        self._closed = []
+        return names
+
+    def discard(self) -> None:
+        """Remove all files that have no name yet."""
+        for file in (*self._open.values(), *self._closed):
+            file.discard()
+        self._open, self._closed = {}, []
+
+
+def _by_folder(rows: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the folder and the rows of each service and hour."""
+    from pyarrow import compute
+
+    if not len(rows):
+        return
+    hours = np.floor_divide(rows.column("start_unix_ns").to_numpy(), HOUR_NS)
+    services = compute.dictionary_encode(rows.column("service_name")).combine_chunks()
+    pairs, places = np.unique(np.stack([services.indices.to_numpy(), hours]), axis=1, return_inverse=True)
+    for number, (service, hour) in enumerate(pairs.T.tolist()):
+        some = np.flatnonzero(places.reshape(-1) == number)
+        folder = folder_of(services.dictionary[service].as_py(), hour)
+        yield folder, rows if len(some) == len(rows) else rows.take(some)
