@@ -1,7 +1,11 @@
-"""The two clocks of a process: CLOCK_MONOTONIC, which spans are timed with, and the wall clock."""
+"""The two clocks of a process: CLOCK_MONOTONIC, which times spans, and the wall clock; the deadline of a session's end.
+
+One deadline is for all that an end waits for, so the limits of its waits do not add up.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import sys
@@ -86,3 +90,26 @@ def start_ticks(stat: Path) -> int:
         return 0 if words[0] in "ZX" else int(words[START_FIELD])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+LEAST_S = 0.25
+"""Seconds that each of the last waits has, even where the work of the end, as on a large file, has used up the time."""
+
+
+class Deadline:
+    """A moment after which a session's end waits for nothing more, `limit_s` seconds from now."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._end = time.monotonic() + limit_s
+
+    def earlier(self, by_s: float) -> Deadline:
+        """Return a deadline `by_s` seconds before this one, for waits that leave that time to later ones."""
+        return Deadline(self._end - time.monotonic() - by_s)
+
+    def left_s(self, at_most_s: float = math.inf) -> float:
+        """Return the seconds that a wait may last from now on, at most `at_most_s`."""
+        return max(min(self._end - time.monotonic(), at_most_s), 0.0)
+
+    def last_s(self) -> float:
+        """Return the seconds that one of the last waits may last: at least `LEAST_S`."""
+        return max(self.left_s(), LEAST_S)

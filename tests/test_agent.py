@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from instrument import chrome, clock
-from instrument.agent import departure, journal
-from instrument.agent.processes import Process, Run, exit_fd_of
+from instrument.agent import departure
+from instrument.agent.processes import Process, Run, exit_fd_of, missed_processes, write_note
 from instrument.agent.runs import ENDED, GRACE_S
 from instrument.runtime import packets, run_folder
 from instrument.trace import file
@@ -689,14 +689,14 @@ def test_what_an_agent_notes_of_a_process_holds_no_secret_of_its_collector(folde
         run=Run("one"), pid=other.pid, started=started, facts={"service": "shop", "export": {"otlp": export}},
         joined_ns=0, exit_fd=exit_fd_of(other.pid, started),
     )  # fmt: skip
-    journal.note(folder, process)
+    write_note(folder, process)
     process.release()
     other.kill()
     other.wait()
     (note,) = folder.glob("*.process")
     assert "shop" in note.read_text()
     assert "opensesame" not in note.read_text()
-    (missed,) = journal.missed(folder, Run)
+    (missed,) = missed_processes(folder, Run)
     assert (missed.pid, missed.facts["service"]) == (other.pid, "shop")
 
 
@@ -770,8 +770,8 @@ def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_
 def test_the_report_of_a_run_is_told_also_where_who_waited_for_it_has_gone() -> None:
     Path("main.py").write_text(
         "import subprocess, sys, engine\n"
-        "from instrument.sessions import deadline, leaving\n"
-        "deadline.LEAST_S = leaving.EXIT_LIMIT_NS = 0\n"
+        "from instrument import clock\nfrom instrument.sessions import leaving\n"
+        "clock.LEAST_S = leaving.EXIT_LIMIT_NS = 0\n"
         "engine.step(1)\n"
         "helper = 'import engine; print(engine.step(1), flush=True); engine.hang(600)'\n"
         "worker = subprocess.Popen([sys.executable, '-c', helper], stdout=subprocess.PIPE)\n"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from instrument import clock
-from instrument.agent import departure, journal, loop, runs
+from instrument.agent import departure, loop, processes, runs
 from instrument.agent.client import Member
 from instrument.agent.jobs import Jobs
 from instrument.agent.live_view import LiveSampler
@@ -157,7 +157,7 @@ def test_a_process_that_ends_before_it_has_joined_the_next_agent_is_told_of_by_t
             joined_ns=0,
             exit_fd=exit_fd_of(other.pid, started),
         )  # fmt: skip
-        journal.note(Path(), known)
+        processes.write_note(Path(), known)
         known.release()
         said: list[str] = []
         agent = Agent(Path(), said.append)
@@ -206,10 +206,10 @@ def test_ps_tells_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_
             joined_ns=0,
             exit_fd=exit_fd_of(other.pid, started),
         )
-        journal.note(tmp_path, known)
+        processes.write_note(tmp_path, known)
         known.release()
         other.kill()
-    (missed,) = journal.missed(tmp_path, Run)
+    (missed,) = processes.missed_processes(tmp_path, Run)
     missed.ended_ns, missed.end_kind = time.monotonic_ns(), VANISHED
     (shown,) = LiveSampler("one").look([Member(departure.facts_of(missed))]).processes
     assert (shown.pid, shown.state, shown.up_ns) == (other.pid, VANISHED, None)

@@ -337,15 +337,15 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
-    "": (291, 4),
-    "agent": (4_514, 18),
+    "": (318, 4),
+    "agent": (4_507, 17),
     "chrome": (3_068, 9),
     "cli": (2_932, 16),
     "compat": (1_181, 6),
     "device": (3_716, 11),
     "docs": (0, 0),
     "fleet": (133, 1),
-    "instrumentors": (11_078, 44),
+    "instrumentors": (11_059, 42),
     "native": (9_134, 28),
     "otlp": (4_965, 19),
     "profile": (2_489, 8),
@@ -354,8 +354,8 @@ LINES_AND_FILES = {
     "recording": (4_069, 19),
     "report": (14_747, 50),
     "runtime": (2_689, 18),
-    "sessions": (6_889, 26),
-    "trace": (10_169, 36),
+    "sessions": (6_861, 25),
+    "trace": (10_154, 35),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

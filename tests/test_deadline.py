@@ -19,9 +19,10 @@ from test_agent import begin as begin_run
 from test_agent_export import SERVICE, profile
 from test_handover import agent, begin, collector, listener, serve
 
+from instrument import clock as clocks
+from instrument.clock import LEAST_S, Deadline
 from instrument.runtime import run_folder
-from instrument.sessions import deadline, leaving
-from instrument.sessions.deadline import LEAST_S, Deadline
+from instrument.sessions import leaving
 from instrument.sessions.membership import ALIVE_S, Membership
 
 __all__ = ["agent", "collector", "folder", "listener"]
@@ -48,7 +49,7 @@ def test_the_waits_of_an_end_take_no_longer_together_than_it_may(
         return {name: {"wait": True} if wait_s == ALIVE_S and spend(wait_s) else {"report": "that of the run"}}
 
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now}))
     monkeypatch.setattr(leaving, "UNSEEN_S", 0.01)
     monkeypatch.setattr(Membership, "await_word", answer)
     running = begin(collector, ", summary: {to: stderr}")
@@ -64,7 +65,7 @@ def test_the_waits_of_an_end_take_no_longer_together_than_it_may(
 
 def test_a_wait_has_no_more_than_the_deadline_leaves_and_a_last_one_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now}))
     whole = Deadline(5.0)
     for_threads = whole.earlier(2.0)
     assert (whole.left_s(), for_threads.left_s(), for_threads.left_s(1.0)) == (5.0, 3.0, 1.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import journal
+from instrument.agent import processes
 from instrument.errors import InstrumentError
 from instrument.runtime import packets, run_folder
 
@@ -173,7 +173,7 @@ def _why_silent(socket: Path, error: Exception) -> str:
     folder = socket.parent
     if folder not in run_folder.found():
         return f"no agent listens; `instrument agent --socket {socket.absolute()}` begins one"
-    living, ended, folders = journal.noted(folder)
+    living, ended, folders = processes.noted_processes(folder)
     if living or Path(f"/proc/{run_folder.first_process(folder.name) or '-'}").exists():
         return f"no agent listens; `instrument agent --run {folder.name}` takes over"
     saved = f"; `instrument recover {shlex.join(folders)}` saves what it recorded" if folders else ""

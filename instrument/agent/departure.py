@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from instrument.agent import crash_capture, journal
+from instrument.agent import crash_capture, processes
 from instrument.agent.processes import EXITED, GOODBYE, PROC, REPLACED, VANISHED, Process, Run, oom_kills
 from instrument.runtime import atomic, run_folder
 
@@ -246,7 +246,7 @@ def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer
     end_ns, goodbye = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
 
     def job() -> Answer:
-        with journal.locked(folder, process):
+        with processes.locked_note(folder, process):
             earlier = crash_capture.found(path, str(process.facts.get("run"))) if process.is_missed else None
             if earlier is None and process.memory < 0:
                 return {"error": why_unread(process)}

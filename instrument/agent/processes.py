@@ -1,14 +1,22 @@
-"""The processes of a run as its agent knows them: the facts of each, its state, and its way to end."""
+"""The processes of a run as its agent knows them: the facts of each, its state, its way to end, and a note on it.
+
+Notes are files next to the run's socket, for an agent that takes over. A process whose agent is gone joins the next one
+by itself. One that ended in between, or before the agent had saved its recording, is known by its note alone. Its rows
+are lost, except for those in a file (`limits.ring_dir`), and those that a child of the former agent still saves. That
+child locks the note.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import select
 import struct
+import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +24,7 @@ from typing import Any
 from instrument import clock
 from instrument.agent.loop import Connection
 from instrument.recording.recording_head import RecordingHead
-from instrument.runtime import run_folder
+from instrument.runtime import atomic, run_folder
 
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -274,3 +282,107 @@ def image_of(pid: int) -> bytes:
     with suppress(OSError), (PROC / str(pid) / "auxv").open("rb") as file:
         return file.read(_IMAGE_BYTES)
     return b""
+
+
+def write_note(folder: Path, process: Process) -> None:
+    """Note that a process records: of one whose end can be seen. Raises nothing.
+
+    The settings of its collector may hold secrets, and stay in memory.
+    """
+    if process.exit_fd >= 0:
+        facts = {name: fact for name, fact in process.facts.items() if name != "export"}
+        facts.update(
+            pid=process.pid, started=process.started, exports=bool((process.facts.get("export") or {}).get("otlp"))
+        )
+        with suppress(OSError, TypeError, ValueError), atomic.replacing(_place(folder, process)) as file:
+            file.write(json.dumps(facts).encode())
+
+
+def remove_note(folder: Path, process: Process) -> None:
+    """Remove the note of a process whose end is reported. Without a goodbye its recording is saved first."""
+    with suppress(OSError):
+        _place(folder, process).unlink()
+
+
+@contextmanager
+def locked_note(folder: Path, process: Process) -> Iterator[None]:
+    """Lock the note of a process while its recording is saved. Wait until no other process does that."""
+    try:
+        descriptor = os.open(_place(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # its end cannot be seen, or is reported already
+        yield
+        return
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
+    """Return the processes whose ends nobody has reported, each as a living one.
+
+    `run_of` returns the run of a name. Processes that have joined since are left out: the agent sees their ends.
+    """
+    processes = []
+    for facts, pid, started in _notes(folder):
+        with suppress(OSError, TypeError, ValueError, LookupError):
+            run, now_ns = run_of(str(facts.get("run", ""))[:64]), time.monotonic_ns()
+            process = Process(run=run, pid=pid, started=started, facts=facts, joined_ns=now_ns, is_missed=True)
+            is_known = any((member.pid, member.started) == (pid, started) for member in run.processes)
+            if not is_known and process.has_exited():
+                process.has_recorded = True
+                process.memory = _file_of(facts.get("memory"))
+                run.processes.append(process)
+                processes.append(process)
+    return processes
+
+
+def awaits_others(folder: Path, run: Run) -> bool:
+    """Return True where processes of a run live that an agent before this one knew, and that have not joined yet."""
+    joined = {(process.pid, process.started) for process in run.processes}
+    return any(
+        facts.get("run") == run.name and (pid, started) not in joined and _runs(pid, started)
+        for facts, pid, started in _notes(folder)
+    )
+
+
+def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
+    """Return the numbers of living and of ended processes that have notes, and the folders with recordings of the
+    latter in files."""
+    living, ended, folders = 0, 0, dict[str, None]()
+    for facts, pid, started in _notes(folder):
+        if _runs(pid, started):
+            living += 1
+            continue
+        ended += 1
+        memory = facts.get("memory")
+        with suppress(OSError, ValueError):
+            if isinstance(memory, str) and memory and Path(memory).exists():
+                folders[str(Path(memory).parent)] = None
+    return living, ended, list(folders)
+
+
+def _notes(folder: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the facts, the id and the start of each process that has a sound note."""
+    for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
+        with suppress(OSError, TypeError, ValueError, LookupError):
+            facts = json.loads(path.read_bytes())
+            yield facts, int(facts["pid"]), int(facts["started"])
+
+
+def _runs(pid: int, started: int) -> bool:
+    return clock.start_ticks(PROC / str(pid) / "stat") == started
+
+
+def _file_of(path: object) -> int:
+    """Return a descriptor of the file that a process recorded into, -1 for none."""
+    if isinstance(path, str) and path:
+        with suppress(OSError):
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    return -1
+
+
+def _place(folder: Path, process: Process) -> Path:
+    return run_folder.note_of(folder, process.pid, process.started)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import departure, journal, processes
+from instrument.agent import departure, processes
 from instrument.agent.exporter_process import Exports
 from instrument.agent.jobs import Jobs, Saves
 from instrument.agent.loop import Connection, EventLoop
@@ -93,7 +93,7 @@ class Runs:
         self._jobs = Jobs(loop.selector)
         self._saves = Saves(self._jobs, folder, self.saved)
         self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._send_message)
-        self._takes_over = bool(journal.noted(folder)[0])
+        self._takes_over = bool(processes.noted_processes(folder)[0])
         """True where processes live that an agent before this one knew."""
         self._connections = ConnectionWatch(
             loop.after, self._send_message, lambda: (process for run in self for process in run.living())
@@ -181,7 +181,7 @@ class Runs:
         self._members[connection] = process
         process.has_recorded = bool(facts.get("records"))
         if process.has_recorded:
-            journal.note(self._folder, process)
+            processes.write_note(self._folder, process)
         process.memory_events = processes.memory_events(connection.pid)
         process.oom_kills = processes.oom_kills(process.memory_events)
         run.processes.append(process)
@@ -199,7 +199,7 @@ class Runs:
 
     def _take_over(self) -> None:
         """Report the processes that ended after an agent before this one did, and have not joined this one."""
-        for process in journal.missed(self._folder, self._run_of):
+        for process in processes.missed_processes(self._folder, self._run_of):
             self._vanished(process)
             if process.memory >= 0:
                 self.exports.count_left(process, process.memory, is_reported=False)
@@ -211,7 +211,7 @@ class Runs:
         """Note that a process records now."""
         process.has_recorded = True
         process.run.is_reported = False
-        journal.note(self._folder, process)
+        processes.write_note(self._folder, process)
         self._read_gauges(process)
 
     def _read_gauges(self, process: Process) -> None:
@@ -228,7 +228,7 @@ class Runs:
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
         process.has_recorded = process.has_recorded or bool(facts.get("calls") or unmet)
         is_last = run.is_last(process) and (process.has_recorded or not run.is_reported)
-        is_last = is_last and not (self._takes_over and journal.awaits_others(self._folder, run))
+        is_last = is_last and not (self._takes_over and processes.awaits_others(self._folder, run))
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
             has_others = run.recorded() not in ([], [process]) or bool(departure.left_before(self._folder, run))
@@ -272,7 +272,7 @@ class Runs:
         for path in process.files:
             self._make_room(process, Path(path))
         if process.end_kind in (VANISHED, EXITED):
-            journal.forget(self._folder, process)
+            processes.remove_note(self._folder, process)
         process.release()
         self._trim(process.run)
         self._report_if_due(process.run)
@@ -317,7 +317,7 @@ class Runs:
     def _vanished(self, process: Process) -> None:
         process.is_saving = process.look()
         if process.has_recorded:  # it may not have said so yet
-            journal.note(self._folder, process)
+            processes.write_note(self._folder, process)
         self._ended(process, VANISHED)
         if process.has_recorded:
             wait_s = 0 if process.status == 0 else STATUS_S
@@ -358,7 +358,7 @@ class Runs:
     def _ended(self, process: Process, end_kind: str) -> None:
         process.ended_ns, process.end_kind = time.monotonic_ns(), end_kind
         if end_kind != VANISHED or not process.has_recorded:
-            journal.forget(self._folder, process)
+            processes.remove_note(self._folder, process)
         self.exports.note_ended(process)
         if process.exit_fd >= 0:
             self._loop.selector.unregister(process.exit_fd)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from instrument.instrumentors.requests.packages import of_role, presets_for
+from instrument.instrumentors.requests import of_role, presets_for
 from instrument.profile.keys import load
 from instrument.profile.presets import path_of
 from instrument.proposal.function_choice import (

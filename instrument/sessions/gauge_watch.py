@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from instrument.clock import Deadline
 from instrument.device.gauges import RARELY_NS, Gauges
 from instrument.device.nvml import ORDER, VARIABLE
 from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Gpu
 from instrument.runtime.faults import FAULTS
-from instrument.sessions.deadline import Deadline
 from instrument.sessions.membership import Membership
 
 LAST_READING_S = 0.5

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from instrument.clock import LEAST_S, Deadline
 from instrument.instrumentors.verdict import marks_of, report_to_check
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
@@ -21,7 +22,6 @@ from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.termination import before_exit
 from instrument.runtime.threads import Thread
 from instrument.sessions import files
-from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.exporting import Exporting
 from instrument.sessions.membership import Membership, RunFacts, target_of
 from instrument.sessions.recorded import Recorded

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument import clock
+from instrument.clock import LEAST_S, Deadline
 from instrument.profile.model import Recordings
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.claim import duplicate
@@ -25,7 +26,6 @@ from instrument.runtime import agent_launch, packets, run_folder
 from instrument.runtime.cheap_start import asdict, replace
 from instrument.runtime.unpatched import poll
 from instrument.sessions import files
-from instrument.sessions.deadline import LEAST_S, Deadline
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving, templates

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from instrument.clock import Deadline
 from instrument.errors import InstrumentError, ProfileError, StateError
 from instrument.instrumentors.selection import Selection
 from instrument.profile.model import Profile
@@ -18,7 +19,6 @@ from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import RLock
 from instrument.sessions import files
 from instrument.sessions.control import ControlThread, Request
-from instrument.sessions.deadline import Deadline
 from instrument.sessions.membership import Membership
 from instrument.sessions.recorded import Recorded
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from instrument.clock import Deadline
 from instrument.errors import InstrumentError
 from instrument.instrumentors import compilers, contexts, functions
 from instrument.profile.model import Profile
@@ -22,7 +23,6 @@ from instrument.recording import board
 from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS
 from instrument.sessions import files
-from instrument.sessions.deadline import Deadline
 from instrument.sessions.exporting import Exporting, SessionLock, rows_recorded
 from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.handover import UNREAD

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from instrument.clock import Deadline
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, are_to_wait, start_unlisted
 from instrument.runtime.unpatched import Event
 from instrument.sessions.account import SessionDiagnostics
-from instrument.sessions.deadline import Deadline
 
 if TYPE_CHECKING:
     from instrument import otlp

@@ -12,9 +12,8 @@ import numpy as np
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY
 from instrument.trace.columns import Bools
-from instrument.trace.decisions import Decisions, RememberedTraces
+from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
 from instrument.trace.forest import NONE, and_above
-from instrument.trace.gathered import OPEN, OPEN_NS, Gathered
 from instrument.trace.request_steps import StepKinds
 from instrument.trace.sent_rows import SentRows, Settled
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows

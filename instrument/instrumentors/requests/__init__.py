@@ -1,21 +1,22 @@
 """Requests that servers hand to their apps, recorded by endpoint without a rule for functions.
 
-A server is instrumented where it calls the app, a web framework where it has found the route. This package imports no
-server or framework; it attaches when the service does.
+A server is instrumented where it calls the app, a web framework where its router has found the route, which goes to the
+current exchange of the context. This package imports no server or framework; it attaches when the service does.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from instrument.instrumentors.functions import Undo, undo_all
-from instrument.instrumentors.requests import blocked, packages, propagation, routes, servers
-from instrument.instrumentors.requests.exchange import CURRENT, PORT, Exchanges
+from instrument.instrumentors.functions import Undo, takes_place, undo_all
+from instrument.instrumentors.requests import blocked, propagation, servers
+from instrument.instrumentors.requests.exchange import CURRENT, PORT, Exchange, Exchanges
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import SERVERS, RequestsRule
+from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import LazyModule
@@ -27,6 +28,159 @@ else:
     aiohttp, grpc, model_servers, triton = (
         LazyModule(f"{__name__}.{name}") for name in ("aiohttp", "grpc", "model_servers", "triton")
     )
+
+
+class Router(NamedTuple):
+    """A method of a router, by its class, that knows the route of a request.
+
+    `route` reads it from the router's module and the arguments, or from the module and the result if it is known
+    `after` the call. None means no route. `note` gets it. A class of `older` versions may lack the method.
+    """
+
+    owner: str
+    method: str
+    route: Callable[..., str | None]
+    after: bool = False
+    note: Callable[[Exchange, str], None] = Exchange.found
+    older: bool = False
+
+    def attach(self, module: Any) -> Undo:
+        """Read the route at each call. Raises `AttributeError` or `TypeError` in a version without the method."""
+        owner = getattr(module, self.owner)
+        original = getattr(owner, self.method)
+        if not isinstance(original, FunctionType):  # such as a slot
+            raise TypeError(f"{owner.__name__}.{self.method} is a {type(original).__name__}")
+        _, _, read, after, note, _ = self
+
+        @takes_place(owner, self.method)
+        def undo(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs) if after else None
+            exchange = CURRENT.get()
+            if exchange is not None and exchange.is_open:
+                try:
+                    route = read(module, result) if after else read(module, *args)
+                    if route is not None:
+                        note(exchange, route)
+                except Exception as fault:
+                    FAULTS.note("route of a request", fault)
+            return result if after else original(*args, **kwargs)
+
+        return undo
+
+
+def attach_routers(module: Any) -> list[Undo]:
+    """Read the routes of a module's routers."""
+    routers = ROUTERS[module.__name__]
+    return [
+        router.attach(module)
+        for router in routers
+        if not router.older or router.method in vars(getattr(module, router.owner))
+    ]
+
+
+def _path(_: Any, route: Any, *__: Any) -> str:
+    path: str = route.path
+    return path
+
+
+def _fastapi(_: Any, route: Any, scope: Any, *__: Any) -> str:
+    """Return the path of a route with the prefixes of its routers, which the scope has."""
+    included = scope.get("fastapi", {}).get("effective_route_context")
+    path: str = (included if included is not None and included.original_route is route else route).path
+    return path
+
+
+def _flask(name: str) -> Callable[..., str | None]:
+    """Return the reader of a rule of Flask or Quart. It is known once the context of the request has been pushed."""
+
+    def route(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
+        rule = getattr(module if context is None else context, name).url_rule
+        return None if rule is None else rule.rule
+
+    return route
+
+
+def _django(_: Any, match: Any) -> str:
+    route: str = match.route
+    return route if route.startswith(("/", "^")) else "/" + route
+
+
+def _aiohttp(_: Any, match: Any, *__: Any) -> str | None:
+    resource = match.route.resource
+    return None if resource is None else resource.canonical
+
+
+ROUTERS: Mapping[str, tuple[Router, ...]] = {
+    "starlette.routing": (
+        Router("Route", "handle", _path),
+        Router("WebSocketRoute", "handle", _path),
+        Router("Mount", "handle", _path, note=Exchange.enter),
+    ),
+    "fastapi.routing": (
+        Router("APIRoute", "handle", _fastapi, older=True),
+        Router("APIWebSocketRoute", "handle", _fastapi, older=True),
+    ),
+    "litestar.routes.http": (Router("HTTPRoute", "handle", _path),),
+    "litestar.routes.websocket": (Router("WebSocketRoute", "handle", _path),),
+    "flask.app": (Router("Flask", "full_dispatch_request", _flask("request")),),
+    "quart.app": (
+        Router("Quart", "full_dispatch_request", _flask("request")),
+        Router("Quart", "full_dispatch_websocket", _flask("websocket")),
+    ),
+    "django.core.handlers.base": (Router("BaseHandler", "resolve_request", _django, after=True),),
+    "falcon.app": (Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True),),
+    "bottle": (Router("Router", "match", lambda _, match: match[0].rule, after=True),),
+    "aiohttp.web_urldispatcher": (Router("UrlMappingMatchInfo", "freeze", _aiohttp),),
+}
+"""The routers of each module of a framework."""
+
+
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "web": ("starlette", "litestar", "flask", "quart", "django", "falcon", "bottle", "aiohttp.web", "fastapi"),
+    "server": (
+        *("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc"),
+        *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
+    ),
+    "unrouted": ("blacksheep", "pyramid.router", "cherrypy"),
+    "unmet": ("sanic", "tornado.web", "robyn", "twisted.web.server", "http.server"),
+    "queue": ("celery.apps.worker", "rq.cli", "dramatiq.cli", "arq.cli", "huey.bin.huey_consumer"),
+    "engine": (*ENGINES, "bentoml"),
+    "library": (
+        *("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba"),
+        *("sklearn", "sentence_transformers", "torch", "transformers"),
+    ),
+}
+"""The packages of each role, by the names under which they are imported.
+
+The requests of `web` are recorded, those of `unrouted` without their routes. Requests of `unmet` and jobs of `queue`
+are not recorded. A `server` serves other packages' apps, an `engine` is a complete model server.
+"""
+
+MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
+"""The preset for each package that has one."""
+
+OF_ALL = frozenset({"http.server"})
+"""Servers that many programs import without running them."""
+
+REMEDY = "give the function that handles one a rule of `kind: request`"
+
+
+def imported_packages() -> list[str]:
+    """Return the names of the known packages that this process has imported."""
+    return of_role(sys.modules, *PACKAGES)
+
+
+def of_role(names: Iterable[str], *roles: str) -> list[str]:
+    """Return the names that are packages of one of the roles, in the order of `PACKAGES`."""
+    name_set = set(names)
+    return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
+
+
+def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the names that are packages with a preset, and the preset. If one is a model server, return it alone."""
+    served_packages = set(of_role(names, "engine") or names)
+    return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]
+
 
 KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "aiohttp": ("aiohttp", lambda: aiohttp.AIOHTTP),
@@ -67,7 +221,7 @@ class Requests:
             for module, attach in seams.items()
             if kind in self._kinds
         }
-        self._known = {*self._seams, *((*routes.ROUTERS, propagation.MODULE) if rules else ())}
+        self._known = {*self._seams, *((*ROUTERS, propagation.MODULE) if rules else ())}
         if self._blocked_ns is not None:
             self._known.update(STALLS)
 
@@ -100,8 +254,8 @@ class Requests:
                 self._undos += propagation.attach(module, self._has_open_request, self._recorder)
             if name in STALLS and self._blocked_ns is not None:
                 self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
-            if name in routes.ROUTERS:
-                self._undos += routes.attach(module)
+            if name in ROUTERS:
+                self._undos += attach_routers(module)
         except (AttributeError, TypeError) as missing:
             self._met[name] = f"{name} {getattr(module, '__version__', '')} has no place where it can be met: {missing}"
         except Exception as fault:
@@ -173,25 +327,25 @@ class Requests:
         If another port has recorded requests, a port is named only if a server without instrumentation is imported.
         """
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
-        strangers = packages.of_role(sys.modules, "unmet")
+        strangers = of_role(sys.modules, "unmet")
         ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
-        if ports and (not has_requests or set(strangers) - packages.OF_ALL):
+        if ports and (not has_requests or set(strangers) - OF_ALL):
             port_text = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, sorted(ports)))}"
             names = f"; requests of {' and '.join(strangers)} are not met" if strangers else ""
-            why = f"they came to {port_text}, and no request was recorded there{names}; {packages.REMEDY}"
+            why = f"they came to {port_text}, and no request was recorded there{names}; {REMEDY}"
             yield Verdict(rule.text, "unmet", "connections", why)
-        queues = packages.of_role(sys.modules, "queue")
+        queues = of_role(sys.modules, "queue")
         if queues and not has_requests:
             names = " and ".join(name.partition(".")[0] for name in queues)
-            yield Verdict(rule.text, "unmet", "jobs", f"{names} takes them off its queue; {packages.REMEDY}")
+            yield Verdict(rule.text, "unmet", "jobs", f"{names} takes them off its queue; {REMEDY}")
 
     def _unrouted(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
         """Yield a verdict on the routes of requests, if no known router has found one."""
-        strangers = packages.of_role(sys.modules, "unrouted")
+        strangers = of_role(sys.modules, "unrouted")
         rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
         routed = sum(calls for facts, calls in rows if "http.route" in facts)
         unnamed = sum(calls for facts, calls in rows if "http.route" not in facts and "http.request.method" in facts)
-        if routed or not unnamed or (routes.ROUTERS.keys() & self._met.keys() and not strangers):
+        if routed or not unnamed or (ROUTERS.keys() & self._met.keys() and not strangers):
             return
         why = f"{', '.join(strangers)} is imported, whose router is not known" if strangers else "no router is known"
         many = "1 request has none" if unnamed == 1 else f"{unnamed} requests have none"
