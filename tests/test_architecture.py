@@ -345,17 +345,17 @@ LINES_AND_FILES = {
     "device": (3_716, 11),
     "docs": (0, 0),
     "fleet": (133, 1),
-    "instrumentors": (11_059, 42),
-    "native": (9_134, 28),
+    "instrumentors": (11_226, 42),
+    "native": (9_183, 28),
     "otlp": (4_965, 19),
-    "profile": (2_489, 8),
+    "profile": (2_533, 8),
     "proposal": (1_400, 5),
     "recorder": (2_566, 10),
-    "recording": (4_069, 19),
-    "report": (14_747, 50),
+    "recording": (4_073, 19),
+    "report": (14_749, 50),
     "runtime": (2_689, 18),
     "sessions": (6_861, 25),
-    "trace": (10_154, 35),
+    "trace": (10_260, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from otlp_collectors import Collector, collecting, take
 from otlp_receiver import free_port
-from real_servers import Answer, ask, environment_of, serve_twice
+from real_servers import Answer, Served, ask, environment_of, serve_twice
 from sent_spans import converted, sent_to, trees
 
 pytestmark = pytest.mark.servers
@@ -40,12 +40,33 @@ def complete(port: int, number: int, more: Mapping[str, object]) -> Answer:
     """Ask for a completion, every fifth time of a conversation; every fourth is streamed."""
     text = "the quick brown fox " * (1 + number % 7)
     body = {"model": "tiny", "max_tokens": 4 + number % 13, "temperature": 0, "ignore_eos": True, **more}
-    body |= {"stream": number % 4 == 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}} if number % 4 == 0 else {}
     headers = {"x-request-id": f"case-{number}"}
     if number % 5 == 0:
         chat = {**body, "messages": [{"role": "user", "content": text}]}
         return ask(port, "/v1/chat/completions", chat, headers)
     return ask(port, "/v1/completions", {**body, "prompt": text}, headers)
+
+
+def usage_of(answer: Answer) -> dict[str, object]:
+    """The facts of a completion by OpenTelemetry's names, as its answer has them."""
+    lines = answer.body.splitlines() if answer.body.startswith(b"data:") else [b"data: " + answer.body]
+    parts = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    usage = next(part["usage"] for part in reversed(parts) if part.get("usage"))
+    choices = [choice for part in parts for choice in part["choices"]]
+    return {
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0),
+        "gen_ai.response.finish_reasons": tuple(one["finish_reason"] for one in choices if one["finish_reason"]),
+    }
+
+
+def facts_of(served: Served, key: str) -> dict[str, object]:
+    """The facts of the request of a key that a collector has, too."""
+    (place,) = (place for place, keys in served.joined.keys.items() if key in keys)
+    attributes = served.trace.attributes[int(served.joined.rows[place])]
+    return {name: attributes[name] for name in attributes if name.startswith("gen_ai.")}
 
 
 def to(collector: Collector) -> dict[str, str]:
@@ -64,6 +85,7 @@ def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp
     subprocess.run([python, Path(__file__).parent / "served" / "tiny_llama.py", tmp_path / "model"], check=True)
     words = ["bin/vllm", "serve", str(tmp_path / "model"), "--served-model-name", "tiny", "--max-model-len", "256"]
     words += ["--max-num-seqs", str(AT_ONCE), "--enforce-eager", "--dtype", "float32", "--port", "{port}"]
+    words += ["--enable-prompt-tokens-details"]
     environ = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with collecting(take) as collector:
         environ |= to(collector)
@@ -86,6 +108,10 @@ def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp
         assert {"queue", "share of batches", "tokenise", "transport", "detokenise"} <= set(lives[key])
     walls = served.trace.total_ns[served.joined.rows].tolist()
     assert sorted(its.total() for its in lives.values()) == sorted(walls)
+    facts = [facts_of(served, key) for key in keys]
+    assert all(0 <= its.pop("gen_ai.latency.time_in_queue") < 600 for its in facts)  # type: ignore[operator]
+    assert facts == list(map(usage_of, answers))
+    assert any(its["gen_ai.usage.cache_read.input_tokens"] for its in facts)
 
     for spans in (sent, converted(tmp_path / "traces")):
         its_trees = trees(spans, "POST /v1/")

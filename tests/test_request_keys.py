@@ -718,7 +718,7 @@ def test_reading_may_run_code_of_the_service(what: str, path: str, whence: str) 
     path = path if whence == "argument" else path.replace("held", "return", 1)
     (rule,) = loads(f'functions: [{{match: "m:work", {what}: "{path}"}}]').functions
     keys = KeyReader(work, rule)
-    keyed = recorder.wrap(work, Site("work"), keys.with_attributes(None), results=keys.of_result)
+    keyed = recorder.wrap(work, Site("work"), keys.of_call, results=keys.of_result)
     held: list[Any] = []
     for holder in (held, [Interrupted()]):
         if holder is held:

@@ -17,6 +17,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -40,6 +41,8 @@ from instrument.recording.spans import (
     BATCH_KEYS,
     BATCH_LIMIT,
     BATCH_WEIGHTS,
+    FACT_KEYS,
+    FACTS,
     KEY,
     KEY_LIMIT,
     VALUE_LIMIT,
@@ -141,11 +144,13 @@ def reader(
 
 def part_of(value: Any, name: str) -> Any:
     """Return a mapping's value for a name, else the attribute of that name. Inserts nothing into a `defaultdict`."""
+    if not _is_mapping(value):
+        return getattr(value, name)
     if isinstance_of(value, dict):
         item = dict.get(value, name, LEFT_OUT)
         if item is not LEFT_OUT:
             return item
-    elif isinstance_of(value, Mapping) and name in value:
+    elif name in value:
         return value[name]
     return getattr(value, name)
 
@@ -172,6 +177,8 @@ _READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _size, "type": _
 
 RETURN = "return"
 EACH = "[]"
+FACTS_OF_REQUEST = 2
+"""The number of the native reader of facts."""
 
 TEXTS_KNOWN = 4096
 """The most texts of which the rest without the matches of an expression is cached."""
@@ -194,12 +201,8 @@ class KeyReader:
         pairs = [(KEY, rule.key), (BATCH_KEYS, rule.batch)]
         of_call = [self._read_of_call(function, name, key) for name, key in pairs if key and not _is_of_result(key)]
         of_result = [self._read_of_result(name, key) for name, key in pairs if key and _is_of_result(key)]
-        self.of_call: Attributes | None = _all_of(list(filter(None, of_call)))
-        self.of_result: ReadResult | None = _all_of(of_result)
-
-    def with_attributes(self, attributes: Attributes | None) -> Attributes | None:
-        """Return a reader of the keys in a call's arguments and of its other attributes."""
-        return _all_of([reader for reader in (attributes, self.of_call) if reader is not None])
+        self.of_call: Attributes | None = all_of(of_call)
+        self.of_result: ReadResult | None = all_of(of_result)
 
     def _read_of_call(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Attributes | None:
         parameter = parameter_of(function, _first(keys.argument))
@@ -288,6 +291,166 @@ def _parted(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
 
 
+class _OneFact(NamedTuple):
+    """A fact of the request of a call, below a parameter or the result."""
+
+    name: str
+    place: str
+    steps: Sequence[str]
+    take: Callable[[Any], AttributeValue]
+
+    def below(self, value: Any) -> AttributeValue | None:
+        """Return the fact below a value, None where a step leads to None: it is not known yet."""
+        for step in self.steps:
+            if value is None:
+                return None
+            value = part_of(value, step)
+        return None if value is None else self.take(value)
+
+
+class _Facts:
+    """A reader of the facts of the request of a call, below one parameter or the result.
+
+    The native reader calls it with a value and the place of a fact that is not plain. For an argument that is left out
+    it calls it with the call. Then its default is read.
+    """
+
+    def __init__(
+        self, parameter: Parameter | None, facts: Sequence[_OneFact], names: Values, before: Callable[..., Any] | None
+    ) -> None:
+        self._parameter, self._facts, self._names, self._before = parameter, facts, names, before
+
+    def __call__(self, value: Any, place: Any) -> Any:
+        if type(place) is int:
+            return self._read(value, place)
+        attributes: Values = self._before(value, place) or {} if self._before else {}
+        default = LEFT_OUT if self._parameter is None else self._parameter.default
+        reads = (
+            [] if default is LEFT_OUT else [(fact.name, self._read(default, at)) for at, fact in enumerate(self._facts)]
+        )
+        facts = {name: fact for name, fact in reads if fact is not None}
+        return {**attributes, **facts, **self._names} if facts else attributes
+
+    def _read(self, value: Any, place: int) -> AttributeValue | None:
+        fact = self._facts[place]
+        try:
+            return fact.below(value)
+        except Exception as error:
+            _complain_of_fact(fact.place, value, error)
+            return None
+
+
+class _FactsOfSeveral(NamedTuple):
+    """A reader of a fact of several requests: the values at a path, and the keys at another one."""
+
+    fact: _OneFact
+    parameters: Sequence[Parameter | None]
+    values: Callable[[Any], Any]
+    keys: Callable[[Any], Any]
+    texts: Callable[[list[Any]], tuple[str, ...]]
+    names: Values
+
+    def read(self, *call: Any) -> Values:
+        """Read (args, kwargs), or a result."""
+        of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
+        try:
+            texts = self.texts(_items(self.keys(of_keys), BATCH_LIMIT))
+            facts = map(self.fact.below, _items(self.values(of_values), BATCH_LIMIT))
+            pairs = [(text, fact) for text, fact in zip(texts, facts, strict=False) if text and fact is not None]
+        except Exception as error:
+            _complain_of_fact(self.fact.place, of_values, error)
+            return {}
+        keys, values = zip(*pairs, strict=True) if pairs else ((), ())
+        return {self.fact.name + FACT_KEYS: keys, self.fact.name: values, **self.names} if pairs else {}
+
+
+def _complain_of_fact(place: str, value: Any, error: Exception) -> None:
+    """Log a failed read without the error's text, which may contain values of the service."""
+    FAULTS.note_of_rule(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
+
+
+class FactReader:
+    """A reader of a rule's facts of requests in calls of one function: in their arguments, and in their results.
+
+    `missing` has a message for each fact that the function does not have. `of_call` and `of_result` also read what the
+    given readers read. They are None if they have nothing to read. A value of None, as before it is known, is no fact.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rule: FunctionRule,
+        of_call: Attributes | None = None,
+        of_result: ReadResult | None = None,
+    ) -> None:
+        self.missing: list[str] = []
+        self.of_call, self.of_result = of_call, of_result
+        names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
+        singles: dict[Parameter | None, list[_OneFact]] = {}
+        for fact in rule.facts:
+            steps, keys = _steps(fact.argument), fact.key or rule.batch
+            paths = [fact.argument, keys.argument if keys and EACH in steps else fact.argument]
+            parameters = self._parameters(function, paths)
+            if not parameters:
+                continue
+            take = fact_value if fact.record == "value" else _READERS[fact.record]
+            at = len(steps) - steps[::-1].index(EACH) if EACH in steps else 0
+            single = _OneFact(sys.intern(fact.name), f"{rule.place or rule.text}: fact {fact.name}", steps[at:], take)
+            if not at:
+                singles.setdefault(parameters[0], []).append(single)
+                continue
+            texts = _texts_of(keys.cut if keys else "")
+            several = _FactsOfSeveral(
+                single, parameters, _values_of(steps[:at]), _values_of(_steps(paths[1])), texts, names
+            )
+            if parameters[0] is None:
+                self.of_result = all_of([self.of_result, several.read])
+            else:
+                self.of_call = all_of([self.of_call, several.read])
+        for parameter, facts in singles.items():
+            if parameter is None:
+                self.of_result = _native_facts(parameter, facts, names, self.of_result)
+            else:
+                self.of_call = _native_facts(parameter, facts, names, self.of_call)
+
+    def _parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
+        """Return the parameters of a fact's values and of their keys, None in place of one for the result."""
+        parameters = [None if _first(path) == RETURN else parameter_of(function, _first(path)) for path in paths]
+        missing = [parameter for parameter in parameters if isinstance(parameter, str)]
+        if not missing and (parameters[0] is None) != (parameters[1] is None):
+            missing = [f"{paths[0]} and {paths[1]} are not both of the call, or of its result"]
+        self.missing += missing[:1]
+        return None if missing else [parameter for parameter in parameters if not isinstance(parameter, str)]
+
+
+def _native_facts(
+    parameter: Parameter | None, facts: Sequence[_OneFact], names: Values, before: Callable[..., Any] | None
+) -> Any:
+    """Return a reader of facts below one parameter, or the result, and of what the reader before it reads."""
+    reader = _Facts(parameter, facts, names, before)
+    if _native is None:
+        return reader
+    steps = [tuple(map(sys.intern, fact.steps)) if fact.take is fact_value else None for fact in facts]
+    return _native.Keys(
+        sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, FACTS_OF_REQUEST,
+        tuple(steps), tuple(fact.name for fact in facts), None, None, before, -1, names, reader,
+    )  # fmt: skip
+
+
+def fact_value(value: Any) -> AttributeValue:
+    """Return a value as a fact: a number, a bool, a text, or the name of a member of an enumeration."""
+    kind: Any = type(value)
+    if kind is int or kind is str or not issubclass(kind, Enum):
+        return _value(value)
+    return _value(str(value) if _writes_itself(kind) else value.name)
+
+
+@lru_cache(maxsize=256)
+def _writes_itself(kind: type) -> bool:
+    """Return True for an enumeration whose own members have a text of their own."""
+    return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
+
+
 def _first(path: str) -> str:
     """Return the first name of a path: a parameter, or `return`."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
@@ -297,7 +460,9 @@ def _is_of_result(keys: RequestKeys) -> bool:
     return _first(keys.argument) == RETURN
 
 
-def _all_of(reads: Sequence[Callable[..., Values | None]]) -> Callable[..., Any] | None:
+def all_of(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[..., Any] | None:
+    """Return a reader of what all of some readers read, None for none."""
+    reads = [read for read in readers if read is not None]
     if len(reads) < 2:
         return reads[0] if reads else None
 

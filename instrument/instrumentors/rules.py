@@ -14,7 +14,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors import arguments, functions, registrations, targets
-from instrument.instrumentors.arguments import KeyReader
+from instrument.instrumentors.arguments import FactReader, KeyReader
 from instrument.instrumentors.functions import Probe, undo_all
 from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
 from instrument.instrumentors.references import (
@@ -356,10 +356,12 @@ class Functions:
             arguments.reader(target.function, rule.attributes, place) if rule.attributes else (None, [])
         )
         results: Results | None = None
-        if rule.key or rule.batch:
+        if rule.key or rule.batch or rule.facts:
             keys = KeyReader(target.function, rule)
-            missing += keys.missing
-            attributes, results = keys.with_attributes(attributes), keys.of_result
+            of_call = arguments.all_of([attributes, keys.of_call])
+            facts = FactReader(target.function, rule, of_call, keys.of_result)
+            missing += [*keys.missing, *facts.missing]
+            attributes, results = facts.of_call, facts.of_result
         elif self.watch is not None:
             attributes, results = self.watch.of(target.function, target.label)
         try:

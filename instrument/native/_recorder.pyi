@@ -158,7 +158,7 @@ class Keys:
         self,
         parameter: str | None,
         position: int,
-        is_batch: bool,
+        is_batch: int,
         steps: tuple[str, ...],
         of_each: tuple[str, ...] | None,
         weights: tuple[str, ...] | None,

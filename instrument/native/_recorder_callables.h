@@ -239,6 +239,13 @@ read_attributes_of_call(PyObject *reader, PyObject *const *args, size_t nargsf, 
         Keys *keys = (Keys *)reader;
         Py_ssize_t count = PyVectorcall_NARGS(nargsf);
         PyObject *value = argument_of_call(keys->parameter, keys->position, args, count, names), *weighed = value;
+        if (value != NULL && keys->is_batch == FACTS_OF_REQUEST) {
+            *facts = NULL;
+            if (keys->weighed != Py_None && read_attributes_of_call(keys->weighed, args, nargsf, names, facts) < 0)
+                return -1;
+            *facts = facts_of_request(keys, value, *facts);
+            return *facts != NULL ? 0 : note_unless_hosts("attributes");
+        }
         if (value != NULL && keys->weighed != Py_None)
             weighed = argument_of_call(keys->weighed, keys->weighed_position, args, count, names);
         *facts = weighed == NULL ? NULL : facts_below(keys, value, weighed);

@@ -23,8 +23,12 @@ typedef struct {
     Py_ssize_t weighed_position;
     PyObject *cut;                 /* a dict of texts without what is none of the key, which makes them, or None */
     PyObject *otherwise;
-    int is_batch;
+    int is_batch;                  /* FACTS_OF_REQUEST for what else is read of one: `keys` has paths, and their names;
+                                    * `cut` what all of them have in common, `weighed` the reader before, None without */
 } Keys;
+
+#define FACTS_OF_REQUEST 2
+#define FACT_TEXT_LIMIT 256 /* characters: `VALUE_LIMIT` of spans.py */
 
 /* Return what is some steps below a value: a new reference. NULL for what is not plain, with an exception or without. */
 static PyObject *
@@ -199,6 +203,39 @@ argument_in(PyObject *const *args, PyObject *name, Py_ssize_t position)
     return PyDict_CheckExact(args[1]) ? PyDict_GetItemWithError(args[1], name) : NULL;
 }
 
+static inline int
+is_plain_fact(PyObject *value)
+{
+    return value == Py_None || PyLong_CheckExact(value) || PyFloat_CheckExact(value) || PyBool_Check(value) ||
+           (PyUnicode_CheckExact(value) && PyUnicode_GET_LENGTH(value) <= FACT_TEXT_LIMIT);
+}
+
+/* Add the facts below a value to what the reader before has read, taking its reference; NULL and None are nothing.
+ * `otherwise` reads a fact that is not plain, by its place, and returns None for one that cannot be read. */
+static PyObject *
+facts_of_request(Keys *self, PyObject *value, PyObject *facts)
+{
+    if (facts == NULL || facts == Py_None)
+        Py_XSETREF(facts, PyDict_New());
+    Py_ssize_t before = facts == NULL ? 0 : PyDict_GET_SIZE(facts);
+    for (Py_ssize_t i = 0; facts != NULL && i < PyTuple_GET_SIZE(self->keys.steps); i++) {
+        PyObject *steps = PyTuple_GET_ITEM(self->keys.steps, i);
+        PyObject *fact = steps == Py_None ? NULL : part_below(value, steps); /* None for its size or type */
+        if (fact == NULL || !is_plain_fact(fact)) {
+            if (fact == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+                PyErr_Clear();
+            Py_XDECREF(fact);
+            fact = PyErr_Occurred() ? NULL : PyObject_CallFunction(self->otherwise, "On", value, i);
+        }
+        if (fact == NULL || (fact != Py_None && PyDict_SetItem(facts, PyTuple_GET_ITEM(self->keys.of_each, i), fact) < 0))
+            Py_CLEAR(facts);
+        Py_XDECREF(fact);
+    }
+    if (facts != NULL && PyDict_GET_SIZE(facts) > before && PyDict_Update(facts, self->cut) < 0)
+        Py_CLEAR(facts);
+    return facts;
+}
+
 /* As a function of Python's: of (args, kwargs), or of a result. */
 static PyObject *
 Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
@@ -209,6 +246,11 @@ Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
         value = args[0];
     else if (count == 2)
         value = argument_in(args, self->parameter, self->position);
+    if (value != NULL && self->is_batch == FACTS_OF_REQUEST) {
+        if (self->weighed != Py_None && (facts = PyObject_Vectorcall(self->weighed, args, nargsf, NULL)) == NULL)
+            return NULL;
+        return facts_of_request(self, value, facts);
+    }
     weighed = value;
     if (value != NULL && self->weighed != Py_None)
         weighed = count == 2 ? argument_in(args, self->weighed, self->weighed_position) : NULL;
@@ -225,7 +267,7 @@ Keys_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_ssize_t position, weighed_position;
     int is_batch;
     if (kwargs != NULL ||
-        !PyArg_ParseTuple(args, "OnpO!OOOOnOO:Keys", &parameter, &position, &is_batch, &PyTuple_Type, &keys.steps,
+        !PyArg_ParseTuple(args, "OniO!OOOOnOO:Keys", &parameter, &position, &is_batch, &PyTuple_Type, &keys.steps,
                           &keys.of_each, &weights, &of_weights, &weighed, &weighed_position, &cut, &otherwise))
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "Keys takes no words");
     Keys *self = (Keys *)type->tp_alloc(type, 0);

@@ -185,6 +185,8 @@ CLASSES: Mapping[str, type] = {
     "functions.batch": model.RequestKeys,
     "functions.where": model.FunctionRule,
     "functions.attributes": model.Argument,
+    "functions.facts": model.Fact,
+    "functions.facts.key": model.RequestKeys,
     "layers": model.LayerRule,
     "copies": model.CopyRule,
     "frameworks": model.FrameworkRule,
@@ -242,6 +244,9 @@ def _function_rule(node: YamlNode) -> model.FunctionRule:
     if "kind" not in values and "phase" in values:
         values["kind"] = "phase"
     values.update(values.pop("where", {}))
+    for fact in values.get("facts", ()):
+        if "[]" in fact.argument and not fact.key and "batch" not in values:
+            node.pairs["facts"][1].refuse("the path of each item's key as `key`", actual=fact.argument)
     text = ", ".join(public_texts(node, "match"))
     return model.FunctionRule(match, exclude, line=node.line, place=node.place, text=text, **values)
 
@@ -251,6 +256,16 @@ def _argument(node: YamlNode) -> model.Argument:
     argument = model.Argument(**_fields(node, "functions.attributes"))
     suffix = "" if argument.record == "value" else f".{argument.record}"
     return argument if argument.name else replace(argument, name=argument.argument + suffix)
+
+
+@shaped(section_shape("functions.facts"))
+def _fact(node: YamlNode) -> model.Fact:
+    fact = model.Fact(**_fields(node, "functions.facts"))
+    if fact.key and "[]" not in fact.argument:
+        node.refuse(
+            "a `key` with a path of several values, such as outputs[].tokens", actual=f"a key of {fact.argument}"
+        )
+    return fact
 
 
 def _request_keys(section: str, path: Read) -> Read:
@@ -448,6 +463,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "attributes": Key("attributes", one_or_more(_argument)),
         "key": Key("key", _request_keys("functions.key", readers.key_path)),
         "batch": Key("batch", _request_keys("functions.batch", readers.keys_path)),
+        "facts": Key("facts", one_or_more(_fact)),
     },
     "functions.key": {
         "argument": Key("argument", readers.key_path, required="where the key is, such as request.request_id"),
@@ -465,6 +481,17 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "argument": Key("argument", readers.argument_path, required="a parameter of the function, such as prompt"),
         "record": Key("record", one_of(*model.RECORDED)),
         "name": Key("name", string),
+    },
+    "functions.facts": {
+        "argument": Key("argument", readers.keys_path, required="where the value is, such as request.num_tokens"),
+        "name": Key("name", readers.attribute_name, required="the name of the attribute"),
+        "record": Key("record", one_of(*model.RECORDED)),
+        "keep": Key("keep", one_of(*model.KEEPS)),
+        "key": Key("key", _request_keys("functions.facts.key", readers.keys_path)),
+    },
+    "functions.facts.key": {
+        "argument": Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
+        "cut": Key("cut", readers.expression),
     },
     "layers": {
         "match": Key("match", one_or_more(readers.layer_pattern)),

@@ -24,6 +24,7 @@ TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
 CLOCKS: tuple[str, ...] = ("monotonic", "tsc")
 RECORDED: tuple[str, ...] = ("size", "type", "value")
+KEEPS: tuple[str, ...] = ("last", "sum", "max", "list")
 DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
 DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
 COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
@@ -104,6 +105,21 @@ class RequestKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class Fact:
+    """A fact of a request that a call has: the path of its value (`argument`), and the attribute's `name`.
+
+    A path with `[]` has the values of several requests, whose keys are at `key`, or else at the rule's `batch`. `keep`
+    is a word of `KEEPS`, by which one value remains of several. `record` is as in `Argument`.
+    """
+
+    argument: str
+    name: str
+    record: str = "value"
+    keep: str = "last"
+    key: RequestKeys | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionRule:
     """A rule of functions to instrument: the `module:qualname` patterns that select functions or exclude them.
 
@@ -115,8 +131,8 @@ class FunctionRule:
     `counted` marks the rule of `schedule.step`: if another rule of kind `op` has the function, it records it as `step`.
     The first call of a function with `first_request` is the first request of the view `startup`. A function with
     `metrics` has a metric of its calls' times. The items of a function with `gen_ai` are generated. `key` reads the key
-    of a span's request, `batch` those of a span that serves several. `engine` is the imported engine's package whose
-    preset has the rule.
+    of a span's request, `batch` those of a span that serves several. `facts` are of
+    requests. `engine` is the imported engine's package whose preset has the rule.
     """
 
     match: tuple[str, ...]
@@ -133,6 +149,7 @@ class FunctionRule:
     gen_ai: bool = False
     key: RequestKeys | None = None
     batch: RequestKeys | None = None
+    facts: tuple[Fact, ...] = ()
     engine: str = field(default="", compare=False)
     line: int = field(default=0, compare=False)
     place: str = field(default="", compare=False)

@@ -125,6 +125,10 @@ KEY = intern("instrument.key")
 BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.batch.weights")
 """The attributes of a span that serves several requests: their keys, and the weight of each in the span."""
 
+FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
+"""The attribute of a span that lists its facts of requests: a word of `KEEPS`, a space and an attribute's name. A fact
+with a value per request is a list. The attribute of its name and `FACT_KEYS` has the key of each value."""
+
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
 """Characters of a key, of a longer one the rest is a checksum; and keys of a batch, of more the rest is counted."""
 

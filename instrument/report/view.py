@@ -197,7 +197,9 @@ class Recording:
     @cached_property
     def trace(self) -> Trace:
         """The trace of the kept spans."""
-        return self.make_trace()
+        from instrument.trace.joined import with_own_facts
+
+        return with_own_facts(self.make_trace())
 
     @property
     def columns(self) -> Columns:

@@ -135,6 +135,13 @@ class ComposedAttributes(Attributes):
         return numbers, sets
 
 
+def changed(attributes: Attributes, count: int, more: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
+    """Return the attributes of `count` rows, with other ones of some rows."""
+    part = np.zeros(count, dtype=np.int32)
+    part[list(more)] = 1
+    return ComposedAttributes([attributes, AttributesOfRows(more)], part, np.arange(count))
+
+
 def extended(attributes: Attributes, count: int, more: Sequence[Mapping[str, AttributeValue]]) -> Attributes:
     """Return the attributes of `count` rows, followed by those of more rows."""
     row_in_part = np.concatenate([np.arange(count), np.arange(len(more))])

@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, FACTS, KEY
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, nearest, rows_of, tops
 from instrument.trace.groups import counts_up_to, running_most
+from instrument.trace.request_facts import with_facts
+from instrument.trace.trace import Trace
 
 THOUSANDTHS = 1000
 """The number of units in a weight of 1."""
@@ -431,11 +433,20 @@ def graft(saved: Saved) -> Saved:
     return replace(saved, trace=facts.with_columns(grafted(trace, join(trace, facts.apart_ns), facts.origin.run)))
 
 
+def with_own_facts(facts: Trace) -> Trace:
+    """Return the trace with the facts of its requests, see `instrument.trace.request_facts`."""
+    if not len(facts.columns.attributes.having(FACTS)):
+        return facts
+    joined = join(facts.columns, facts.apart_ns)
+    return facts.with_columns(with_facts(facts.columns, joined.rows, joined.of, joined.keys))
+
+
 def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """Return the trace with one tree for each request. Without a `run`, no trace gets an id.
+    """Return the trace with one tree for each request, and with its facts. Without a `run`, no trace gets an id.
 
     A move that would make parents cyclic falls back to the request as the parent, else to the original parent.
     """
+    trace = with_facts(trace, joined.rows, joined.of, joined.keys)
     moves = _moves(trace, joined)
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]

@@ -44,7 +44,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import instrument
-from instrument.instrumentors.arguments import KeyReader
+from instrument.instrumentors.arguments import FactReader, KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Site
@@ -180,9 +180,10 @@ Repeat = Callable[[Callable[[Any], Any], Sequence[Any], int], None]
 def wrapped(name: str, rule: str, function: Callable[..., Any]) -> tuple[Any, Any]:
     """A function as a rule with keys selects it, and as one without."""
     (parsed,) = loads(f'functions: [{{match: "m:f", {rule}}}]').functions
-    reader = KeyReader(function, parsed)
-    assert not reader.missing, reader.missing
-    keyed = RECORDER.wrap(function, Site(name), reader.with_attributes(None), results=reader.of_result)
+    keys = KeyReader(function, parsed)
+    facts = FactReader(function, parsed, keys.of_call, keys.of_result)
+    assert not keys.missing + facts.missing, keys.missing + facts.missing
+    keyed = RECORDER.wrap(function, Site(name), facts.of_call, results=facts.of_result)
     return keyed, RECORDER.wrap(function, Site(f"{name}, plain"))
 
 
@@ -210,6 +211,11 @@ def shapes() -> list[Shape]:
         of_rule("key: generator", "key: request.request_id", generate, requests, exhaust_each),
         of_rule("key: async generator", "key: request.request_id", stream, requests, exhaust_each_async),
     ]
+    for count in (1, 4, 8):
+        facts = ", ".join(f"{{argument: request.tokens, name: tokens.{number}}}" for number in range(count))
+        found.append(of_rule(f"facts: {count} of attributes", f"facts: [{facts}]", take, requests, keys=count))
+        facts = facts.replace("request.", "return.")
+        found.append(of_rule(f"facts: {count} of the result's", f"facts: [{facts}]", take, requests, keys=count))
     without = lambda repeated: lambda calls: call_each(open_bare_scope, repeated, calls)  # noqa: E731
     found += [
         Shape("scope(key=)", lambda calls: call_each(open_scope_of_key, ids, calls), without(ids)),

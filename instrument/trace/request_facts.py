@@ -1,0 +1,88 @@
+"""Facts of requests: values that rules read at calls, as attributes of the requests that the calls serve.
+
+A span has its facts as attributes, and lists them in `FACTS`. It may serve the request in another process.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from instrument.recording.spans import ATTRIBUTE_LIMIT, FACT_KEYS, FACTS, AttributeValue
+from instrument.trace.columns import Columns, Int64s, changed
+from instrument.trace.forest import NONE
+
+
+def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
+    """Return the trace whose requests have the facts that spans of theirs read. Facts of no request here stay.
+
+    `requests` are rows in the order of their begins, `of` is the place of each row's request among them, and `keys_of`
+    has the keys of requests by place.
+    """
+    rows = trace.attributes.having(FACTS)
+    if not len(rows):
+        return trace
+    places_of: dict[str, list[int]] = {}
+    for place, keys in sorted(keys_of.items()):
+        for key in keys:
+            places_of.setdefault(key, []).append(place)
+    starts = trace.start_ns[requests].tolist()
+    facts_by_request: dict[int, dict[str, Any]] = {}
+    attributes_by_row: dict[int, dict[str, AttributeValue]] = {}
+    for row in rows[np.argsort(trace.end_ns[rows], kind="stable")].tolist():
+        attributes = dict(trace.attributes[row])
+        at_ns, is_known = int(trace.end_ns[row]), True
+        for keep, name, key_of_value, value in _facts_in(attributes):
+            place = int(of[row])
+            if key_of_value is not None:
+                places = places_of.get(key_of_value, [])
+                began = bisect_right(places, at_ns, key=starts.__getitem__)
+                place = places[began - 1] if began else NONE
+            is_known &= place != NONE
+            if place != NONE:
+                facts = facts_by_request.setdefault(int(requests[place]), {})
+                with suppress(TypeError):  # of values that cannot be added or compared, the first stays
+                    facts[name] = _kept(keep, facts.get(name), value)
+        if is_known:
+            attributes_by_row[row] = _without_lists(attributes)
+    for row, facts in facts_by_request.items():
+        attributes_by_row[row] = {**attributes_by_row.get(row, trace.attributes[row]), **facts}
+    return replace(trace, attributes=changed(trace.attributes, len(trace), attributes_by_row))
+
+
+def _facts_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
+    """Yield each value of a fact: its word of `KEEPS`, its name, its request's key (None for that of the span)."""
+    for text in _listed(attributes):
+        keep, _, name = text.partition(" ")
+        value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
+        if isinstance(keys, (list, tuple)) and isinstance(value, (list, tuple)):
+            yield from ((keep, name, key, part) for key, part in zip(keys, value, strict=False) if isinstance(key, str))
+        elif value is not None:
+            yield keep, name, None, value
+
+
+def _listed(attributes: Mapping[str, Any]) -> list[str]:
+    listed = attributes.get(FACTS)
+    return [text for text in listed if isinstance(text, str)] if isinstance(listed, (list, tuple)) else []
+
+
+def _without_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
+    """Return the attributes of a span whose requests have its facts, without those that no reader needs any more."""
+    names = [text.partition(" ")[2] for text in _listed(attributes)]
+    lists = [name for name in names if name + FACT_KEYS in attributes]
+    read_names = {FACTS, *lists, *(name + FACT_KEYS for name in lists)}
+    return {name: value for name, value in attributes.items() if name not in read_names}
+
+
+def _kept(keep: str, before: Any, value: Any) -> Any:
+    """Return the value that remains of the values before and a later one."""
+    if keep == "list":
+        return (*(before or ()), value)[:ATTRIBUTE_LIMIT]
+    if before is None or keep == "last":
+        return value
+    return before + value if keep == "sum" else max(before, value)
