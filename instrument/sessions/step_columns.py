@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.spans import AttributeValue, Site
+from instrument.recording.spans import AttributeValue, Site, Span
 from instrument.sessions.window import STEP, Step
-from instrument.trace.columns import Bools, Columns, Int64s, extended
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.intervals import lengths_by_group
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Trace, with_spans
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
@@ -171,31 +172,21 @@ class _Among:
 
     def trace(self, steps: Sequence[Step]) -> Columns:
         """Return the spans, and the steps behind them in the order in which they were put there."""
-        trace, count = self._trace, len(self._trace)
-        step_id, parent_id, root_id, self_ns = (np.concatenate(parts) for parts in zip(*self._made, strict=True))
+        trace = self._trace
+        numbers = zip(*(np.concatenate(parts).tolist() for parts in zip(*self._made, strict=True)), strict=True)
         root_row = rows_of(trace.span_id, trace.root_id)
-        moved = np.where(root_row != NONE, self._root_of[root_row], 0) if count else self._root_of
-        starts, ends = (np.array([getattr(step, name) for step in steps], np.int64) for name in ("start_ns", "end_ns"))
-        attributes: list[Mapping[str, AttributeValue]] = [{"step": step.number, **_samples(step)} for step in steps]
-        return Columns(
-            sites=(*trace.sites, STEP),
-            errors=trace.errors,
-            span_id=np.concatenate([trace.span_id, step_id]),
-            parent_id=np.concatenate([self._parent_id, parent_id]),
-            root_id=np.concatenate([np.where(moved != 0, moved, trace.root_id), root_id]),
-            thread_id=np.concatenate([trace.thread_id, [step.thread_id for step in steps]]),
-            task_id=np.concatenate([trace.task_id, np.zeros(len(steps), np.int64)]),
-            start_ns=np.concatenate([trace.start_ns, starts]),
-            end_ns=np.concatenate([trace.end_ns, ends]),
-            active_ns=np.concatenate([trace.active_ns, ends - starts]),
-            self_ns=np.concatenate([self._self_ns, self_ns]),
-            site=np.concatenate([trace.site, np.full(len(steps), len(trace.sites), np.int32)]),
-            error=np.concatenate([trace.error, np.full(len(steps), NONE, np.int32)]),
-            clipped=np.concatenate([trace.clipped, [step.clipped for step in steps]]),
-            device=trace.device,
-            attributes=extended(trace.attributes, count, attributes),
-            remote=trace.remote,
-        )
+        moved = np.where(root_row != NONE, self._root_of[root_row], 0) if len(trace) else self._root_of
+        root_id = np.where(moved != 0, moved, trace.root_id)
+        spans = [_span_of(step, *ids_and_time) for step, ids_and_time in zip(steps, numbers, strict=True)]
+        return with_spans(replace(trace, parent_id=self._parent_id, root_id=root_id, self_ns=self._self_ns), spans)
+
+
+def _span_of(step: Step, span_id: int, parent_id: int, root_id: int, self_ns: int) -> Span:
+    length_ns, attributes = step.end_ns - step.start_ns, {"step": step.number, **_samples(step)}
+    place = span_id, parent_id, root_id, step.thread_id, 0, step.start_ns, step.end_ns, length_ns, self_ns
+    span = Span(STEP, *place, None, attributes)
+    span.clipped = step.clipped
+    return span
 
 
 def _samples(step: Step) -> dict[str, AttributeValue]:
