@@ -269,7 +269,7 @@ def test_every_call_is_one_of_the_shape_of_its_sites_probe(make_recorder: Any, s
     assert expected.total() == recorder.calls
 
 
-def test_what_is_held_is_told_without_making_spans(make_recorder: Any) -> None:
+def test_the_time_without_a_missing_span_is_known_without_making_spans(make_recorder: Any) -> None:
     recorder = make_recorder(1 << 14)  # so that rings wrap
     record(recorder, random.Random(3))
     for _ in range(500):
@@ -277,8 +277,6 @@ def test_what_is_held_is_told_without_making_spans(make_recorder: Any) -> None:
     open_one = recorder.open(SITES[5])
     held, spans = snapshot_of(recorder), spans_in(recorder)
     recorder.close(open_one)
-    assert held.size == len(spans)
-    assert held.ids_of(lambda site: site.device) == {span.span_id for span in spans if span.site.device}
     assert held.held_from_ns(0, time.monotonic_ns()) == max(
         min(span.end_ns for span in spans if span.thread_id == thread_id) for thread_id in held.wrapped
     )

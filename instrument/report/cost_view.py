@@ -270,9 +270,6 @@ def _muted_sites(upkeep: InstrumentationStats) -> tuple[MutedSite, ...]:
 
 def _span_facts(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
     """Return the coverage, the number of kept spans that asked for device time, and by reason those without any."""
-    facts = recording.span_coverage
-    if facts is not None:
-        return Coverage(facts.count, facts.complete, facts.since_ns, facts.until_ns), facts.asking, facts.unanswered
     device_asked, untimed = unanswered(recording.columns)
     missing = Counter[str]()
     for row in untimed:

@@ -127,33 +127,15 @@ class InstrumentationStats:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSpans:
-    """The facts of the kept spans, without a look at each.
-
-    Every span is there from `since_ns` to `until_ns` after the trace's start. `complete` is True if no span was
-    overwritten at all. `asking` spans ask for device time. `unanswered` counts the spans without any by the label of
-    their first interval, `NO_EVENTS` for a span without one.
-    """
-
-    count: int
-    complete: bool
-    since_ns: int
-    until_ns: int
-    asking: int
-    unanswered: Mapping[str, int]
-
-
 @dataclass(eq=False)
 class Recording:
     """The tally of all calls, the trace of the kept spans, and facts of both.
 
-    `make_tally`, `make_totals`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` run at the
-    first read of their result. `make_totals` makes the tally, merged on request, at a lower cost. `make_held` counts
-    the kept spans without making them, None if it cannot. `window_ns` is the length of the tally's time, `recorder` is
-    `native` or `other`. `collector_ids` returns the collector's trace id and span id of a request from its span and its
-    first key. `benchmark` has counted the steps of a loop as they went by. `died` describes the end of a process
-    without a normal exit.
+    `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_upkeep` and `make_cost` run at the first read of
+    their result. `make_totals` makes the tally, merged on request, at a lower cost. `window_ns` is the length of the
+    tally's time, `recorder` is `native` or `other`. `collector_ids` returns the collector's trace id and span id of a
+    request from its span and its first key. `benchmark` has counted the steps of a loop as they went by. `died`
+    describes the end of a process without a normal exit.
     """
 
     make_tally: Callable[[], Tally]
@@ -168,7 +150,6 @@ class Recording:
     benchmark: Benchmark | None = None
     make_startup: Callable[[], Startup | None] = lambda: None
     make_totals: Callable[[bool], Tally] | None = None
-    make_held: Callable[[], HeldSpans | None] = lambda: None
     make_cost: Callable[[], Cost | None] = lambda: None
     died: str = ""
 
@@ -205,11 +186,6 @@ class Recording:
     def columns(self) -> Columns:
         """The columns of the spans."""
         return self.trace.columns
-
-    @cached_property
-    def span_coverage(self) -> HeldSpans | None:
-        """The facts of the kept spans if the trace has not been made yet, else None."""
-        return None if "trace" in vars(self) else self.make_held()
 
     def once(self, make: Callable[[Recording], Made]) -> Made:
         """Return the result of a function of the recording, made once for all views."""

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import OF_OURS, REMOTE, RemoteParent, noted, remote_of
 from instrument.recording.rows import REQUEST_BIT, is_sampled, state_of_share
 from instrument.recording.spans import (
-    UNTIMED,
     Cost,
     FirstCall,
     Gpu,
@@ -50,14 +48,14 @@ if TYPE_CHECKING:
     from instrument import otlp
     from instrument.otlp import export_facts, metrics
     from instrument.recording.tally import Tally
-    from instrument.report import section, view
     from instrument.report import summary as report
+    from instrument.report import view
     from instrument.report.section import View
     from instrument.trace.trace import Trace
 else:
     otlp = LazyModule("instrument.otlp")
     export_facts, metrics = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.metrics")
-    section, view = LazyModule("instrument.report.section"), LazyModule("instrument.report.view")
+    view = LazyModule("instrument.report.view")
     report = LazyModule("instrument.report.summary")
 
 PROBES = late_pattern(
@@ -305,28 +303,6 @@ class Recorded:
         startup = self.startup()
         return None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup
 
-    def _held(self) -> view.HeldSpans | None:
-        """Return the counts of the spans in the rings now; None where they must be counted from a trace."""
-        if self.end_ns is not None or self._finds_steps:
-            return None
-        stretch = self.take(self.start_ns, time.monotonic_ns())
-        spans, first_ns = stretch.snapshot, max(stretch.held_from_ns, self.start_ns)
-        asking = spans.ids_of(lambda site: site.device)
-        timing = self.timing if asking else None
-        intervals = {} if timing is None else timing.intervals.of(asking)
-        until_ns = max(stretch.end_ns, first_ns)
-        untimed = (group for group in intervals.values() if all(interval.label in UNTIMED for interval in group))
-        unanswered = Counter(group[0].label for group in untimed)
-        unanswered[section.NO_EVENTS] += len(asking) - len(intervals)
-        return view.HeldSpans(
-            count=spans.size + len(self.loop.within(first_ns, until_ns)),
-            complete=first_ns == self.start_ns,
-            since_ns=first_ns - self.start_ns,
-            until_ns=until_ns - self.start_ns,
-            asking=len(asking),
-            unanswered=+unanswered,
-        )
-
     def startup(self) -> Startup:
         """Return the startup of the process, which is kept when the rings overwrite its spans."""
         by_node, tree = RECORDER.mapped().firsts(), RECORDER.paths()
@@ -357,7 +333,6 @@ class Recorded:
             self.tally,
             self.trace if torch_trace is None else lambda: chrome.join(self.trace(), chrome.read(torch_trace).trace),
             make_totals=_totals,
-            make_held=self._held,
             make_cost=lambda: self.account.cost(window_ns),
             losses=self.account.losses(),
             notes=tuple(self.account.notes()),
@@ -381,8 +356,8 @@ class Recorded:
         or `threads`. `options` are those of `instrument.report.view.Options`. Views of the tally are exact for all
         calls. Views of spans cover the spans in the rings, and name the time from which these are complete.
 
-        `brief` takes some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB. Views of
-        the tally and of costs take 5 ms for 1,500 call paths and 30 ms for the most (16,384), with some tens of `rows`
+        `brief` and `cost` take some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB.
+        Views of the tally take 5 ms for 1,500 call paths and 30 ms for the most (16,384), with some tens of `rows`
         and merged threads. The first call also reads each path and site, 1 us each, unless a thread of ours has done
         so. A block for each thread adds some 30 us per row, and 1 us per call path.
 

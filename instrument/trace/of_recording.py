@@ -136,12 +136,6 @@ class RowSnapshot:
         """Return the number of rows, with open spans."""
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
-    def ids_of(self, predicate: Callable[[Site], bool]) -> set[int]:
-        """Return the ids of the spans whose sites satisfy a predicate."""
-        of_node = np.array(list(map(predicate, self.tree.sites)), np.bool_)[np.array(self.tree.site_of, np.int64)]
-        open_ids = {span.span_id for span in self.open_spans if of_node[span.node]}
-        return open_ids.union(*(ring.rows["span_id"][of_node[ring.rows["node"]]].tolist() for ring in self.rings))
-
     def held_from_ns(self, start_ns: int, end_ns: int) -> int:
         """Return the time from which no span of a window is missing, 0 if none is."""
         oldest = self._oldest_ns(start_ns, end_ns) if self.wrapped or self.given_up else {}
