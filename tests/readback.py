@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from instrument.recording import memory_layout
 from instrument.recording.mapped import _CHUNK, _HIGH, _TOTALS, details_in
 from instrument.recording.mapped_facts import detail_of, facts_in
 from instrument.recording.rows import Row, unpacked_rows, with_more
-from instrument.recording.spans import Span
-from instrument.trace.columns import Columns, DeviceIntervals
+from instrument.recording.slot_ring import IntervalRing
+from instrument.recording.spans import DeviceInterval, Span
+from instrument.trace.columns import Columns, DeviceIntervals, cells_in, device_intervals
 from instrument.trace.of_recording import RowSnapshot
 from instrument.trace.trace import spans_of
 
@@ -30,6 +31,20 @@ def columns_in(recorder: Any = RECORDER, start_ns: int = 0, end_ns: int | None =
     """The spans that lie in a stretch of time or reach into it, by default all, clipped to it."""
     taken = snapshot_of(recorder, start_ns)
     found, _ = taken.columns(end_ns or time.monotonic_ns(), lambda _: DeviceIntervals.none(), start_ns=start_ns)
+    return found
+
+
+def intervals_in(ring: IntervalRing, span_ids: Iterable[int]) -> dict[int, tuple[DeviceInterval, ...]]:
+    """The intervals of some spans by the ids of these, each span's by time."""
+    ids = sorted(span_ids)
+    work = device_intervals(cells_in(ring.packed()), np.array(ids, np.int64))
+    found: dict[int, tuple[DeviceInterval, ...]] = {}
+    names = ("device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
+    for row, *place, label, uncertainty_ns in zip(
+        work.row.tolist(), *(getattr(work, name).tolist() for name in names), strict=True
+    ):
+        interval = DeviceInterval(*place, work.labels[label], uncertainty_ns)
+        found[ids[row]] = (*found.get(ids[row], ()), interval)
     return found
 
 

@@ -14,6 +14,7 @@ from driver import FakeDriver, value
 from fake_torch_cuda import fake_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from readback import intervals_in
 
 from instrument.device.anchors import ANCHORS_KEPT
 from instrument.device.cuda import CudaDriver, NumbaStreams, current_of_numba
@@ -114,7 +115,7 @@ class Bench:
         self.thread.submit(self.resolver.look).result()
 
     def of(self, span: Span) -> tuple[DeviceInterval, ...]:
-        span.device = self.intervals.of({span.span_id}).get(span.span_id, ())
+        span.device = intervals_in(self.intervals, {span.span_id}).get(span.span_id, ())
         return span.device
 
     def told(self, span: Span) -> tuple[str, int, int] | None:
@@ -635,7 +636,7 @@ def test_the_context_of_another_device_is_not_taken_for_a_devices_own(
         for _ in range(2):
             fake_driver.advance(10 * MS)
             pool.submit(timer.resolver.look).result()
-    found = intervals.of({1, 2})
+    found = intervals_in(intervals, {1, 2})
     assert [(one.label, one.end_ns - one.start_ns) for span in (1, 2) for one in found[span]] == [
         ("dropped", 0),
         ("exclusive", 5 * MS),
@@ -906,7 +907,7 @@ def test_intervals_keep_the_newest_in_the_memory_that_they_have() -> None:
     for number in range(1, 1001):
         ring.add(number, 0, 7, number, number + 1, "exclusive", 3)
     spans = [Span(SITE, number, 0, 0, 0, 0, 0, 0, 0, 0) for number in range(1, 1001)]
-    found = ring.of({span.span_id: span for span in spans}, 0)
+    found = intervals_in(ring, {span.span_id for span in spans})
     assert sorted(found) == list(range(937, 1001))
     assert found[1000] == (DeviceInterval(0, 7, 1000, 1001, "exclusive", 3),)
     assert ring.overwritten == 936

@@ -7,7 +7,6 @@ import threading
 import time
 from array import array
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -317,25 +316,3 @@ def test_a_session_learns_paths_ahead_of_the_first_report() -> None:
         assert len(RECORDER._paths._located.places) >= asked()
     finally:
         instrument.stop()
-
-
-def test_the_live_view_of_costs_says_what_a_look_at_each_span_says() -> None:
-    session = instrument.start(loads("limits: {ring: 1MiB}"))
-    assert session is not None
-    try:
-        for _ in range(40_000):
-            with scope("work"):
-                pass
-        with scope("still open"):
-            recording = session.recording()
-            live = cost(recording, Options())
-            of_spans = cost(Recording.of_trace(session.trace()), Options())
-        assert "trace" not in vars(recording)
-        assert replace(live.coverage, until_ns=0) == replace(of_spans.coverage, until_ns=0)
-        assert not live.coverage.complete
-        assert (live.device_asked, live.device_missing) == (of_spans.device_asked, of_spans.device_missing)
-    finally:
-        instrument.stop()
-    finished = session.recording()
-    of_spans = cost(Recording.of_trace(finished.trace), Options())
-    assert replace(cost(finished, Options()).coverage, until_ns=0) == replace(of_spans.coverage, until_ns=0)

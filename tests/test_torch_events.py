@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from driver import FakeDriver, value
 from fake_torch_cuda import AcceleratorError, fake_torch
+from readback import intervals_in
 
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
@@ -70,7 +71,7 @@ class Service:
 
     def told(self, span: Span) -> tuple[str, int]:
         self.thread.submit(self.timer.resolver.look).result()
-        span.device = self.intervals.of({span.span_id}).get(span.span_id, ())
+        span.device = intervals_in(self.intervals, {span.span_id}).get(span.span_id, ())
         (found,) = span.device
         return found.label, found.end_ns - found.start_ns
 

@@ -16,12 +16,10 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacked_rows, with_more
-from instrument.recording.slot_ring import intervals_by_span
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
-from instrument.trace.columns import Columns
+from instrument.trace.columns import Columns, device_intervals
 from instrument.trace.tail_sampling import TailSampler
-from instrument.trace.trace import device_columns
 from instrument.trace.unsettled import Details, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
@@ -190,14 +188,11 @@ class DeviceTimes:
             return trace
         first_ns = int(trace.start_ns[asking].min())
         since = next((count for at_ns, count in reversed(self._counts) if at_ns <= first_ns), 0)
-        row_of = dict(zip(trace.span_id[asking].tolist(), asking.tolist(), strict=True))
         cells = self._mapped.intervals(since)
-        cells = cells[np.isin(cells["span_id"], np.fromiter(row_of, np.uint64, len(row_of)))]
-        intervals = intervals_by_span(cells.tolist(), row_of)
-        by_row = sorted((row_of[span_id], of_span) for span_id, of_span in intervals.items())
-        timed = np.array([row for row, of_span in by_row if of_span], np.int64)
-        self.untimed += int(np.count_nonzero(trace.end_ns[np.setdiff1d(asking, timed)] > settled_ns))
-        return replace(trace, device=device_columns(by_row)) if len(timed) else trace
+        cells = cells[np.isin(cells["span_id"].astype(np.int64), trace.span_id[asking])]
+        device = device_intervals(cells, trace.span_id)
+        self.untimed += int(np.count_nonzero(trace.end_ns[np.setdiff1d(asking, device.row)] > settled_ns))
+        return replace(trace, device=device) if len(device) else trace
 
 
 def row_of_open(span: OpenSpan) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from instrument.recording.claim import GAUGES as CLAIMED
 from instrument.recording.claim import Claim
 from instrument.recording.memory_layout import SAMPLES
 from instrument.recording.recording_head import RecordingHead, generation_of
-from instrument.recording.spans import GAUGES, DeviceInterval, Sample
+from instrument.recording.spans import GAUGES, Sample
 from instrument.runtime.unpatched import Lock
 
 _U64 = Struct("<Q")
@@ -192,25 +192,6 @@ class IntervalRing:
     def packed(self) -> bytes:
         """Return all intervals as bytes, the oldest first. A label is its index in `LABELS`."""
         return self._slots.since(0)
-
-    def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
-        """Return the intervals still here that came after the first `since`, by span id, each span's by time."""
-        return intervals_by_span(_CELLS.iter_unpack(self._slots.since(since)), span_ids)
-
-
-def intervals_by_span(
-    cells: Iterable[tuple[int, ...]], span_ids: Container[int]
-) -> dict[int, tuple[DeviceInterval, ...]]:
-    """Return the intervals of some spans, of intervals as numbers in the order of their fields."""
-    intervals_by_id: dict[int, list[DeviceInterval]] = {}
-    for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in cells:
-        if span_id in span_ids:
-            interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
-            intervals_by_id.setdefault(span_id, []).append(interval)
-    return {
-        span_id: tuple(sorted(intervals, key=lambda interval: interval.start_ns))
-        for span_id, intervals in intervals_by_id.items()
-    }
 
 
 # Readings of gauges

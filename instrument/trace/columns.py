@@ -396,14 +396,14 @@ def cells_in(packed: bytes) -> NDArray[np.void]:
 
 def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:
     """Return the intervals of the spans with these ids, by row and time."""
-    rows = rows_of(span_id, cells["span_id"])
+    rows = rows_of(span_id, cells["span_id"].astype(np.int64))
     order = np.lexsort((cells["start_ns"], rows))
     order = order[rows[order] != NONE]
     ordered = cells[order]
     return DeviceIntervals(
         row=rows[order],
         device=ordered["device"].copy(),
-        stream=ordered["stream"].copy(),
+        stream=ordered["stream"].astype(np.int64),
         start_ns=ordered["start_ns"].copy(),
         # An end may be before its begin if the clock was calibrated again in between.
         end_ns=np.maximum(ordered["start_ns"], ordered["end_ns"]),

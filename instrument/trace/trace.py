@@ -45,7 +45,6 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
     errors: dict[str | None, int] = {None: NONE}
     site_numbers = _numbered(map(attrgetter("site"), spans), sites)
     error_numbers = _numbered(map(attrgetter("error"), spans), errors)
-    intervals, rows = _intervals(spans)
     columns = {name: _numbers(map(attrgetter(name), spans), len(spans)) for name in _NUMBERS}
     return Columns(
         sites=tuple(sites),
@@ -54,7 +53,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
         site=site_numbers,
         error=error_numbers,
         clipped=np.fromiter(map(attrgetter("clipped"), spans), np.bool_, len(spans)),
-        device=_columns_of(intervals, rows),
+        device=_intervals_of(spans),
         attributes=AttributesOfRows({
             row: attributes for row, attributes in enumerate(map(attrgetter("attributes"), spans)) if attributes
         }),
@@ -104,19 +103,9 @@ def _numbered(values: Iterable[Any], numbers: dict[Any, int]) -> Int32s:
     return np.fromiter(map(numbers.__getitem__, all_values), np.int32, len(all_values))
 
 
-def _intervals(spans: Sequence[Span]) -> tuple[list[DeviceInterval], Int32s]:
-    of_spans = list(map(attrgetter("device"), spans))
-    counts = np.fromiter(map(len, of_spans), np.int32, len(spans))
-    return list(chain.from_iterable(of_spans)), np.repeat(np.arange(len(spans), dtype=np.int32), counts)
-
-
-def device_columns(pairs: Sequence[tuple[int, Sequence[DeviceInterval]]]) -> DeviceIntervals:
-    """Return the intervals of rows as columns. The rows are in order."""
-    rows = np.repeat(np.array([row for row, _ in pairs], np.int32), [len(intervals) for _, intervals in pairs])
-    return _columns_of([*chain.from_iterable(intervals for _, intervals in pairs)], rows)
-
-
-def _columns_of(intervals: Sequence[DeviceInterval], rows: Int32s) -> DeviceIntervals:
+def _intervals_of(spans: Sequence[Span]) -> DeviceIntervals:
+    intervals = [*chain.from_iterable(map(attrgetter("device"), spans))]
+    rows = np.repeat(np.arange(len(spans), dtype=np.int32), [len(span.device) for span in spans])
     labels: dict[str, int] = {}
     device, stream, start_ns, end_ns, uncertainty_ns = (
         _numbers(map(attrgetter(name), intervals), len(intervals))
