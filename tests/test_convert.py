@@ -16,11 +16,12 @@ import chrome_rules
 import numpy as np
 import pytest
 from otlp_spans import requests_in, tree
+from simulated_engine import Lives
 
 import instrument
 from instrument import chrome
 from instrument.cli import convert_verb, main
-from instrument.cli.notebook import LoadedTrace
+from instrument.cli.notebook import FRAMES, LoadedTrace
 from instrument.errors import InstrumentError, TraceError
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.json_lines import JSON, json_lines
@@ -214,12 +215,27 @@ def test_a_phase_of_a_request_is_in_its_row(monkeypatch: pytest.MonkeyPatch, tmp
     assert (key, unknown_ns, phases) == ("r1", 16, {"parse": 4})
 
 
-@pytest.mark.parametrize("kind", ["pyarrow", "polars", "pandas"])
-def test_spans_are_a_data_frame_of_each_kind(kind: str, tmp_path: Path) -> None:
-    for name in {kind, "pyarrow"}:
+@pytest.mark.parametrize("kind", FRAMES)
+def test_spans_requests_and_batches_are_frames_of_each_library(kind: str, tmp_path: Path) -> None:
+    for name in {kind, "pyarrow"} - ({"pyarrow"} if kind == "pandas" else set()):
         pytest.importorskip(name)
-    frame = LoadedTrace(file.load(file.dump(tmp_path / "a.npz", hostile())), kind).spans
-    assert list(frame["total_ns"].to_pylist() if kind == "pyarrow" else frame["total_ns"]) == [10, 4]
+    loaded = LoadedTrace(file.load(file.dump(tmp_path / "lives.npz", Lives(3, requests=20).run()[0])), kind)
+
+    def column(frame: Any, name: str) -> list[Any]:
+        values = frame[name]
+        return list(values.to_pylist() if kind == "pyarrow" else values)
+
+    trace, (spans, requests, batches) = loaded.saved.trace, (loaded.spans, loaded.requests, loaded.batches)
+    assert sorted(column(spans, "total_ns")) == sorted(trace.columns.total_ns.tolist())
+    parts = [f"{name}_ns" for name in ("queue", "share", "waiting", "stall", "transport", "unknown")]
+    phases = [sum(dict(of_request).values()) for of_request in column(requests, "phases_ns")]
+    summed = [sum(times) for times in zip(phases, *(column(requests, name) for name in parts), strict=True)]
+    assert summed == column(requests, "total_ns")
+    assert len(set(column(requests, "key"))) == 20
+    assert [sum(shares) for shares in column(batches, "shares_ns")] == column(batches, "total_ns")
+    assert [len(keys) for keys in column(batches, "keys")] == column(batches, "members")
+    empty = LoadedTrace(file.load(file.dump(tmp_path / "empty.npz", replace(hostile(), spans=[]))), kind)
+    assert [len(frame) for frame in (empty.spans, empty.requests, empty.batches)] == [0, 0, 0]
 
 
 def lines_of(trace: Trace) -> list[bytes]:
