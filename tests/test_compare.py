@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from noisy_tenants import KINDS, arrivals, recorded
 from simulated_engine import Service
 
 import instrument
@@ -129,6 +130,15 @@ def test_new_and_gone_call_paths_are_named() -> None:
     found = compare([Recording.of_trace(trace)], [without], Options())
     assert verdicts(found)["part 9 in engine.step"] == GONE
     assert verdicts(compare([without], [Recording.of_trace(trace)], Options()))["part 9 in engine.step"] == NEW
+
+
+def test_the_load_of_each_tenant_is_shown_before_and_after() -> None:
+    few, many = (recorded(seed, arrivals(seed, KINDS[0], seconds)) for seed, seconds in ((1, 0.3), (2, 0.6)))
+    comparison = compare([few], [many], Options(requests_by="tenant"))
+    requests = {load.name: (load.requests_before, load.requests_after) for load in comparison.loads}
+    tenants = {"a", "b", "noisy"}
+    assert {slowest.name for slowest in comparison.slowest} == tenants == {name for name in requests if name[0] != " "}
+    assert all(before < after for before, after in requests.values())
 
 
 def test_short_recordings_are_inconclusive() -> None:

@@ -68,6 +68,9 @@ def add(verbs: Verbs) -> None:
         help="exit with 1 if a call path gets slower by more than this share",
     )
     parser.add_argument(
+        "--by", metavar="NAME", help="attribute by which to group the requests of the load (default: endpoint)"
+    )
+    parser.add_argument(
         "--baseline", metavar="FOLDER", help="compare with the runs in this folder, and add AFTER if it passes"
     )
     parser.add_argument(
@@ -106,18 +109,14 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.view import Options, document
 
     effects.student()  # before memory is bounded
-    view_options = Options(unit=options.unit, rows=options.rows or None, most=None if options.json else MOST)
+    most = None if options.json else MOST
+    view_options = Options(unit=options.unit, rows=options.rows or None, most=most, requests_by=options.by or "")
     paths = [Path(side) for side in (*befores, options.sides[-1])]
     files = [str(file) for path in paths for file in (path.rglob("*.*") if path.is_dir() else [path])]
     with within_memory("compare", files, options.memory):
         before = [run for side in befores for run in _runs(side, options)]
         comparison = compare_runs(before, _runs(options.sides[-1], options), view_options)
     code = _verdict(comparison, options.fail_over)
-    if options.json:
-        json.dump({"exit_code": code, **document(comparison)}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
-    else:
-        sys.stdout.writelines(f"{line.rstrip()}\n" for line in comparison.lines())
     if options.html:
         write_page(options.html, comparison)
     if options.markdown:
@@ -128,6 +127,11 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
         )
     if baseline is not None and code == 0:
         _keep(baseline, options.sides[0], options.keep)
+    if options.json:
+        json.dump({"exit_code": code, **document(comparison)}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.writelines(f"{line.rstrip()}\n" for line in comparison.lines())
     return code
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from instrument.recording.histogram import percentiles_of
 from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect, p99_limits
 from instrument.report.endpoint_times import EndpointTimes
-from instrument.report.request_groups import complete_requests, joined_requests
+from instrument.report.request_groups import ENDPOINT, complete_requests, joined_requests, request_groups
 from instrument.report.requests_view import requests
 from instrument.report.section import Section, View
 from instrument.report.table import bounded, in_unit, name_of_site, safe, wrapped
@@ -312,7 +312,7 @@ class _Side:
 def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
     """Compare two sides of one or several runs each. With three and more on each side, runs are the units of the test.
 
-    Raises `InstrumentError` without scipy.
+    `requests_by` groups the requests of the load, by endpoint without it. Raises `InstrumentError` without scipy.
     """
     names = sorted({name for recording in (*before, *after) for name in sizes_in(recording.columns)})
     sides = _side(before, names), _side(after, names)
@@ -334,8 +334,8 @@ def compare(before: Sequence[Recording], after: Sequence[Recording], options: Op
     members = [_members_of_batches(side) for side in (before, after)]
     return Comparison(
         tuple(changes),
-        tuple(_loads(before, after)),
-        tuple(_slowest(before, after)),
+        tuple(_loads(before, after, options)),
+        tuple(_slowest(before, after, options)),
         members[0],
         members[1],
         sides[1].requests > 0,
@@ -459,9 +459,9 @@ def _members_of_batches(runs: Sequence[Recording]) -> float | None:
 PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT)
 
 
-def _loads(before: Sequence[Recording], after: Sequence[Recording]) -> list[LoadChange]:
-    """Return endpoints by their time, each followed by its parts that follow from load."""
-    sides = _endpoints(before), _endpoints(after)
+def _loads(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
+    """Return groups of requests by their time, each followed by its parts that follow from load."""
+    sides = _groups(before, options), _groups(after, options)
     seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
     names = dict.fromkeys(name for side in sides for name in side)
     walls_ns = {name: sum(times.wall_ns for side in sides for times in side.get(name, ())) for name in names}
@@ -483,16 +483,17 @@ def _limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
     return " to ".join(in_unit(limit_ns, unit) for limit_ns in limits_ns)
 
 
-def _slowest(before: Sequence[Recording], after: Sequence[Recording]) -> list[SlowestRequests]:
-    """Return the slowest requests of each endpoint on both sides, by the number of requests."""
+def _slowest(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[SlowestRequests]:
+    """Return the slowest requests of each group on both sides, by the number of requests."""
     sides = []
     for runs in (before, after):
         walls: dict[str, list[Int64s]] = defaultdict(list)
         for recording in runs:
-            trace, (rows, _) = recording.columns, recording.once(complete_requests)
-            names, of_site = trace.numbered_sites(lambda site: site.name)
-            for places in Groups(of_site[trace.site[rows]], len(names)).members():
-                walls[names[int(of_site[trace.site[rows[places[0]]]])]].append(trace.total_ns[rows[places]])
+            (rows, _), grouped = recording.once(complete_requests), request_groups(recording, options)
+            of_rows = grouped.group[recording.once(joined_requests).of[rows]]
+            for name, places in zip(grouped.names, Groups(of_rows, len(grouped.names)).members(), strict=True):
+                if len(places):
+                    walls[name].append(recording.columns.total_ns[rows[places]])
         sides.append({name: np.sort(np.concatenate(times)) for name, times in walls.items()})
     rows_by_count = []
     for name in sides[0].keys() & sides[1].keys():
@@ -503,11 +504,13 @@ def _slowest(before: Sequence[Recording], after: Sequence[Recording]) -> list[Sl
     return sorted(rows_by_count, key=lambda row: (-row.requests_after, row.name))
 
 
-def _endpoints(runs: Sequence[Recording]) -> dict[str, list[EndpointTimes]]:
-    """Return the times of each endpoint, per run."""
+def _groups(runs: Sequence[Recording], options: Options) -> dict[str, list[EndpointTimes]]:
+    """Return the times of each group of requests, per run."""
     by_name: dict[str, list[EndpointTimes]] = defaultdict(list)
+    by = options.requests_by
     for recording in runs:
-        for times in requests(recording, Options()).endpoints:
+        times_of_run = requests(recording, Options(requests_by=by, at_most=options.at_most))
+        for times in times_of_run.endpoints if by in ("", ENDPOINT) else times_of_run.groups:
             by_name[times.name].append(times)
     return by_name
 
