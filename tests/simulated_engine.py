@@ -167,7 +167,7 @@ LIFE_PARTS = tuple(ON_DEVICE if site.name == ON_DEVICE.name else site for site i
 
 INCIDENTS = (
     "arrival burst", "slow service", "another request's prefill", "waiting to fill a batch", "preemption",
-    "blocked event loop", "garbage collection", "full executor", "copy", "busy device", "first call",
+    "padding", "blocked event loop", "garbage collection", "full executor", "copy", "busy device", "first call",
     "processor contention", "memory pressure", "transport", "own work",
 )  # fmt: skip
 """The causes that can be planted."""
@@ -206,6 +206,8 @@ class Lives:
     size_ms: float = 80.0
     requests: int = 600
     a_second: float = 60.0
+    pads: bool = False
+    """True for an engine that computes as much for each member of a step as for the heaviest."""
 
     def run(self) -> tuple[Trace, dict[str, int]]:
         """Return the recording, and the wall of each request by its key."""
@@ -214,7 +216,7 @@ class Lives:
     def planted(self) -> tuple[Trace, str, int]:
         """Return the recording, the key of the request that the incident delayed most, and by how many ns."""
         trace, walls = self.run()
-        _, before = replace(self, incident="").run()
+        _, before = (replace(self, pads=False) if self.pads else replace(self, incident="")).run()
         key = max(before, key=lambda key: walls[key] - before[key])
         return trace, key, walls[key] - before[key]
 
@@ -242,6 +244,10 @@ class _LivesRun:
             heavy = self._request(10_000, self.at_ns - 1_000_000)
             heavy.prompt = round(self.size_ns / 1_600)
             everyone.append(heavy)
+        if lives.incident == "padding":
+            company = [self._request(10_000 + number, self.at_ns - 1_000_000) for number in range(MOST_MEMBERS)]
+            company[0].prompt = round(self.size_ns / 2_100 / (MOST_MEMBERS - 1))
+            everyone += company
         if lives.incident == "preemption":
             for number in range(3):
                 other = self._request(10_000 + number, self.at_ns - 2_000_000)
@@ -309,10 +315,9 @@ class _LivesRun:
         at_ns = now_ns + 20_000
         is_begun = any(request.number == self.victim for request in active)
         alike = rng.gauss(0, 0.05)
+        load = max(weights) * len(weights) if self.lives.pads else sum(weights)
         for place, site in enumerate((*LIFE_PARTS, MOVE)):
-            cost_ns = (
-                40_000 + (0, 15_000, 0, 9_000)[place % 4] * len(active) + (0, 0, 500, 300)[place % 4] * sum(weights)
-            )
+            cost_ns = 40_000 + (0, 15_000, 0, 9_000)[place % 4] * len(active) + (0, 0, 500, 300)[place % 4] * load
             took = cost_ns * math.exp(alike + rng.gauss(0, 0.05)) * (8 if rng.random() < 0.003 else 1)
             if self._is("slow service", at_ns) and place == self.path:
                 took *= 100
@@ -373,7 +378,8 @@ class _LivesRun:
         end_ns = max(request.ended_ns for request in self.everyone)
         for request in self.everyone:
             task = request.number + 1
-            facts = {KEY: f"r{request.number}", TOKENS: request.prompt}
+            tenant = "noisy" if request.number >= 10_000 else "quiet"
+            facts = {KEY: f"r{request.number}", TOKENS: request.prompt, TENANT: tenant}
             root = self._add(REQUEST, LOOP_THREAD, task, request.arrives_ns, request.ended_ns, attributes=facts)
             for site, begin_ns, until_ns in request.spans:
                 more = {"attributes": {KEY: f"r{request.number}"}} if site is SUBMIT else {}

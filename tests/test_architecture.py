@@ -340,7 +340,7 @@ LINES_AND_FILES = {
     "": (318, 4),
     "agent": (4_507, 17),
     "chrome": (3_068, 9),
-    "cli": (2_932, 16),
+    "cli": (2_938, 16),
     "compat": (1_181, 6),
     "device": (3_716, 11),
     "docs": (0, 0),
@@ -352,10 +352,10 @@ LINES_AND_FILES = {
     "proposal": (1_400, 5),
     "recorder": (2_566, 10),
     "recording": (4_054, 19),
-    "report": (14_722, 50),
+    "report": (14_744, 50),
     "runtime": (2_689, 18),
     "sessions": (6_827, 25),
-    "trace": (10_243, 36),
+    "trace": (10_274, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

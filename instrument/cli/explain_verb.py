@@ -35,6 +35,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--until", type=time_ns, metavar="T", help="requests that began at this time after the start, or earlier"
     )
+    parser.add_argument("--by", metavar="NAME", help="attribute by which to count a burst's requests (default: tenant)")
     parser.add_argument(
         "--rows", type=count_or_all, metavar="N|all", help=f"the most rows of a table (default: {MOST} in text)"
     )
@@ -50,7 +51,8 @@ def explain(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report import explanation
     from instrument.report.view import Options, Recording, document
 
-    chosen = Options(unit=options.unit, rows=options.rows or None, most=None if options.json else MOST)
+    most = None if options.json else MOST
+    chosen = Options(unit=options.unit, rows=options.rows or None, most=most, requests_by=options.by or "")
     choice = explanation.RequestChoice(
         options.request, options.slowest, options.endpoint or "", options.since, options.until
     )

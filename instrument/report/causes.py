@@ -338,9 +338,10 @@ class CauseTimes:
             return float(spent_ns.sum())
         costs = self.costs
         shares = spent_ns / np.maximum(costs.end_ns[steps] - costs.start_ns[steps], 1)
-        load_ns, heavy_ns, _ = cells_of(costs, steps, place)
+        load_ns, heavy_ns = cells_of(costs, steps, place)
         times[LOAD, IN_QUEUE if part == QUEUE else IN_BATCH] += float(shares @ load_ns)
         times[PREFILL, ""] += float(shares @ heavy_ns)
+        times[PADDING, ""] += float(shares @ costs.padding_ns[steps])
         times[FIRST, ""] += float(shares @ self.first_ns[steps])
         times[DEVICE, ""] += float(shares @ self.device_ns[steps])
         by_path = shares @ self.excess_ns[steps]
@@ -378,7 +379,7 @@ class CauseTimes:
         begin_ns, end_ns = int(trace.start_ns[root]), int(trace.end_ns[root])
         if cause in (COLLECTED, BLOCKED):
             return self._overlapping(self.collections if cause == COLLECTED else self.blocks, begin_ns, end_ns, most)
-        if cause in (SLOW, PREFILL, FIRST, DEVICE, BURST, COPY):
+        if cause in (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY):
             return self._steps(place, cause, path, most)
         if cause == PREEMPTED:
             steps, spent_ns = self.meetings(place, STALL)
@@ -403,6 +404,8 @@ class CauseTimes:
         if cause in (SLOW, COPY):
             paths = [number for number, name in enumerate(self._path_names) if path in (name, SPREAD)]
             spent_ns = shares * self.excess_ns[steps][:, paths].sum(axis=1)
+        elif cause == PADDING:
+            spent_ns = shares * self.costs.padding_ns[steps]
         elif cause == PREFILL:
             spent_ns = shares * self.costs.heavy_ns[steps]
             proofs = self._largest(self.costs.rows[steps], spent_ns, most)

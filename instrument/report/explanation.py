@@ -15,7 +15,7 @@ evidence separates from its rivals. Otherwise it is inconclusive.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from instrument.report.like_requests import (
     medians_alike,
     usual_most_ns,
 )
-from instrument.report.request_groups import joined_requests
+from instrument.report.request_groups import joined_requests, values_of
 from instrument.report.request_life import places_of_request
 from instrument.report.requests_view import A_REQUEST
 from instrument.report.section import Section, View
@@ -62,6 +62,9 @@ NEARLY = 0.75
 
 NOTABLE = 0.01
 """The least share of the excess for a cause with a row of its own."""
+
+TENANT = "tenant"
+"""The attribute by which requests of a burst are counted, unless the user names another one."""
 
 TYPICAL, EXPLAINED, INCONCLUSIVE = "typical", "explained", "inconclusive"
 
@@ -269,7 +272,13 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
         doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
         return replace(explanation, doubt=doubt)
     evidence = _Evidence(
-        recording, times, np.array([place]), middle, (2 * begin_ns - end_ns, begin_ns), is_like=is_like
+        recording,
+        times,
+        np.array([place]),
+        middle,
+        (2 * begin_ns - end_ns, begin_ns),
+        options.requests_by,
+        is_like=is_like,
     )
     most_ns = usual_most_ns(walls, len(joined.rows))
     return _with_verdict(replace(explanation, alike=len(places), is_like=is_like), evidence, most_ns)
@@ -296,7 +305,7 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
         return replace(explanation, doubt=doubt)
     begins = trace.start_ns[joined.rows[places]]
     window = int(begins.min()), int(trace.end_ns[joined.rows[places]].max())
-    evidence = _Evidence(recording, times, targets, typical, window, is_like=True)
+    evidence = _Evidence(recording, times, targets, typical, window, options.requests_by, is_like=True)
     blocks = len(outside) // len(places)
     explanation = replace(explanation, alike=len(outside))
     if blocks < LEAST_BLOCKS:
@@ -336,6 +345,12 @@ def _begun(recording: Recording, times: CauseTimes, places: Int64s, options: Opt
     )
 
 
+def _largest_group(values: Sequence[str | None], by: str) -> str:
+    """Return the most frequent value of an attribute of some requests with its number, "" without any value."""
+    largest = Counter(value for value in values if value is not None).most_common(1)
+    return "".join(f" ({count} of them of {by} {shorten(safe(value), KEY_LENGTH)})" for value, count in largest)
+
+
 def _with_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) -> Explanation:
     """Return an explanation with its causes and its verdict. Walls up to `most_ns` are usual."""
     typical_ns = evidence.typical_ns()
@@ -373,10 +388,10 @@ class _Evidence:
 
     def __init__(
         self, recording: Recording, times: CauseTimes, places: Int64s, typical: Int64s, arrivals: tuple[int, int],
-        *, is_like: bool,
+        by: str, *, is_like: bool,
     ) -> None:  # fmt: skip
         self._recording, self._times, self._places, self._typical = recording, times, places, typical
-        self._is_like = is_like
+        self._by, self._is_like = by or TENANT, is_like
         self.more_work_ns = 0.0
         """The time of the steps that the request had beyond the typical number, known after `claims`."""
         self._of_requests, self._usual = (
@@ -389,7 +404,7 @@ class _Evidence:
         self._gauges = host_gauges(recording.trace, times.threads_of(places))
         begins = trace.start_ns[rows]
         first, last = np.searchsorted(begins, arrivals, side="right").tolist()
-        self._arrival_ns = arrivals[1] - arrivals[0]
+        self._arrival_ns, self._arrived_rows = arrivals[1] - arrivals[0], rows[first:last]
         whole_ns = max(int(begins[-1] - begins[0]), 1)
         self.arrived, self.usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
 
@@ -417,7 +432,7 @@ class _Evidence:
 
     def claims(self) -> tuple[list[CauseShare], dict[str, str]]:
         """Return the time that each assessed cause had, and reasons to doubt a cause by its name."""
-        claims = [self._claim(cause) for cause in CAUSES if cause not in (listed.BURST, listed.PADDING)]
+        claims = [self._claim(cause) for cause in CAUSES if cause != listed.BURST]
         load = self._difference(listed.LOAD)
         queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
         served_ns, usually_served_ns = load.pop(listed.IN_BATCH, (0.0, 0.0))
@@ -434,7 +449,7 @@ class _Evidence:
             spent_ns, usual_ns = queued_ns + served_ns, usually_queued_ns + usually_served_ns
             claims.append(_share_of(listed.BURST, "", spent_ns, usual_ns))
         elif queued_ns > usually_queued_ns:
-            causes = (listed.SLOW, listed.PREFILL, listed.FIRST, listed.DEVICE, listed.COPY)
+            causes = (listed.SLOW, listed.PREFILL, listed.PADDING, listed.FIRST, listed.DEVICE, listed.COPY)
             lead = max((claim for claim in claims if claim.name in causes), key=_excess_of)
             if _excess_of(lead) > (queued_ns - usually_queued_ns) / 4:  # the queue grew meanwhile
                 claims.remove(lead)
@@ -495,7 +510,9 @@ class _Evidence:
         note = CAUSES[share.name]
         if share.name == listed.BURST:
             usual = f"{self.usually_arrive:.3g} are usual"
-            note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms, where {usual}"
+            values = values_of(self._recording.columns, self._arrived_rows, self._by)
+            group = _largest_group(values, self._by)
+            note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where {usual}"
         elif share.name in (listed.BLOCKED, listed.PREFILL) and proofs and proofs[0].note:
             note = f"{note} ({proofs[0].note})"
         elif share.name in STOPPED and proofs and proofs[0].time_ns >= MOSTLY * share.accounted_ns:
@@ -550,13 +567,12 @@ def _not_assessed(recording: Recording, times: CauseTimes) -> list[str]:
     trace, facts = recording.columns, recording.trace
     names = {site.name for site in trace.sites}
     kinds = {site.kind for site in trace.sites}
-    reasons = {
-        listed.PADDING: "no recording has it",
-        "locks": "a wait for one is time of the call around it",
-    }
+    reasons = {"locks": "a wait for one is time of the call around it, and a rule for that call shows it"}
     if not len(times.costs.rows):
-        steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED)
+        steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)
         reasons[", ".join(steps)] = "no rule has `batch:`"
+    elif np.ptp(times.joined.served.weight) == 0:
+        reasons[listed.PADDING] = "no weights of `batch:` say how large the members are"
     if not len(times.collections):
         reasons[listed.COLLECTED] = "none was recorded"
     if not len(times.blocks):

@@ -3,6 +3,8 @@
 A step is an outermost batch. The expected time of a step is linear in the number of its members and in their weight. It
 is fitted over the steps of its name. The fit is relative, so a step's weight is its share and not its length. Steps far
 from the fit are left out of it.
+
+An engine pads if uneven steps follow the members times the heaviest weight, and not the sum of the weights.
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ PATHS = 64
 CELLS = 8_000_000
 """The most times of steps by path. More steps have fewer paths."""
 
+UNEVEN = 1.2
+"""The least ratio of padded weight to weight of the steps that show if an engine pads."""
+
+PADS = 0.7
+"""The largest ratio of the error with padding to that without, over uneven steps, of an engine that pads."""
+
 HEAVY = 4.0
 """The ratio of a member's weight to the usual heaviest weight of requests that makes it unusual."""
 
@@ -46,8 +54,9 @@ HEAVY = 4.0
 class StepCosts:
     """The steps of a trace by begin, with the parts of their lengths.
 
-    `load_ns` is the expected time without the unusually heavy member, and `heavy_ns` the time for that member.
-    `heavy` is the place of its request, `NONE` without one. `excess_ns` is the rest by step and path. A path is a place
+    `load_ns` is the expected time without the unusually heavy member and without padding. `heavy_ns` is the time for
+    that member, and `padding_ns` for the padding of members to the heaviest one. `heavy` is the place of the unusually
+    heavy member's request, `NONE` without one. `excess_ns` is the rest by step and path. A path is a place
     in `sites`: the place of a site in the trace, `NONE` for the rest. The parts of a step add up to its length.
     `is_first` marks cells that contain the first row of their site. `is_fitted` is False for steps without an expected
     time: all of it is load.
@@ -58,6 +67,7 @@ class StepCosts:
     end_ns: Int64s
     load_ns: Floats
     heavy_ns: Floats
+    padding_ns: Floats
     heavy: Int64s
     excess_ns: Floats
     is_first: Bools
@@ -78,11 +88,12 @@ def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
     place = places_of(rows, len(trace))
     step_of = np.append(place[nearest(trace.parent, is_step)], NONE).astype(np.int64)
     spent_ns, first_cells, sites = _spent(trace, rows, step_of)
-    members, weight, heaviest, heavy = _loads(served, place, len(rows), requests)
+    members, weight, largest, heaviest, heavy = _loads(served, place, len(rows), requests)
     length_ns = (trace.end_ns - trace.start_ns)[rows].astype(np.float64)
     names = {name: number for number, name in enumerate(dict.fromkeys(site.name for site in trace.sites))}
     of_site = np.array([names[site.name] for site in trace.sites] or [0], dtype=np.int64)
-    load_ns, heavy_ns, excess_ns = length_ns.copy(), np.zeros(len(rows)), np.zeros(spent_ns.shape)
+    load_ns, heavy_ns, padding_ns = length_ns.copy(), np.zeros(len(rows)), np.zeros(len(rows))
+    excess_ns = np.zeros(spent_ns.shape)
     is_fitted = np.zeros(len(rows), dtype=np.bool_)
     of_name = of_site[trace.site[rows]] if len(rows) else rows
     for name in distinct(of_name).tolist():
@@ -91,15 +102,22 @@ def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
         expected = _expected(loads, spent_ns[steps], length_ns[steps])
         if expected is None:
             continue
-        per_path_ns, slope = expected
+        padded = np.maximum(members * largest, weight)[steps]
+        of_padded = _expected(np.stack([*loads[:2], padded]), spent_ns[steps], length_ns[steps])
+        pads = of_padded is not None and _is_nearer(
+            length_ns[steps], of_padded[0], expected[0], padded > UNEVEN * weight[steps]
+        )
+        per_path_ns, slope = of_padded if of_padded is not None and pads else expected
         summed = per_path_ns.sum(axis=1)
         heavy_ns[steps] = np.clip(slope * heaviest[steps], 0, summed)
-        load_ns[steps] = summed - heavy_ns[steps]
+        if pads:
+            padding_ns[steps] = np.clip(slope * (padded - weight[steps]), 0, summed - heavy_ns[steps])
+        load_ns[steps] = summed - heavy_ns[steps] - padding_ns[steps]
         excess_ns[steps] = spent_ns[steps] - per_path_ns
         is_fitted[steps] = True
     return StepCosts(
-        rows, trace.start_ns[rows], trace.end_ns[rows], load_ns, heavy_ns, heavy, excess_ns, first_cells, sites,
-        is_fitted, step_of,
+        rows, trace.start_ns[rows], trace.end_ns[rows], load_ns, heavy_ns, padding_ns, heavy, excess_ns,
+        first_cells, sites, is_fitted, step_of,
     )  # fmt: skip
 
 
@@ -131,8 +149,11 @@ def _spent(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools
     return spent_ns, is_first.reshape(shape), np.append(sites, NONE).astype(np.int64)
 
 
-def _loads(served: Served, place: Int64s, count: int, requests: int) -> tuple[Floats, Floats, Floats, Int64s]:
-    """Return the members and the weight of each step, the weight of an unusually heavy member, and its request."""
+def _loads(served: Served, place: Int64s, count: int, requests: int) -> tuple[Floats, Floats, Floats, Floats, Int64s]:
+    """Return the members, the weight and the largest weight of each step, and its unusually heavy member.
+
+    That member is a weight and the place of its request.
+    """
     pairs = np.flatnonzero(place[served.batch] != NONE)
     steps, request, weights = place[served.batch[pairs]], served.request[pairs], served.weight[pairs] / THOUSANDTHS
     members = np.bincount(steps, minlength=count).astype(np.float64)
@@ -144,10 +165,11 @@ def _loads(served: Served, place: Int64s, count: int, requests: int) -> tuple[Fl
     usual = float(np.median(positive)) if len(positive) else 0.0
     order = np.lexsort((weights, steps))
     last = order[np.flatnonzero(np.append(steps[order][1:] != steps[order][:-1], [True]))] if len(order) else order
-    heaviest, heavy = np.zeros(count), np.full(count, NONE, dtype=np.int64)
+    largest, heaviest, heavy = np.zeros(count), np.zeros(count), np.full(count, NONE, dtype=np.int64)
+    largest[steps[last]] = weights[last]
     unusual = last[weights[last] > HEAVY * max(usual, 1.0)]
     heaviest[steps[unusual]], heavy[steps[unusual]] = weights[unusual], request[unusual]
-    return members, weight, heaviest, heavy
+    return members, weight, largest, heaviest, heavy
 
 
 def _expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
@@ -175,11 +197,20 @@ def _expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[F
     return expected, max(float(by_path[2].sum()) / float(scale[2]), 0.0)
 
 
-def cells_of(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats, Floats]:
-    """Return the load, the heavy member's time and the excess by path of steps, as a request sees them.
+def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven: Bools) -> bool:
+    """Return True if the first expected times by path are clearly nearer to the lengths of uneven steps."""
+    if int(is_uneven.sum()) < LEAST_STEPS:
+        return False
+    lengths = length_ns[is_uneven]
+    errors = [np.median(np.abs(by_path[is_uneven].sum(axis=1) / lengths - 1)) for by_path in (first_ns, second_ns)]
+    return bool(errors[0] < PADS * errors[1])
+
+
+def cells_of(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
+    """Return the load and the heavy member's time of steps, as a request sees them.
 
     The weight of a request itself is load and not that of another one.
     """
     is_own = costs.heavy[steps] == request
     load_ns = costs.load_ns[steps] + np.where(is_own, costs.heavy_ns[steps], 0.0)
-    return load_ns, np.where(is_own, 0.0, costs.heavy_ns[steps]), costs.excess_ns[steps]
+    return load_ns, np.where(is_own, 0.0, costs.heavy_ns[steps])

@@ -32,7 +32,8 @@ RATES = (30.0, 60.0, 90.0)
 def planted(number: int) -> tuple[str, Explanation, float]:
     """Explain the request that an incident delayed most. Returns the incident, and accounted over planted time."""
     incident, seed = INCIDENTS[number % len(INCIDENTS)], 100 + number // len(INCIDENTS)
-    lives = Lives(seed, incident, size_ms=30 + number * 37 % 110, a_second=RATES[number // len(INCIDENTS) % len(RATES)])
+    a_second = RATES[number // len(INCIDENTS) % len(RATES)]
+    lives = Lives(seed, incident, size_ms=30 + number * 37 % 110, a_second=a_second, pads=incident == "padding")
     trace, key, delay_ns = lives.planted()
     explanation = explain(Recording.of_trace(trace), RequestChoice(request=key), Options())[0]
     accounted = sum(cause.accounted_ns for cause in explanation.causes if cause.name == incident)

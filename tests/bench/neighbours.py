@@ -10,8 +10,8 @@ placebo must inflict on others what requests of the other two do, but for twice 
 
 `--demonstration` does the same with N workloads on the service in `examples/chat` over HTTP. A device of a fixed speed
 is in the place of its model, so that other work on the machine changes little. `--unpaced` has the model instead, and
-needs a machine without other work. Each side runs `--repeats` times, and medians are compared. A loop of the server
-that a request blocks is none of the engine, so that queues fall by nothing there.
+needs a machine without other work. Each side runs `--repeats` times, and medians are compared. A run in which
+other work on the machine stopped the steps is tried again.
 
 Targets: suffered equals inflicted in 30 of 30, predictions right in 27 of 30, placebos within noise in 27 of 30. A
 recording of a million spans within 2 s.
@@ -61,12 +61,18 @@ SLOWNESS = 4
 
 Arrival = tuple[float, str, int, int]
 
-MOST_WORDS = 2_000
-"""The number of words from which on the demonstration refuses a prompt, after it has blocked its loop for it."""
-
 SLOTS = 8
-AT_ONCE = 10
+STEP_S = 0.015
+WAYS = (*KINDS[:-1], "bursts of long answers")
+"""The ways to be noisy. A blocked loop of the server is none of the engine, so no queue falls by it."""
+
+MOST_STOPPED, TRIES = 0.05, 4
+"""The share of a step for which the machine may stop it in the mean, and the number of runs until this is so."""
+
+AT_ONCE = 5
 """The number of runs of the demonstration at once. A paced one takes little of a processor."""
+
+MOST_DECODE_NS = SLOWNESS * STEP_S * 1e9 * (1 + MOST_STOPPED)
 
 PACED = f"""
 import time
@@ -79,11 +85,11 @@ from chat.model import ChatModel, Size
 class Paced(ChatModel):
     def forward(self, tokens, positions, cache=None):
         rows, count = tokens.shape
-        time.sleep({SLOWNESS} * (0.004 + 0.00015 * count if rows == 1 else 0.015))
+        time.sleep({SLOWNESS} * (0.004 + 0.00015 * count if rows == 1 else {STEP_S}))
         return torch.zeros(rows, 1, self.size.vocabulary)
 
 
-size = Size(layers=1, width=8, heads=1, length={MOST_WORDS})
+size = Size(layers=1, width=8, heads=1, length=4_000)
 chat.weights.build_model = lambda weights: Paced(size)
 from chat.server import main
 main()
@@ -100,9 +106,8 @@ def asked_of_demonstration(seed: int) -> list[Arrival]:
         while at_s < SECONDS:
             for _ in range(burst):
                 size = max(1, round(words * math.exp(rng.gauss(0, 0.4))))
-                requests.append(
-                    (at_s * SLOWNESS, tenant, min(size, 15_000), min(1 + int(rng.expovariate(1 / tokens)), 64))
-                )
+                length = min(1 + int(rng.expovariate(1 / tokens)), 64)
+                requests.append((at_s * SLOWNESS, tenant, size, length))
             at_s += rng.expovariate(a_second)
 
     add("a", 6)
@@ -110,12 +115,12 @@ def asked_of_demonstration(seed: int) -> list[Arrival]:
     noisy: dict[str, Callable[[], None]] = {
         "many requests": lambda: add("noisy", 20),
         "bursts": lambda: add("noisy", 0.8, burst=20),
-        "long prompts": lambda: add("noisy", 4, words=80),
-        "huge prompts": lambda: add("noisy", 1, words=400),
+        "long prompts": lambda: add("noisy", 4, words=160),
+        "huge prompts": lambda: add("noisy", 1.2, words=400),
         "long answers": lambda: add("noisy", 5, tokens=50),
-        "blocked loop": lambda: add("noisy", 2, words=12_000),
+        "bursts of long answers": lambda: add("noisy", 0.3, tokens=30, burst=12),
     }
-    noisy[KINDS[seed % len(KINDS)]]()
+    noisy[WAYS[seed % len(WAYS)]]()
     return sorted(requests)
 
 
@@ -126,7 +131,7 @@ async def send(url: str, requests: Sequence[Arrival]) -> None:
         await asyncio.sleep(max(0.0, began_s + at_s - time.perf_counter()))
         fields = {"prompt": " the" * words, "max_tokens": tokens}
         answer = await client.post(f"{url}/generate", json=fields, headers={"x-tenant": tenant})
-        assert answer.status_code == (200 if words < MOST_WORDS else 400)
+        answer.raise_for_status()
 
     limits = httpx.Limits(max_connections=500)
     async with httpx.AsyncClient(timeout=240, limits=limits, trust_env=False) as client:
@@ -171,14 +176,19 @@ class Run(NamedTuple):
 def demonstrated(seed: int, is_loud: bool, is_paced: bool) -> Run:
     """Run a workload on the demonstration, with or without its noisy tenant."""
     requests = [request for request in asked_of_demonstration(seed) if is_loud or request[1] != "noisy"]
-    recording = served(requests, is_paced=is_paced).recording
-    trace, bill = recording.columns, bill_of(recording)
-    decodes = trace.of_sites([site.qualname == "Engine.decode" for site in trace.sites])
+    for _ in range(TRIES if is_paced else 1):
+        recording = served(requests, is_paced=is_paced).recording
+        trace = recording.columns
+        decodes = trace.of_sites([site.qualname == "Engine.decode" for site in trace.sites])
+        decode_ns = float(trace.total_ns[decodes].mean())
+        if decode_ns <= MOST_DECODE_NS:
+            break
+    bill = bill_of(recording)
     noisy = next((row for row in bill.predictions if row.name == "noisy"), None)
     queue_ns, predicted_ns = queue_times(recording, ("a", "b")), None
     if noisy is not None:
         predicted_ns = (noisy.mean_without_ns, noisy.p99_without_ns)
-    return Run(queue_ns, predicted_ns, is_conserved(bill), float(trace.total_ns[decodes].mean()))
+    return Run(queue_ns, predicted_ns, is_conserved(bill), decode_ns)
 
 
 def falls_of(loud: Sequence[Run], quiet: Sequence[Run]) -> list[tuple[float, float, float]]:
@@ -196,7 +206,7 @@ def falls_of(loud: Sequence[Run], quiet: Sequence[Run]) -> list[tuple[float, flo
 
 def demonstrations(count: int, repeats: int, *, is_paced: bool) -> None:
     """Print the falls of workloads on the demonstration, predicted and measured, each by the median of runs."""
-    right = right_but_for_noise = conserved = 0
+    right = right_but_for_noise = conserved = undisturbed = right_undisturbed = 0
     with ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("spawn")) as pool:
         runs = [
             [[pool.submit(demonstrated, seed, is_loud, is_paced) for _ in range(repeats)] for is_loud in (True, False)]
@@ -208,16 +218,22 @@ def demonstrations(count: int, repeats: int, *, is_paced: bool) -> None:
             right += (is_right := all(abs(fall - truth) <= 0.15 * truth for fall, truth, _ in falls))
             right_but_for_noise += all(abs(fall - truth) <= max(0.15 * truth, noise) for fall, truth, noise in falls)
             conserved += all(run.is_conserved for run in loud)
+            is_undisturbed = all(run.decode_ns <= MOST_DECODE_NS for run in (*loud, *quiet))
+            undisturbed, right_undisturbed = (
+                undisturbed + is_undisturbed,
+                right_undisturbed + (is_right and is_undisturbed),
+            )
             texts = [f"{fall:.1f} predicted, {truth:.1f} measured, noise {noise:.1f}" for fall, truth, noise in falls]
             decodes = ", ".join(f"{run.decode_ns / 1e6:.1f}" for run in (*loud, *quiet))
             print(
-                f"  {seed} {KINDS[seed % len(KINDS)]}: right {is_right}; fall of the mean {texts[0]} ms; of p99 "
+                f"  {seed} {WAYS[seed % len(WAYS)]}: right {is_right}; fall of the mean {texts[0]} ms; of p99 "
                 f"{texts[1]} ms; decodes took {decodes} ms",
                 flush=True,
             )
     print(
-        f"demonstration: conserved in {conserved} of {count}, the fall is within 15 % in {right}, and within 15 % or "
-        f"the noise of equal runs in {right_but_for_noise}",
+        f"demonstration: conserved in {conserved} of {count}, the fall is within 15 % in {right}, within 15 % or the "
+        f"noise of equal runs in {right_but_for_noise}, and within 15 % in {right_undisturbed} of {undisturbed} "
+        f"without stops of the machine",
         flush=True,
     )
 
