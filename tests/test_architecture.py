@@ -350,11 +350,11 @@ LINES_AND_FILES = {
     "otlp": (4_960, 19),
     "profile": (2_533, 8),
     "proposal": (1_400, 5),
-    "recorder": (2_566, 10),
-    "recording": (4_054, 19),
-    "report": (14_744, 50),
+    "recorder": (2_554, 10),
+    "recording": (4_015, 19),
+    "report": (14_747, 50),
     "runtime": (2_689, 18),
-    "sessions": (6_827, 25),
+    "sessions": (6_826, 25),
     "trace": (10_274, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

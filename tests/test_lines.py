@@ -16,11 +16,7 @@ from hypothesis import strategies as st
 from readback import snapshot_of, spans_in
 from tallies import Tally, Totals, of_all_threads
 
-import instrument
-from instrument import scope
-from instrument.profile.keys import loads
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.recorder.recorder import RECORDER
 from instrument.recording.paths import NOT_BELOW, CallTree, shaped
 from instrument.recording.spans import Cost, Origin, Site
 from instrument.recording.tally import LARGEST, TOTALS
@@ -157,24 +153,10 @@ def test_what_asks_again_while_a_site_is_asked_about_comes_to_the_same() -> None
 
     tree.numbered(say)
     extend(alone, Site("b"), NOT_BELOW)
-    assert tree.numbered(say) == alone.facts().names == array("i", [0, 1, 0, 1])
+    assert tree.numbered(say) == alone.numbered(say) == array("i", [0, 1, 0, 1])
     assert tree.by_site(say) == list("abab")
     assert (tree.keys(), tree.located()) == (alone.keys(), alone.located())
     assert sorted(tree.nodes([0, 1])) == [0, 1, 2, 3]
-
-
-@given(st.lists(st.lists(st.sampled_from(SITES), max_size=6), max_size=4))
-def test_facts_of_sites_are_the_same_however_they_come(pieces: list[list[Site]]) -> None:
-    """Of each the first of its name, and its kind; those whose name came before, and those with attributes."""
-    tree = CallTree()
-    for piece in pieces:
-        tree.sites += piece
-        tree.facts()
-    names = [site.name for site in tree.sites]
-    assert list(tree.facts().names) == [names.index(name) for name in names]
-    assert tree.facts().kinds == [site.kind for site in tree.sites]
-    assert tree.facts().repeated == [number for number, name in enumerate(names) if name in names[:number]]
-    assert tree.facts().declared == [number for number, site in enumerate(tree.sites) if site.attributes]
 
 
 @given(
@@ -279,40 +261,3 @@ def test_the_time_without_a_missing_span_is_known_without_making_spans(make_reco
     assert held.held_from_ns(0, time.monotonic_ns()) == max(
         min(span.end_ns for span in spans if span.thread_id == thread_id) for thread_id in held.wrapped
     )
-
-
-def test_paths_that_were_learnt_ahead_are_told_as_if_they_were_not(make_recorder: Any) -> None:
-    """All of the first, then only where there are an eighth more: what is known is copied each time."""
-    recorder = make_recorder()
-    known = []
-    for count in range(40):
-        recorder.close(recorder.open(Site(f"f{count}", "op")))
-        recorder.paths()  # as others do, who ask no more of them
-        recorder.call_counts.learn_paths()
-        known.append(len(recorder._paths._located.places))
-        assert recorder.node_count * 8 <= known[-1] * 9
-    assert len(set(known)) < 20
-    tree = recorder.paths()
-    assert [tree.sites[site].name for site in tree.site_of[1:]] == [f"f{count}" for count in range(40)]
-    assert tree.facts().kinds[1:] == ["op"] * 40
-    assert recorder.call_counts.by_shape() == {"scope": 40}
-
-
-def test_a_session_learns_paths_ahead_of_the_first_report() -> None:
-    def asked() -> int:
-        return int(RECORDER.call_counts._shapes_of_nodes[1])
-
-    session = instrument.start(loads("budget: 1%"))
-    assert session is not None
-    try:
-        # A quarter more than there are, of all tests before.
-        for number in range(RECORDER.node_count // 4 + 2):
-            with scope(f"work {number}"):
-                pass
-        end = time.monotonic() + 60
-        while RECORDER.node_count - asked() > asked() // 8 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert RECORDER.node_count - asked() <= asked() // 8
-        assert len(RECORDER._paths._located.places) >= asked()
-    finally:
-        instrument.stop()

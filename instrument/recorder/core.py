@@ -275,15 +275,3 @@ class CallCounts:
             numbers, names = shaped(tree.sites, self._recorder.shapes, "scope", site_of)
             self._shapes_of_nodes = noted, len(site_of), numbers, names
         return self._shapes_of_nodes[2:]
-
-    def learn_paths(self) -> None:
-        """Compute the facts of new call paths before a report needs them, at 1 us each.
-
-        It waits until they are an eighth more than the known ones, which are copied each time.
-        """
-        _, old_count, *_ = self._shapes_of_nodes
-        if self._recorder.node_count - old_count > old_count // 8:
-            tree = self._recorder.paths()
-            tree.located()
-            tree.facts()
-            self._shapes_by_node()

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import add
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from instrument.recording.spans import Site
@@ -25,14 +24,8 @@ OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 """Counts the calls whose call path came after the tally was full."""
 
 
-class Facts(NamedTuple):
-    """Facts of sites: the number of the first site with the same name, and the kind, per site. `repeated` has the
-    numbers of sites whose name an earlier site has, `declared` those of sites with attributes."""
-
-    names: array[int]
-    kinds: list[str]
-    repeated: list[int]
-    declared: list[int]
+NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
+"""Facts of sites, for `CallTree.by_site` and `CallTree.numbered`."""
 
 
 class CallTree:
@@ -49,10 +42,6 @@ class CallTree:
         self._nodes = array("i")
         self._located = Located(*(array("i") for _ in Located._fields))
         self._shared: tuple[Located, dict[int, list[int]]] = self._located, {}
-        self._facts = Facts(array("i"), [], [], [])
-        self._first_of_name: dict[str, int] = {}
-        self._keys = array("i")
-        self._first_of_key: dict[tuple[object, ...], int] = {}
         self._said: dict[Callable[[Site], Any], list[Any]] = {}
         self._numbers: dict[Callable[[Site], Hashable], tuple[array[int], dict[Hashable, int]]] = {}
         self._columns: dict[Callable[[CallTree, int], array[int]], array[int]] = {}
@@ -117,26 +106,7 @@ class CallTree:
 
     def keys(self) -> array[int]:
         """Return the number of the first site that means the same place, per site."""
-        old_keys, (names, _, repeated, _) = self._keys, self.facts()
-        if len(old_keys) == len(names):
-            return old_keys
-        keys = names[len(old_keys) :]
-        # A key is a thing more for the collector to look at, and most sites have a name of their own.
-        for number in repeated[bisect_left(repeated, len(old_keys)) :]:
-            first = names[number]
-            self._first_of_key.setdefault(self.sites[first].key, first)
-            keys[number - len(old_keys)] = self._first_of_key.setdefault(self.sites[number].key, number)
-        self._keys = old_keys + keys
-        return self._keys
-
-    def facts(self) -> Facts:
-        """Return the facts of the sites that are known."""
-        facts, first_of_name = self._facts, self._first_of_name
-        start = len(facts.kinds)
-        if start < len(self.sites):
-            more = _facts(self.sites[start:], start, first_of_name)
-            facts = self._facts = Facts(*map(add, facts, more))
-        return facts
+        return self.numbered(KEY)
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
         """Return a function's result for each site, by the site's number; kept by function, so give no lambda."""
@@ -162,15 +132,6 @@ class CallTree:
         if added:
             column = self._columns[more] = column + added
         return column
-
-
-def _facts(sites: Sequence[Site], start: int, first_of_name: dict[str, int]) -> Facts:
-    numbered = list(enumerate(sites, start))
-    names = array("i", [first_of_name.setdefault(site.name, number) for number, site in numbered])
-    repeated = [number for number, first in enumerate(names, start) if first != number]
-    return Facts(
-        names, [site.kind for site in sites], repeated, [number for number, site in numbered if site.attributes]
-    )
 
 
 def shaped(

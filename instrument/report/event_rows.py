@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from instrument.recording.histogram import percentiles
+from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.recording.tally import Records, Tally, Totals, total_of
 from instrument.report.function_times import total_of_topmost
@@ -58,9 +59,9 @@ class Overhead:
 
 def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     """Return the split of a state's Total time: in three for a service, which has requests or coroutines."""
-    _, kinds, _, declared = tally.tree.facts()
+    kinds = tally.tree.by_site(KIND)
     # Most processes have no such site. Then no site is checked.
-    may_compute = bool(declared) or "layer" in kinds or "phase" in kinds
+    may_compute = any(site.attributes for site in tally.tree.sites) or "layer" in kinds or "phase" in kinds
     has_operators = "op" in kinds and any(tally.tree.by_site(is_operator))
     computes = _operates if has_operators else _computes
     is_known = has_operators or (may_compute and any(tally.tree.by_site(computes)))
@@ -274,7 +275,7 @@ def _event_row(
 def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """Return all copies except those from host to host, then the asynchronous and the synchronous ones."""
     copies: list[tuple[object, Totals]] = []
-    if "copy" in tally.tree.facts().kinds:
+    if "copy" in tally.tree.by_site(KIND):
         ways, by_site = tally.tree.by_site(_sync_of_copy), tally.by_site()
         of_ways = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
         copies = [(way[0], totals) for way, totals in of_ways if way is not None]

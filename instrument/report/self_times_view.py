@@ -28,6 +28,7 @@ from operator import ne
 import numpy as np
 
 from instrument.recording.histogram import percentiles
+from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.recording.tally import Records, Tally, total_of
 from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
@@ -271,7 +272,7 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     tally = recording.tally.corrected().merged() if options.corrected else recording.totals(merged=True)
     tree, lines = tally.tree, _own_lines(tally)
     keys = np.asarray(tree.keys(), dtype=np.int64)
-    kinds = np.array(tree.facts().kinds[: len(keys)], dtype=np.str_)
+    kinds = np.array(tree.by_site(KIND)[: len(keys)], dtype=np.str_)
     rows = keys if of == "ops" else np.full(len(keys), NONE, dtype=np.int64)
     if of == "classes":
         rows = np.asarray(tree.numbered(class_of)[: len(keys)], dtype=np.int64)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.paths import CallTree
+from instrument.recording.paths import KIND, NAME, CallTree
 from instrument.recording.spans import Site, is_interruption
 from instrument.recording.tally import Records, Tally, summed, total_of
 from instrument.report.table import where_of
@@ -361,7 +361,8 @@ def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
 
         A phase without parents is a row like any other, so that no option changes the Total time.
         """
-        names, kinds, *_ = tree.facts()
+        kinds = tree.by_site(KIND)
+        names = tree.numbered(NAME)[: len(kinds)]  # another thread may add sites meanwhile
         start = known_numbers // PER_SITE
         kinds = kinds[start:]
         instances = tree.keys() if special.intersection(INSTANTIATED) else names

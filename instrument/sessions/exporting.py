@@ -251,7 +251,6 @@ class Exporting:
                 self._exporter.own.look_at_clock()
             recorded.ticks.check(time.monotonic_ns())
             recorded.budget.step()
-            RECORDER.call_counts.learn_paths()
             recorded.windows.look()
             if (reader := self.reading) is not None:
                 self._facts.publish_resource()

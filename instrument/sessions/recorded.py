@@ -358,8 +358,8 @@ class Recorded:
 
         `brief` and `cost` take some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB.
         Views of the tally take 5 ms for 1,500 call paths and 30 ms for the most (16,384), with some tens of `rows`
-        and merged threads. The first call also reads each path and site, 1 us each, unless a thread of ours has done
-        so. A block for each thread adds some 30 us per row, and 1 us per call path.
+        and merged threads. The first call also reads each path and site, 1 us each. A block for each thread adds
+        some 30 us per row, and 1 us per call path.
 
         `torch_trace` is a trace file of `torch.profiler` from the same time. The views `kernels` and `memory` show its
         kernels and allocations, and `operators` FLOPs by its shapes. Raises `ValueError` for an unknown view or value,
