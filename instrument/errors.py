@@ -1,4 +1,4 @@
-"""The errors that `instrument` raises: `start`, `check`, `stop`, the export verbs and bad files, loud at the edges."""
+"""The exceptions that `instrument` raises to its callers: from `start`, `stop`, commands, and readers of files."""
 
 from __future__ import annotations
 

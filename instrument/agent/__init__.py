@@ -1,1 +1,1 @@
-"""The agent of a run: the process that holds the recordings of all others, so that what they recorded outlives them."""
+"""The agent of a run: a process that shares the memory of all recordings, so that these outlive their processes."""

@@ -83,7 +83,7 @@ class Child:
             self._connection, self._pid = _forked(self._serve, self._name)
         except OSError as problem:
             return f"could not be made: {problem.strerror}"
-        self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._hear)
+        self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._receive_answers)
         return ""
 
     def send(self, message: packets.Message, *descriptors: int) -> None:
@@ -100,9 +100,9 @@ class Child:
         if connection.is_broken:
             os.kill(self._pid, signal.SIGKILL)
         waits = selectors.EVENT_WRITE if connection.has_waiting and not connection.is_broken else 0
-        self._selector.modify(connection.fileno(), selectors.EVENT_READ | waits, self._hear)
+        self._selector.modify(connection.fileno(), selectors.EVENT_READ | waits, self._receive_answers)
 
-    def _hear(self, _: int) -> None:
+    def _receive_answers(self, _: int) -> None:
         connection = self._connection
         if connection is None:
             return
@@ -212,14 +212,14 @@ def _forked(serve: Callable[[socket.socket], object], name: str) -> tuple[Connec
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
     with theirs:
         try:
-            pid = in_child(partial(_be, theirs, serve, name, os.getpid()))
+            pid = in_child(partial(_serve_in_child, theirs, serve, name, os.getpid()))
         except OSError:
             ours.close()
             raise
     return Connection(ours), pid
 
 
-def _be(connection: socket.socket, serve: Callable[[socket.socket], object], name: str, agent: int) -> None:
+def _serve_in_child(connection: socket.socket, serve: Callable[[socket.socket], object], name: str, agent: int) -> None:
     """Serve in the child, with all other descriptors of the agent closed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the agent, which ends this one in its time

@@ -1,4 +1,4 @@
-"""Questions about runs, which a command of the same user sends through the socket in each run's folder."""
+"""The client of agents: a command of the same user sends requests through the socket in each run's folder."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class Asked:
 
 @contextmanager
 def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
-    """The runs of this user, or those that `name` means; their recordings are open within the block, if asked for.
+    """Yield the runs of this user, or those that `name` means, with open recordings if `memory`.
 
-    `name` is that of a run or how it begins, of a service, the number of a process, or the path of an agent's socket.
-    Where it is left out, `INSTRUMENT_AGENT` may name the only one. Raises `InstrumentError` where there is none.
+    `name` is a run's name or its beginning, a service, a process id, or the path of an agent's socket. The default is
+    the run in `INSTRUMENT_AGENT`, or all. Raises `InstrumentError` if there is none.
     """
     own_agent = os.environ.get(run_folder.VARIABLE, "")
     asked_name = name or own_agent
@@ -110,10 +110,8 @@ def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Ask
 
 
 def only(verb: str, runs: Sequence[Asked]) -> Asked:
-    """The only one of several runs whose agent answers, or the only one of which processes live.
-
-    Raises `InstrumentError` where there is none, or more.
-    """
+    """Return the only run whose agent answers, or the only one with living processes. Raises `InstrumentError` for none
+    or several."""
     answering = [run for run in runs if not run.problem]
     if len(answering) > 1:
         answering = [run for run in answering if run.living] or answering
@@ -133,7 +131,7 @@ def _meant(run: Asked, name: str) -> list[Asked]:
 
 
 def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
-    """The runs that an agent serves."""
+    """Return the runs that an agent serves."""
     members: list[Member] = []
     try:
         with run_folder.connected(socket, run_folder.ANSWER_S) as caller:

@@ -1,6 +1,6 @@
-"""Captures: the recording of a process, saved as a file, with how and within what the process ended.
+"""Captures: the recording of an ended process as a file, with the cause of the end and the open spans.
 
-Readers of recordings are imported on demand: in a child of the agent, which itself does without, or in a command.
+Readers of recordings are imported on demand, in a child of the agent or in a command. The agent imports none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The ends of processes and of runs: a capture of a process that vanished, one report of all that a run recorded.
+"""The ends of processes and of runs: captures of vanished processes, and one report of each run.
 
-What reads recordings is imported as a report is made: in a child of the agent, which itself does without.
+Readers of recordings are imported in a child of the agent only.
 
 Readers that wait for the end of a service's output must not wait for the agent. So it opens the standard error of a
 living process, writes, and closes it again. Without such a process it opens a file or a terminal by name. If all have
@@ -28,7 +28,7 @@ from instrument.runtime import atomic, run_folder
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A call with each message that no process of a run can print; None where nobody can."""
+"""A call for each message that no process of a run can print, None without one."""
 
 WAIT_MS = 50
 """The longest wait for room in a full pipe, in milliseconds."""
@@ -268,7 +268,7 @@ def place_for_folded(folder: Path, run: Run) -> str:
 
 
 def link_to_capture(folder: Path, process: Process) -> str:
-    """A link to a process's capture, by which an agent after this one knows of it; "" where there can be none."""
+    """Make a link to a process's capture in the run's folder, for a later agent. Return its path, "" if that fails."""
     link = place_for_report(folder, process)
     try:
         Path(link).symlink_to(process.saved)
@@ -278,7 +278,7 @@ def link_to_capture(folder: Path, process: Process) -> str:
 
 
 def captures_for_reports(folder: Path) -> set[str]:
-    """The captures that reports are still to be made of."""
+    """Return the captures that future reports need."""
     return {str(path.readlink()) for path, _ in _left_in(folder) if path.is_symlink()}
 
 
@@ -364,16 +364,16 @@ def line_of(process: Process, answer: Answer) -> str:
 def _way(process: Process) -> str:
     if oom_kills(process.memory_events) > process.oom_kills and process.status in (None, signal.SIGKILL):
         return "ended without a goodbye (killed for want of memory, as its control group has it)"
-    return f"ended without a goodbye{_how(process.status)}"
+    return f"ended without a goodbye{_status_text(process.status)}"
 
 
 def end_of(process: Process) -> str:
     """Return how a process ended, in a word or two."""
     words = {GOODBYE: "in order", EXITED: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
-    return f"{words.get(process.end_kind, 'runs')}{_how(process.status)}"
+    return f"{words.get(process.end_kind, 'runs')}{_status_text(process.status)}"
 
 
-def _how(status: int | None) -> str:
+def _status_text(status: int | None) -> str:
     if status is None:
         return ""
     code = os.waitstatus_to_exitcode(status)
@@ -391,7 +391,7 @@ def line_of_export(lost: Mapping[str, int]) -> str:
 
 
 def seen_of_unmet(process: Process) -> str:
-    """A sentence on connections that came to a process which recorded no request, "" where none was seen."""
+    """Return a sentence on connections to a process without a recorded request, "" for none."""
     ports = ", ".join(map(str, sorted(process.ports)))
     return f"connections came to its port {ports}, and it has recorded no request" if ports else ""
 
@@ -399,13 +399,13 @@ def seen_of_unmet(process: Process) -> str:
 def nobody_joined(pid: int, after_s: float) -> str:
     """Return the line on a run without a recording process, with the reason from the environment of its first one."""
     return (
-        f"instrument: {after_s:g} s after its start no process of this run records anything{_obstacle(pid)}. "
+        f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unloaded(pid)}. "
         "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
         "service"
     )
 
 
-def _obstacle(pid: int) -> str:
+def _why_unloaded(pid: int) -> str:
     """Return the reason for which our autostart is not loaded by the program that a process runs."""
     try:
         environ = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
@@ -422,7 +422,7 @@ def _obstacle(pid: int) -> str:
 
 
 LONGEST_BYTES = 100_000
-"""Bytes of a report, at most: it goes over a socket in one piece."""
+"""The most bytes of a report. It must fit into one packet of a socket."""
 
 CUT = "\n\n(The rest is left out here; `instrument report FILE...` has all of what processes have saved.)\n"
 
@@ -445,7 +445,7 @@ class ReportedProcess(NamedTuple):
 def combined_report(
     parts: Sequence[ReportedProcess], views: Sequence[str], options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The report as text. Raises `InstrumentError` where there is none to be made."""
+    """Return the report as text. Raises `InstrumentError` if none can be made."""
     from instrument.errors import TraceError
     from instrument.report.summary import summary
     from instrument.report.view import Options, Recording

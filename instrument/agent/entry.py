@@ -1,4 +1,4 @@
-"""The program of an agent's process: `instrument.runtime.agent_launch` runs this file by itself."""
+"""The program of an agent's process, a script that `instrument.runtime.agent_launch` starts."""
 
 import json
 import os

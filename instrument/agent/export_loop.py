@@ -40,7 +40,7 @@ LOOK_S = 0.2
 """Seconds between two looks at recordings; the ring of a thread must have room for its rows of that time."""
 
 BEHIND_S = 0.02
-"""The same while spans wait in a recording for others to be sent."""
+"""Seconds between two rounds while recordings have spans that wait to be sent."""
 
 EXPORTERS = 8
 """The most exporters, each with a thread, that stay for the next recording with their settings."""
@@ -49,7 +49,7 @@ SCRAPE_LOOKS = 20
 """The most times that all recordings are read on for one scrape."""
 
 SAID = 1000
-"""Characters that the agent says of what goes wrong here."""
+"""The most characters of a problem in the exporter process that the agent prints."""
 
 
 class _Teller(logging.Handler):
@@ -232,7 +232,7 @@ class ExportLoop:
     def _look(
         self, *, is_last: bool = False, at_once: bool = False, metered: recording_export.RecordingExport | None = None
     ) -> bool:
-        """Read and settle all of them once, and take the metrics of one; returns True where any has more by now."""
+        """Read and settle all of them once, and take the metrics of one; returns True if any has more by now."""
         has_more = bool(self._recordings) and self._run.look(
             self._attempt, is_last=is_last, at_once=at_once, metered=metered
         )

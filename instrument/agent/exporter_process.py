@@ -45,12 +45,12 @@ class Exports:
         says: Callable[[str], object],
         send: Callable[[Process, packets.Message], object],
     ) -> None:
-        self._child = Child(selector, _serve, EXPORTER, self._heard, self._restart_exporter, self._flush_waiting)
+        self._child = Child(selector, _serve, EXPORTER, self._take_message, self._restart_exporter, self._flush_waiting)
         self._changed = changed
         self._send = send
         self._says = says
         self.is_ending = False
-        """True where the exporter is to come to its end."""
+        """True once the exporter process was asked to end."""
         self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
         self._gauged: dict[int, Process] = {}
         """The processes whose gauges are read, by number."""
@@ -58,9 +58,9 @@ class Exports:
         self._next = 0
         self._folder = folder
         self._unsent: dict[Process, int] = {}
-        """The most spans that each ended process had left to send as it ended."""
+        """The most unsent spans of each process at its end."""
         self._listeners: dict[str, socket.socket | None] = {}
-        """By address where scrapes are answered; None where that cannot be."""
+        """The listening socket of each address for scrapes, None if it cannot be opened."""
         self._handed_over: set[str] = set()
         """Addresses whose listening sockets the child has."""
         self.fates: Counter[str] = Counter()
@@ -242,12 +242,12 @@ class Exports:
         self.problem = problem or self.problem
 
     def _is_begun(self) -> bool:
-        """Return True where there is a child: one is begun where there is none."""
+        """Start the child if none runs. Return True on success."""
         self._note_problem(self._why_not_begun())
         return self._child.is_there
 
     def _why_not_begun(self) -> str:
-        """Begin a child where there is none. Returns the reason for which that cannot be, "" where there is one."""
+        """Start the child if none runs. Return the reason if that fails, "" on success."""
         is_there, problem = self._child.is_there, self._child.begin()
         if problem:
             return f"the agent's exporter {problem}"
@@ -264,7 +264,7 @@ class Exports:
         for number in to_flush:
             self._child.send({"flush": number})
 
-    def _heard(self, message: packets.Message) -> None:
+    def _take_message(self, message: packets.Message) -> None:
         if "process" in message:
             self._heard_of_gauges(int(message["process"]), dict(message["gauges"]))
             return
@@ -288,7 +288,7 @@ class Exports:
             self._forget_note(process)
 
     def count_left(self, process: Process, memory: int, *, is_reported: bool) -> None:
-        """Count what a process that has ended left unread, and unless that `is_reported` what became of its spans."""
+        """Count the unread rows of an ended process, and the fates of its spans unless that `is_reported`."""
         if process.lives or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
@@ -353,12 +353,12 @@ class Exports:
 
 
 def exports_spans(process: Process) -> bool:
-    """Return True where spans of a process are to be sent to a collector."""
+    """Return True if spans of a process go to a collector."""
     return bool((process.facts.get("export") or {}).get("otlp") or process.facts.get("exports"))
 
 
 def _listener_at(address: str) -> socket.socket:
-    """A socket that listens at `host:port`. Raises `OSError`."""
+    """Return a socket that listens at `host:port`. Raises `OSError`."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     return socket.create_server((host.strip("[]"), int(port)), family=family)

@@ -1,7 +1,7 @@
-"""The thread of the agent's exporter that reads gauges: those of processes and devices that can be read from outside.
+"""The thread of the agent's exporter that reads the gauges of processes and devices from outside.
 
-They go into the recordings, as those do that a process reads itself. A driver may hang for as long as it likes here:
-neither a service nor the export waits for it, and each process is sent a sentence about the silence.
+Readings go into the recordings, like those of the process itself. If a driver hangs, neither a service nor the export
+waits for it, and each process gets a note about it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AGAIN_S = 1.0
 """Seconds until the next try to begin, where the process still reads its gauges itself."""
 
 SILENT_S = 10.0
-"""Seconds that one reading may take before each process is sent a note about it."""
+"""Seconds after which a reading is reported as hanging, in a note to each process."""
 
 SHORTEST_NS = 10**6
 """The shortest interval of readings, in nanoseconds."""

@@ -1,8 +1,7 @@
-"""Work that the agent has done by children of its own, so that it stays small and answers meanwhile.
+"""Jobs that child processes do for the agent, which stays small and keeps answering.
 
-A reader of recordings reads what another process has written as it died: a fault there ends the child alone. Each has
-a limit of time, and few run at a time. To begin one takes longer than to save what a worker of one job has left, so
-one child saves the recordings of many.
+A recording of a crashed process may be damaged: a fault in its reader ends only the child. Each child has a time-out,
+and few run at a time. Starting one takes longer than saving a short recording, so a child saves many recordings.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ def _result(received: bytearray, status: int) -> Answer:
 
 
 SAVED_AT_ONCE = 64
-"""Processes at most whose recordings one child saves."""
+"""The most processes whose recordings one child saves."""
 
 
 class Saves:

@@ -1,7 +1,7 @@
 """The present of a run: requests in flight, rates by endpoint, where the time goes, what was lost.
 
-Numbers are of the time since the look before. At the first look they are of the time since each session's begin. They
-are taken from the recordings of the processes, which go on and know nothing of it.
+Numbers cover the time since the previous look, at first since the begin of each session. They are read from the
+recordings of the running processes, without their help.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
 EVEN = 0.9
-"""The ratio of the shortest to the longest window of processes from which the screen gives one time for all."""
+"""The least ratio of the shortest window to the longest one for which the screen shows a single time for all
+processes."""
 
 ROWS = 12
 """Rows of each table, at most; the others are counted."""

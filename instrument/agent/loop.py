@@ -1,6 +1,7 @@
 """The agent's event loop: readable descriptors, due timers, and its connections.
 
-Its one thread waits for nobody. The packets of each connection are bounded; one that sends malformed packets is closed.
+Its single thread never blocks on one connection. The packets of each connection are bounded, and malformed ones close
+it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Connection:
             return False
 
     def receive(self) -> tuple[packets.Message | None, list[int]]:
-        """The next packet, None where the other end has closed. Raises `BlockingIOError` and `PacketError`."""
+        """The next packet, None if the other end has closed. Raises `BlockingIOError` and `PacketError`."""
         while True:
             try:
                 return packets.receive(self.sock)
@@ -109,10 +110,10 @@ CONNECTIONS = 2048
 """The most at a time; a new one beyond them is closed."""
 
 PACKETS_AT_ONCE = 64
-"""Read from one connection before the others have their turn."""
+"""The most packets read from one connection before the loop reads the next one."""
 
 ACCEPT_AGAIN_S = 0.2
-"""Seconds without a new connection after one for which there was no descriptor."""
+"""Seconds without accepting connections after the agent ran out of descriptors."""
 
 FAULT_REST_S = 0.01
 """Seconds of rest after a fault: its cause may be there again at once."""
@@ -145,7 +146,7 @@ class EventLoop:
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.faults = self.refused = 0
         self.is_replaced = False
-        """True once another agent has taken this one's place: this one does no more."""
+        """True once another agent serves the run. This one then stops."""
         self._listen()
 
     def turn(self) -> None:
@@ -240,7 +241,7 @@ class EventLoop:
         self._watch(connection)
 
     def receive(self, connection: Connection, *, is_last: bool = False) -> None:
-        """Handle the packets that have come on a connection: up to a limit, or all with `is_last`."""
+        """Return the next packet, None if the other end has closed. Raises `BlockingIOError` and `PacketError`."""
         count = 0
         while (is_last or count < PACKETS_AT_ONCE) and self._hear_next(connection):
             count += 1

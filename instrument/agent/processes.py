@@ -51,7 +51,7 @@ def status_of(exit_fd: int, pid: int) -> int | None:
 
 
 def memory_events(pid: int) -> Path | None:
-    """The file in which the memory's control group of a process counts what happened; None where there is none."""
+    """Return the file with the event counts of a process's memory control group, None without one."""
     with suppress(OSError, ValueError, StopIteration):
         lines = (PROC / str(pid) / "cgroup").read_text().splitlines()
         group = next(line[3:] for line in lines if line.startswith("0::"))
@@ -246,7 +246,8 @@ class Run:
 
 
 def exit_fd_of(pid: int, started: int) -> int:
-    """A descriptor that can be read once the process has ended; -1 where the system has none, or it is not that one."""
+    """Return a descriptor that becomes readable at a process's end; -1 if the system has none, or the process is
+    another one."""
     if pid <= 0:
         return -1
     try:
@@ -260,9 +261,10 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def exit_fd_of_another(variable: str, value: str) -> int:
-    """A descriptor that can be read once a process has ended that was begun with this variable; -1 where there is none.
+    """Return a descriptor that becomes readable at the end of a process with this variable in its environment; -1
+    without one.
 
-    Not this one, and no child of it. Of processes that have written over their environment nothing is known.
+    This process and its children do not count. A process that has overwritten its environment is not found.
     """
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
     for path in run_folder.paths_in(PROC, "[0-9]*"):
@@ -340,7 +342,7 @@ def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process
 
 
 def awaits_others(folder: Path, run: Run) -> bool:
-    """Return True where processes of a run live that an agent before this one knew, and that have not joined yet."""
+    """Return True if processes of a run live that an agent before this one knew, and that have not joined yet."""
     joined = {(process.pid, process.started) for process in run.processes}
     return any(
         facts.get("run") == run.name and (pid, started) not in joined and _runs(pid, started)

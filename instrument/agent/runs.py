@@ -1,6 +1,6 @@
 """The runs that an agent serves: joins, goodbyes and crashes of processes, their files and messages, the end of a run.
 
-It reads no recording itself: `jobs` has that done.
+It reads no recording itself: children of `jobs` do.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Runs:
         self._saves = Saves(self._jobs, folder, self.saved)
         self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._send_message)
         self._takes_over = bool(processes.noted_processes(folder)[0])
-        """True where processes live that an agent before this one knew."""
+        """True if processes live that joined an earlier agent."""
         self._connections = ConnectionWatch(
             loop.after, self._send_message, lambda: (process for run in self for process in run.living())
         )
@@ -274,7 +274,7 @@ class Runs:
         if process.end_kind in (VANISHED, EXITED):
             processes.remove_note(self._folder, process)
         process.release()
-        self._trim(process.run)
+        self._drop_ended(process.run)
         self._report_if_due(process.run)
         self._end_of(process.run)
 
@@ -292,13 +292,13 @@ class Runs:
         process = self._members.pop(connection, None)
         if process is not None and process.connection is connection:
             process.connection, process.hears = None, False
-            self._lost(process)
+            self._connection_ended(process)
         for run in self:
             if run.waiting is connection:
                 run.waiting, run.is_reported = None, False  # its process cannot print it: we do
                 self._end_of(run)
 
-    def _lost(self, process: Process) -> None:
+    def _connection_ended(self, process: Process) -> None:
         """Note the end of a process's connection. It may run on with another program, or have closed its
         descriptors."""
         if not process.lives:
@@ -366,7 +366,7 @@ class Runs:
                 process.status = processes.status_of(process.exit_fd, process.pid)
             os.close(process.exit_fd)
             process.exit_fd = -1
-        self._trim(process.run)
+        self._drop_ended(process.run)
         self._loop.after(GRACE_S, lambda: self._end_of(process.run))
 
     def note_exit_status(self, pid: int, status: int) -> None:
@@ -385,7 +385,7 @@ class Runs:
             return
         run.captures += 1
         if process.memory < 0 and not process.is_missed:
-            self._captured(process, {"error": departure.why_unread(process)})
+            self._note_capture(process, {"error": departure.why_unread(process)})
             return
         if run.captures > CAPTURES and process.memory >= 0:
             error = {"error": f"{CAPTURES} others are; what it recorded is in the report of the run"}
@@ -393,9 +393,9 @@ class Runs:
             self._save(process)
             return
         path = departure.place_of_capture(process, self._captures)
-        self._jobs.start(departure.capture_of(process, path, self._folder), partial(self._captured, process))
+        self._jobs.start(departure.capture_of(process, path, self._folder), partial(self._note_capture, process))
 
-    def _captured(self, process: Process, answer: Any) -> None:
+    def _note_capture(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
         if process.saved:
             process.link = departure.link_to_capture(self._folder, process)
@@ -416,7 +416,7 @@ class Runs:
             run = self._own
             self._loop.after(GRACE_S, lambda: self._end_of(run))
 
-    def _trim(self, run: Run) -> None:
+    def _drop_ended(self, run: Run) -> None:
         """Drop ended processes without rows, and fold the older half of many others into their totals."""
         ended = [process for process in run.processes if process.ended_ns and not process.is_saving]
         for process in [member for member in ended if not member.has_recorded]:
@@ -440,7 +440,7 @@ class Runs:
                 run.folded = str(answer["path"])
             else:  # what was folded before is still there
                 departure.remove_saved(self._folder, [into, *first_files])
-            self._trim(run)
+            self._drop_ended(run)
             self._report_if_due(run)
             self._end_of(run)
 

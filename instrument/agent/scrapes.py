@@ -1,6 +1,6 @@
-"""Scrapes by Prometheus, as the agent's exporter answers them: for all processes of a run, and for those that ended.
+"""Answers to Prometheus's scrapes, for all processes of a run, including the ended ones.
 
-The counts of ended processes remain in a file of the run's folder: the next exporter goes on from it, and no counter
+The counts of ended processes are in a file of the run's folder. The next exporter continues from it, so no counter
 falls.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 ANSWER_S = 10.0
-"""The longest that a scrape may take to say what it asks for, and that it waits for an answer."""
+"""Seconds that a scrape may take to send its request, and as long again until its answer."""
 
 APART, SCOPES = 16, 64
-"""The most ended processes with totals of their own, and the most scopes and services for the totals of the others.
-The last that ended have their own, because one of them may be read once more."""
+"""The most ended processes with totals of their own, and the most scopes and services with summed totals of ended
+processes. The latest ones keep their own, because they may be read once more."""
 
 FILE = "metrics.ended"
 
@@ -53,7 +53,7 @@ class EndedMetrics:
                     self._together[scope, service] = metrics
 
     def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
-        """Keep what a process had counted as it ended, in place of what was kept of it before."""
+        """Keep the counts of an ended process, in place of earlier ones of it."""
         if metered.snapshot is None or not scopes:
             return
         metrics = [metric for metric in metered.snapshot.metrics if metric.kind in (COUNTER, HISTOGRAM)]
@@ -99,7 +99,7 @@ def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
 class Scrapes:
     """Answers scrapes over HTTP, each on a thread of its own; `wake` is called where one waits to be answered.
 
-    Who reads the recordings answers them by `answer`. Raises `ExportError` where the client library is not installed.
+    Who reads the recordings answers them by `answer`. Raises `ExportError` if the client library is not installed.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -108,7 +108,8 @@ class Scrapes:
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[Family]]]] = SimpleQueue()
 
     def answer(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
-        """Answer those that wait: `look` returns what lives of a scope, and the totals of what has ended by service."""
+        """Answer the waiting scrapes. `look` returns the living metrics of a scope, and the totals of ended processes
+        by service."""
         with suppress(Empty):
             while True:
                 scope, reply = self._asked.get_nowait()

@@ -1,4 +1,4 @@
-"""An agent from its start to its end: its limits, its folder, its loop, and the cleanup."""
+"""The life of an agent: its limits, its folder, its event loop, and the cleanup at its end."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Agent:
         captures: Path | None = None,
         says: Callable[[str], object] | None = None,
     ) -> None:
-        self._loop = EventLoop(listener, self._heard, self._dropped, says)
+        self._loop = EventLoop(listener, self._act_on_packet, self._dropped, says)
         self._runs = Runs(self._loop, folder, run, captures, says, self._end_if_done)
         self._questions = Questions(self._loop, self._runs)
         self._ends_at = math.inf
@@ -166,7 +166,7 @@ class Agent:
         self._is_of_run = run is not None
         self._says = says
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._loop.selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._loop.selector.register(self._wake, selectors.EVENT_READ, self._end_after_signal)
 
     def serve(self) -> bool:
         """Serve until the run is over, or a signal comes; on the main thread.
@@ -191,7 +191,7 @@ class Agent:
             self._says("instrument: another agent has taken the place of this one")
         return not (self._loop.is_replaced or (self._is_of_run and self._is_needed))
 
-    def _heard(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
+    def _act_on_packet(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
         """Act on a packet. Returns those of its descriptors that are kept."""
         process = self._runs.member(connection)
         if "join" in message:
@@ -233,21 +233,21 @@ class Agent:
 
     # ---------------------------------------------------------------- the end
 
-    def _woken(self, descriptor: int) -> None:
+    def _end_after_signal(self, descriptor: int) -> None:
         """End after a signal: at once without living processes, else after a while."""
         os.read(descriptor, 64)
         if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + END_S
-            self._loop.after(LIVE_S, self._hasten)
+            self._loop.after(LIVE_S, self._stop_waiting)
             self._loop.after(END_S, self._stop)
         self._end_if_done()
 
-    def _hasten(self) -> None:
+    def _stop_waiting(self) -> None:
         """Wait for no process any more."""
         self._has_waited = True
         self._end_exports()
         self._end_if_done()
-        self._loop.after(LOOK_S, self._hasten)
+        self._loop.after(LOOK_S, self._stop_waiting)
 
     def _end_if_done(self) -> None:
         """End if the run is over and reported, or a signal has come and no work is left."""
@@ -292,10 +292,8 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
 def serve_on(
     listener: socket.socket, folder: Path, run: Run | None, *, captures: Path | None = None, says: bool
 ) -> bool:
-    """Be the agent on a socket until there is nothing left to do. `captures` is the folder for those of all runs.
-
-    Returns False where what is left there is another agent's, which has taken its place or may do so.
-    """
+    """Serve as the agent at a socket until nothing is left to do. `captures` is the folder for captures of all runs.
+    Returns False if another agent has taken over, or may do so."""
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,9 +1,9 @@
-"""The Python processes of a run in which our `sitecustomize` begins no session, and the requests that none records.
+"""Python processes of a run without a session, and requests that no process records.
 
-A process that runs it without effect, of an older Python or without our package, notes that itself. Others never load
-it: the agent finds them below the run's first process as long as they live. It also looks for connections to processes
-that have recorded no request: soon after one has joined, then at growing distances, until it records requests. The
-process gets each port and makes a verdict of it; the agent reports on one that ended before that.
+A process in which our `sitecustomize` cannot start a session, such as one of an older Python, notes that itself. Other
+processes never load it: the agent finds them among the descendants of the run's first process. It also looks for
+connections to processes without a recorded request, soon after they join, then at growing intervals. The process gets
+the ports and makes a verdict. If it has ended, the agent reports them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Unseen:
             self._look()
 
     def _look(self) -> None:
-        """Look at what has begun since the last time, and what runs another command now."""
+        """Look at processes that are new, or run another command than at the last look."""
         joined = self._joined()
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
@@ -127,7 +127,7 @@ class Unseen:
 
 
 def _parent_of(pid: int) -> int:
-    """The number of a process's parent, 0 where it has ended."""
+    """Return the id of a process's parent, 0 if the process has ended."""
     try:
         return int((PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except (OSError, ValueError, IndexError):
@@ -194,7 +194,7 @@ class ConnectionWatch:
             process.ports |= connections.closed
 
     def _has_alone(self, process: Process, connections: listening.Connections) -> bool:
-        """Return True where no other process of the run has its listening sockets. Workers of a server share them."""
+        """Return True if no other process of the run has its listening sockets. Workers of a server share them."""
         other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(
             connections.sockets & listening.sockets_of(PROC / str(other_process.pid))

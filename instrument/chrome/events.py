@@ -105,7 +105,7 @@ class JsonText:
         mark = self.peek()
         if not mark or mark not in expected:
             problem = f"{mark!r} comes" if mark else "it ends"
-            raise self._wrong(f"{problem} where one of {expected} belongs", self.passed)
+            raise self._malformed(f"{problem} where one of {expected} belongs", self.passed)
         self._at += 1
         return mark
 
@@ -129,7 +129,7 @@ class JsonText:
             elif not (may_go_on and self._more()):
                 break
         if error is not None:
-            raise self._wrong(error.msg, self.passed + end) from error
+            raise self._malformed(error.msg, self.passed + end) from error
         self._at += len(text[:end].encode())
         return value
 
@@ -187,7 +187,7 @@ class JsonText:
                 self.left_out.add("characters that are no UTF-8", place, replaced)
         return encoded
 
-    def _wrong(self, why: str, at: int) -> ValueError:
+    def _malformed(self, why: str, at: int) -> ValueError:
         return ValueError(f"it is no JSON, or cut off ({why}, at character {at}); write or copy it again")
 
 
@@ -364,7 +364,7 @@ def _mended_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEven
             continue
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             pass
-        events.append((_mended(chunk, number, left_out) if is_whole else None) or TraceEvent())
+        events.append((_repaired_event(chunk, number, left_out) if is_whole else None) or TraceEvent())
         if not is_whole:
             left_out.add("events that are cut off", f"event {number}")
     return events
@@ -382,7 +382,7 @@ def _chunks(text: bytes) -> Iterator[tuple[bytes, bool]]:
         yield tail, False
 
 
-def _mended(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent | None:
+def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent | None:
     place = f"event {number}"
     try:
         value = _decode_any(_with_sound_escapes(chunk).decode("utf-8", "replace"))

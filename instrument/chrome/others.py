@@ -90,14 +90,14 @@ def _products(first: int) -> _Formula:
     return lambda shapes, _: _product(shapes[first], shapes[first + 1])
 
 
-def _dot(shapes: Sequence[Shape], _: Sequence[str]) -> int:
+def _dot_operations(shapes: Sequence[Shape], _: Sequence[str]) -> int:
     return _product((1, *shapes[0]), shapes[1])
 
 
 def _convolution(shapes: Sequence[Shape], values: Sequence[str]) -> int:
     source, weight = shapes[:2]
     size = source[2:]
-    stride, padding, dilation = (_each(value, len(size)) for value in values[3:6])
+    stride, padding, dilation = (_number_per_dimension(value, len(size)) for value in values[3:6])
     if values[6] != "True":
         size = [
             (length + 2 * more - gap * (width - 1) - 1) // step + 1
@@ -123,7 +123,7 @@ def _convolved(source: Shape, weight: Shape, size: Shape) -> int:
     return 2 * source[0] * prod(size) * prod(weight)
 
 
-def _each(value: str, dimensions: int) -> list[int]:
+def _number_per_dimension(value: str, dimensions: int) -> list[int]:
     """Return a number for each dimension. A single number applies to all. Raises `ValueError` for other text."""
     match = _NUMBERS.fullmatch(value)
     if match is None or not match[1]:
@@ -151,7 +151,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::_scaled_mm", "aten::_int_mm"), _products(0)),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv"), _products(1)),
     **dict.fromkeys(("aten::addmm_", "aten::baddbmm_", "aten::addbmm_", "aten::addmv_"), _products(1)),
-    "aten::dot": _dot,
+    "aten::dot": _dot_operations,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     **{f"aten::_scaled_dot_product_{name}": _attention(backward=False) for name in _ATTENTION},
@@ -178,13 +178,14 @@ ON_DEVICE = "gpu_user_annotation"
 """The category of torch.profiler's slices that repeat host annotations above the device's work."""
 
 NAMELESS = "(no name)"
-"""The name of a slice without one."""
+"""The name given to a slice without a name."""
 
 
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The microseconds from which a clock counts from 1970, so 0 is no valid time; and the limit of waiting slices at 0."""
+"""The least time in microseconds that counts from 1970, so that 0 is no valid time. Up to the second number of slices
+at 0 are kept until such a time is seen."""
 
 
 class _Facts(NamedTuple):

@@ -308,13 +308,13 @@ class OwnSlices:
         span_id, site, task_id = (self._ordered(name, rows) for name in ("id", "site", "task"))
         if (span_id == UNTOLD).any() or not lie_within(site, 0, len(sites)):
             raise ValueError("a slice in it belongs to no span or site; it is damaged")
-        parent_id = _or(self._ordered("parent", rows), np.append(span_id, 0)[rows.around])
+        parent_id = _with_default(self._ordered("parent", rows), np.append(span_id, 0)[rows.around])
         clipped = np.zeros(len(span_id), dtype=np.bool_)
         clipped[rows.rank[self._clipped]] = True
         # The task is that of the first slice on the line.
         first_of_line = np.zeros(int(rows.line.max(initial=-1)) + 1, dtype=np.int64)
         first_of_line[rows.line[::-1]] = np.arange(len(span_id))[::-1]
-        task_id = _or(_or(task_id, task_id[first_of_line[rows.line]]), np.int64(0))
+        task_id = _with_default(_with_default(task_id, task_id[first_of_line[rows.line]]), np.int64(0))
         columns = Columns(
             sites=sites,
             errors=tuple(error for error in self._errors if error is not None),
@@ -325,15 +325,15 @@ class OwnSlices:
             task_id=task_id,
             start_ns=rows.start_ns + base_ns,
             end_ns=rows.end_ns + base_ns,
-            active_ns=_or(self._ordered("active_ns", rows), total_ns),
-            self_ns=_or(self._ordered("self_ns", rows), total_ns),
+            active_ns=_with_default(self._ordered("active_ns", rows), total_ns),
+            self_ns=_with_default(self._ordered("self_ns", rows), total_ns),
             site=site.astype(np.int32),
             error=self._ordered("error", rows).astype(np.int32),
             clipped=clipped,
             device=self._device(span_id, base_ns),
             attributes=self._attributes.packed(rows.rank),
             remote={int(rows.rank[row]): remote for row, remote in self._remote.items()},
-            own_id=_or(self._ordered("own_id", rows), span_id),
+            own_id=_with_default(self._ordered("own_id", rows), span_id),
         )
         return self._metadata.trace(SpanViews(columns), self._samples)
 
@@ -359,7 +359,7 @@ def _numbers(arguments: list[Arguments], name: str, otherwise: int = UNTOLD) -> 
     return [otherwise if number is UNSET else number for number in numbers] if UNSET in numbers else numbers
 
 
-def _or(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
+def _with_default(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
     """Return the numbers, with `otherwise` for those that are not named."""
     return np.where(numbers == UNTOLD, otherwise, numbers)
 
@@ -369,7 +369,7 @@ def _roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
     parent: NDArray[np.int32] = rows_of(span_id, parent_id)
     parent[(parent_id == 0) | (root_id != UNTOLD)] = NONE
     top = tops(parent)
-    return _or(root_id[top], np.where(parent_id[top] == 0, span_id[top], parent_id[top]))
+    return _with_default(root_id[top], np.where(parent_id[top] == 0, span_id[top], parent_id[top]))
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})

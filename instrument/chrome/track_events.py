@@ -249,7 +249,7 @@ class _Packets:
         starts, ends, ids, sites, rows, is_target, errors, has_attributes = _read_one_by_one(
             spans.start_ns, spans.end_ns, spans.span_id, spans.site, row, self._arrows.into_spans, trace.error, has_any
         )
-        for place, is_begin, is_first in _tour(*numbered(groups, number), around):
+        for place, is_begin, is_first in _edges_of_lanes(*numbered(groups, number), around):
             if not is_begin:
                 self._end(ends[place], track)
                 yield
@@ -297,7 +297,7 @@ class _Packets:
         device, row = spans.trace.device, intervals.row
         groups, number, around = intervals.lanes(device)
         labels, track = [clean(label) for label in device.labels], 0
-        for place, is_begin, is_first in _tour(*numbered(groups, number), around):
+        for place, is_begin, is_first in _edges_of_lanes(*numbered(groups, number), around):
             if not is_begin:
                 self._end(int(intervals.end_ns[place]), track)
                 yield
@@ -356,7 +356,7 @@ def _say(annotation: Any, value: Any) -> None:
         annotation.string_value = "" if value is None else str(value)
 
 
-def _tour(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
+def _edges_of_lanes(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
     """Yield the begins and ends of slices, lane by lane: the slice's place, is_begin, and is_first of a lane.
 
     Viewers need the nesting order of begins and ends at one time, which does not follow from times.

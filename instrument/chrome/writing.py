@@ -241,7 +241,7 @@ class Drawing:
         ids, at_us = _values_where(is_async, self._ids[self._lane[some]]), microseconds(spans.start_ns[some])
         times = at_us, _values_where(~is_async, lengths_us)
         fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._arguments(some, shared)
-        events = list(map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._bound(bound, range(first, end))))
+        events = list(map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._arrow_columns(bound, range(first, end))))
         last = end + (end == len(spans.row))
         ends = slice(*np.searchsorted(self._ended_before, [first, last]))
         if ends.start == ends.stop:
@@ -253,7 +253,7 @@ class Drawing:
         order = np.argsort(np.concatenate([2 * np.arange(first, end) + 1, 2 * self._ended_before[ends]]), kind="stable")
         return [events[at] for at in order.tolist()]
 
-    def _bound(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
+    def _arrow_columns(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
         """Return the columns `bind_id`, `flow_out` and `flow_in` of slices, by the source of each slice's arrow."""
         if not any(source is not None for source in sources):
             return NOT, NOT, NOT
@@ -311,7 +311,7 @@ class Drawing:
         times = microseconds(begins), microseconds(lengths)
         places = repeat(NONE, len(tied))
         fields = repeat("X"), pid, tid, repeat("device"), name, args
-        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._bound(tied, places)))
+        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._arrow_columns(tied, places)))
 
     def _flows(
         self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s

@@ -1,9 +1,8 @@
 """The `instrument` command: write a first profile, run a service under a profile, check or reload one, see what a run
 is doing, report on saved traces, convert, merge and query them.
 
-The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
-nothing), 1 where a gate said no, else the host's own. The module of a verb says what it takes
-and what it does.
+It alone turns errors into exit codes: 0 for success, 2 for errors of ours (a bad profile or trace, a rule that matches
+nothing), 1 for a failed gate, else the exit code of the service. Each verb is a module.
 """
 
 from __future__ import annotations

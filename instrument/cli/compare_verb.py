@@ -34,7 +34,7 @@ REGRESSION, INCONCLUSIVE = 1, 3
 """Exit codes of the gate. 0 is that nothing got slower by more than asked for."""
 
 MOST = 15
-"""Rows of a table in text where the user gives no number."""
+"""The default number of rows of a table in text."""
 
 KEPT = 5
 """Good runs that a baseline keeps."""

@@ -39,9 +39,10 @@ def _add_switch(verbs: Verbs) -> None:
 
 
 def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
-    """Ask the processes, and print what each answers. Returns the exit code: 1 where an answer is missing.
+    """Switch recording on or off in processes, and print their answers. Return the exit code: 1 if an answer is
+    missing.
 
-    Ask first where there are several runs. Refuse where there is no terminal to ask at.
+    For several runs it asks the user first, and refuses without a terminal.
     """
     missing = False
     with client.asked(options.run) as runs:
@@ -60,13 +61,13 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
                 continue
             answers = dict(client.request_of(run, Request(records=on)._asdict(), pids, options.wait))
             for pid in pids:
-                print(f"{pid}: {_word(answers.get(pid))}")
+                print(f"{pid}: {_answer_text(answers.get(pid))}")
             missing = missing or any(pid not in answers for pid in pids)
     return int(missing)
 
 
 def _is_wanted(runs: Sequence[client.Asked], *, on: bool) -> bool:
-    """Return True where the user at a terminal means all of the runs. Raises `InstrumentError` without a terminal."""
+    """Return True if the user at a terminal means all of the runs. Raises `InstrumentError` without a terminal."""
     verb, names = "on" if on else "off", [run.described for run in runs]
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InstrumentError(
@@ -78,7 +79,7 @@ def _is_wanted(runs: Sequence[client.Asked], *, on: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _word(answer: Mapping[str, Any] | None) -> str:
+def _answer_text(answer: Mapping[str, Any] | None) -> str:
     if answer is None:
         return "no answer yet"
     if "records" in answer:
@@ -160,7 +161,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
 
 
 def _is_meant(member: client.Member, options: argparse.Namespace) -> bool:
-    """Return True where a process runs the named file, or there is none, or --pid names the process."""
+    """Return True if a process runs the named file, or there is none, or --pid names the process."""
     if not options.profile or options.pid is not None:
         return True
     try:

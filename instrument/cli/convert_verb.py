@@ -39,7 +39,7 @@ FORM_OF_END = {
     ".json": "chrome",
     **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form not in ("otlp", "parquet")},
 }
-"""The form of one file by the last part of its name. OTLP has its processes apart, and Parquet is a folder."""
+"""The form of a file by its suffix. OTLP keeps the processes of a merged trace apart."""
 
 
 def _add_convert(verbs: Verbs) -> None:
@@ -78,7 +78,7 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def refuse_to_replace_input(target: Path, paths: Sequence[str]) -> None:
-    """Raise `InstrumentError` where what is to be written is one of the files that are read."""
+    """Raise `InstrumentError` if the output is one of the input files."""
     if any(target.exists() and target.samefile(path) for path in paths if os.path.exists(path)):  # noqa: PTH110
         raise InstrumentError(f"{target} is one of the files to read; give another name with -o")
 
@@ -97,7 +97,7 @@ def write(target: Path, form: str, saved: Saved) -> None:
 
 
 def form_of(target: Path) -> str:
-    """The form that `write` is to give a file, by the end of its name: a recording where that says nothing else."""
+    """Return the form of a file to write, by its suffix; a recording by default."""
     return FORM_OF_END.get(target.suffix, "recording")
 
 
@@ -142,7 +142,7 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
-    """Each process is a resource of its own; trees go over all of them, by the time of day."""
+    """Write files as OTLP: each process is a resource, and trees span processes, by wall time."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.json_lines import JSON, json_lines
     from instrument.otlp.packed_spans import SpanPacker

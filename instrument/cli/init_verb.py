@@ -115,7 +115,8 @@ def _write(path: Path, text: str, *, replaces: bool) -> None:
 
 
 def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
-    """Run a command with everything of its own recorded. Returns what its processes did, and its exit code."""
+    """Run a command that records all of its own functions. Return the observations of its processes, and its exit
+    code."""
     if OFF:
         raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
     names = own_names(words, Path.cwd())
@@ -149,7 +150,7 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
 
 
 def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
-    """Wait for a command, and end it after `for_ns`. Returns its exit code, and True where its time was over."""
+    """Wait for a command, and end it after `for_ns`. Returns its exit code, and True if its time was over."""
     try:
         return child.wait(None if for_ns is None else for_ns / 1e9), False
     except subprocess.TimeoutExpired:

@@ -267,14 +267,12 @@ def runs_of(files: Mapping[str, Trace]) -> list[FilesOfRun]:
 
 
 UNNAMED = "unnamed-"
-"""The begin of the name of a run whose files have no name of it."""
+"""The prefix of the name given to a run whose files do not name it."""
 
 
 def chosen(folder: str, runs: Sequence[FilesOfRun], name: str | None) -> tuple[FilesOfRun, str]:
-    """Return the run of a name, else the newest, and a sentence on the other runs, "" where there is none.
-
-    Raises `TraceError` where the run is not there.
-    """
+    """Return the run with a name, else the newest, and a sentence on the other runs, "" without others. Raises
+    `TraceError` for an unknown run."""
     names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
     more = len(runs) - RUNS_NAMED
     names += f" and {more} more" if more > 0 else ""

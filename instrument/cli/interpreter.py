@@ -1,4 +1,4 @@
-"""The host's command: the interpreter that runs it, its service's name, and a child that is waited for."""
+"""The command of a service: its interpreter, the service's name, and a child process that runs it."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ class Command(NamedTuple):
 
 
 def host_of(verb: str, words: list[str]) -> Command:
-    """Return the command to run: by this interpreter for Python, else by itself in our environment.
+    """Return the command to run: a Python program by this interpreter, any other by itself in our environment.
 
-    Takes what a shell takes, or what follows `python` there. Raises `InstrumentError` for a command that cannot be
-    run, or in which no session would start.
+    It accepts the words of a shell command, or what may follow `python`. Raises `InstrumentError` for a command that
+    cannot be run, or that would start no session.
     """
     if not words:
         raise InstrumentError(f"{verb}: {_NOTHING}")

@@ -1,4 +1,4 @@
-"""The values of the command's options: readers of a text, which refuse it with what is allowed, and the profile."""
+"""Readers of the values of command options, which refuse a bad text and name the allowed ones; also of the profile."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def whole(text: str) -> int:
 
 def time_ns(text: str) -> int:
     """Read a time with its unit, in ns."""
-    return _amount(text, TIME_UNITS, "such as 50us")
+    return _number_in_unit(text, TIME_UNITS, "such as 50us")
 
 
 def size_bytes(text: str) -> int:
     """Read a size with its unit, in bytes."""
-    return _amount(text, SIZE_UNITS, "such as 2GiB")
+    return _number_in_unit(text, SIZE_UNITS, "such as 2GiB")
 
 
-def _amount(text: str, units: Mapping[str, int], example: str) -> int:
+def _number_in_unit(text: str, units: Mapping[str, int], example: str) -> int:
     value = amount(text, units)
     if value is None or value >= 2**63:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of {' '.join(units)}, {example}")
@@ -101,7 +101,7 @@ WITHOUT_PROFILE = (
 
 
 def profile_of(options: argparse.Namespace) -> tuple[str, bool]:
-    """Return the file of the profile that `run` or `check` takes, and True where the user has named none."""
+    """Return the file of the profile that `run` or `check` takes, and True if the user has named none."""
     if options.profile and options.preset:
         raise InstrumentError(
             f"the profile {options.profile} and --preset {options.preset} exclude each other; give one, or add the "

@@ -26,7 +26,7 @@ PROCESS = "process"
 """The value of `--by` for a report of each process."""
 
 MOST = 15
-"""The rows of a table in text where the user gives no number."""
+"""The default number of rows of a table in text."""
 
 
 def add(verbs: Verbs) -> None:

@@ -1,8 +1,9 @@
-"""`instrument run`: become the service, under a profile; as the first process of a container stay as its parent.
+"""`instrument run`: replace this process by the service, under a profile; as the first process of a container, start it
+as a child.
 
-The parent exists so that the run's agent outlives the service: the end of a container's first process ends all others.
-The service is a child then, with a process group and the terminal to itself: the parent hands signals on to it, reaps
-children that lost their parents, and ends with its exit code.
+The end of a container's first process ends all others, so that process stays as the parent of service and agent. The
+service has a process group and the terminal of its own. The parent forwards signals to it, reaps orphaned children, and
+exits with the service's code.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
         return serve_as_first(listener, name, command.words, environ)
     if listener is not None:
         _begin_agent(listener, name, environ)
-    return _become(command.words, environ)
+    return _replace_process(command.words, environ)
 
 
 def _new_run() -> str:
@@ -106,13 +107,13 @@ def _new_run() -> str:
     return name
 
 
-def _become(words: list[str], environ: dict[str, str]) -> NoReturn:
+def _replace_process(words: list[str], environ: dict[str, str]) -> NoReturn:
     """Become the host, not call it: its own __main__, exit code, signals and tracebacks."""
     os.execve(words[0], words, environ)  # noqa: S606 - no shell wanted
 
 
 def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | None:
-    """Make the socket of the run's agent, and put its path into `environ`. None where there can be none."""
+    """Make the socket of the run's agent, and put its path into `environ`. None if there can be none."""
     environ.pop(run_folder.VARIABLE, None)
     try:
         listener = agent_launch.prepare(run)
@@ -202,7 +203,7 @@ def serve_as_first(listener: socket.socket, run: str, words: Sequence[str], envi
 
 
 def _restarted_agent(path: Path, run: str, service: int) -> int:
-    """Begin an agent in place of one that has gone. Returns its pid, 0 where it cannot listen."""
+    """Begin an agent in place of one that has gone. Returns its pid, 0 if it cannot listen."""
     with suppress(OSError), run_folder.listen(path) as listener:
         return agent_launch.spawn(sys.executable, listener, run, service, says=True)
     return 0

@@ -180,7 +180,7 @@ class RunRead(NamedTuple):
 
 
 def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead:
-    """Read the memory of a run's processes. Raises `InstrumentError` where there is no such run or recording."""
+    """Read the memory of a run's processes. Raises `InstrumentError` if there is no such run or recording."""
     with client.asked(name, memory=True) as runs:
         run = client.only(verb, runs)
         now_ns = time.monotonic_ns()
@@ -227,7 +227,8 @@ def _add_recover(verbs: Verbs) -> None:
 
 
 def recover(options: argparse.Namespace, host: list[str]) -> int:
-    """Save them, and print what became of each file. Returns the exit code: 2 where one could not be read."""
+    """Save the recordings in files of rings, and print the outcome of each. Return the exit code: 2 if one could not be
+    read."""
     try:
         files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == memory.SUFFIX)
     except OSError as error:
@@ -248,7 +249,7 @@ def recover(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _recovered(path: Path) -> tuple[str, bool]:
-    """Save what one file has. Returns a sentence, and True where its process has gone. Raises `TraceError`."""
+    """Save the recording in one file. Return a sentence, and True if its process has ended. Raises `TraceError`."""
     from instrument.agent import crash_capture
     from instrument.recording.mapped import Mapped
 

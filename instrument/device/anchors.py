@@ -41,7 +41,8 @@ WANDER = 10e-6
 """The largest change of two oscillators' rate within seconds, by temperature."""
 
 JUMP = 2e-3
-"""A rate that differs more from one is no drift: one of the clocks was set, or stopped."""
+"""The largest deviation of a clock's rate from 1 that counts as drift. A larger one means that a clock was set or
+stopped."""
 
 READINGS = 3
 
@@ -162,7 +163,7 @@ class Anchors:
             if best is None or half_ns < best.uncertainty_ns:
                 if best is not None:
                     self._spare.append(best.event)
-                best = Anchor(event, before_ns + half_ns, half_ns, self._lead())
+                best = Anchor(event, before_ns + half_ns, half_ns, self._tightest_reading())
             else:
                 self._spare.append(event)
         return self._keep(best) if best is not None else 0
@@ -188,7 +189,7 @@ class Anchors:
     def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
         """Use an event of the service, which happened between two host times, as an anchor."""
         half_ns = (until_ns - since_ns + 1) // 2
-        return self._keep(Anchor(event, since_ns + half_ns, half_ns, self._lead()))
+        return self._keep(Anchor(event, since_ns + half_ns, half_ns, self._tightest_reading()))
 
     def exchange(self) -> tuple[int, Any]:
         """Return the driver's error, and an event to replace an adopted one."""
@@ -198,7 +199,7 @@ class Anchors:
         """Record an event on our stream. Return the driver's error, 0 for none."""
         return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
-    def _lead(self) -> Lead:
+    def _tightest_reading(self) -> Lead:
         """Return the tightest of some readings of the lead."""
         best: Lead | None = None
         for _ in range(READINGS if self._raw is not None else 0):
@@ -293,7 +294,7 @@ class Anchors:
         """Return the deviation of the host's clock since the newest anchor from its rate before."""
         if self._raw is None:
             return 0.0  # the distance accounts for it
-        anchor_lead, now = self._anchors[-1].lead, self._lead()
+        anchor_lead, now = self._anchors[-1].lead, self._tightest_reading()
         usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         passed_ns = now.at_ns - anchor_lead.at_ns
         bent_ns = abs(now.lead_ns - anchor_lead.lead_ns - (usual or 0.0) * passed_ns)

@@ -329,10 +329,8 @@ Stream = tuple[int, int]
 """The index of a device by the process's numbers, and the handle of one of its streams."""
 
 Current = Callable[..., "Stream | None"]
-"""A call for the calling thread's current stream, on its current device or on a given one.
-
-It returns None before the framework uses a device.
-"""
+"""A call that returns the calling thread's current stream, on its current device or on a given one. It returns None
+before the framework uses a device."""
 
 UNKNOWN = -1
 """A value in place of a handle: the framework has not reported its stream yet."""

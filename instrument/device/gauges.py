@@ -74,7 +74,7 @@ class TorchMemory:
 
 
 EVERY_NS = 10**9
-"""The interval of gauges without one in the profile."""
+"""The default interval between two readings of a gauge."""
 
 RARELY_NS = 10 * 10**9
 """The least interval of gauges that are expensive or change slowly. The list of a GPU's processes took 4.5 ms in a

@@ -22,7 +22,8 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""The most sites with a name of their own, as a tool keeps names for ever. Others share one per kind."""
+"""The most sites with their own NVTX name, because a tool never forgets a name. Further sites share one name per
+kind."""
 
 Begin = Callable[[Any, Any, int], Any]
 """A call that begins to time a span: (site, attributes, span id) -> pair or None."""

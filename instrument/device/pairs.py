@@ -261,7 +261,7 @@ SHORT = 20
 """The least length of an interval, as a multiple of an empty one: events alone are 5 % of it."""
 
 RECENT = 256
-"""The newest intervals of a stream, merged where they touch, for comparison with those of other streams."""
+"""The most recent intervals of a stream that are kept for comparison with other streams. Adjacent ones are merged."""
 
 Answer = tuple[int, int, "int | None"]
 """The driver's error, a pair's length, and its begin from the newest anchor on, None if not asked."""
@@ -370,7 +370,7 @@ class Placing:
                 begun_ns = self._begun_at(context, pair)
                 if begun_ns is None:
                     break  # nor have later pairs of its stream
-                if begun_ns < end_ns and self._reaches(pair, begun_ns, start_ns):
+                if begun_ns < end_ns and self._ends_after(pair, begun_ns, start_ns):
                     return True
         return False
 
@@ -383,7 +383,7 @@ class Placing:
             place = self._place(context, pair, None, None, self._now())
         return None if place is None else place.at_ns
 
-    def _reaches(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
+    def _ends_after(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
         """Return True if a pair that has begun on the device ends there after a time."""
         driver = self._driver
         if not pair.end_ns or driver.query(pair.end_event):

@@ -31,7 +31,8 @@ LOW = 64
 """The number of free pairs at which the resolver is woken."""
 
 POOL_LIMIT = 8_192
-"""The most pairs of a context, and so of spans that wait for the device. An event takes some hundred bytes."""
+"""The most pairs of events of a context, and so of spans that wait for the device. An event takes some hundred
+bytes."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
@@ -383,7 +384,7 @@ class Resolver:
             waiting = [pair for pair in ended if pair.whole is not None and not pair.error]
             try:
                 for pair in finished:
-                    self._lose(context, stream, pair, pair.error)
+                    self._resolve_untimed(context, stream, pair, pair.error)
                 waiting.sort(key=_by_end)
                 del waiting[MEASURED_AT_ONCE:]
                 asked_ns = self._now()
@@ -435,7 +436,7 @@ class Resolver:
         """Resolve a pair that has ended."""
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
-            self._lose(context, stream, pair, error)
+            self._resolve_untimed(context, stream, pair, error)
             return
         start_ns, end_ns, label = self._placing.labelled(context, stream, pair, place, device_ns, is_alone)
         self.pairs += 1
@@ -478,7 +479,7 @@ class Resolver:
             label = "overlapped" if label != "stale" and any(overlaps) else label
             self._add(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
 
-    def _lose(self, context: Context, stream: int, pair: Pair, error: int) -> None:
+    def _resolve_untimed(self, context: Context, stream: int, pair: Pair, error: int) -> None:
         """Resolve a pair that was not timed, or has no span after all."""
         whole = pair.whole
         if whole is None:
@@ -532,7 +533,7 @@ class Resolver:
         for context in self.contexts.values():
             for stream, pairs in context.under_way.items() if context.alive else ():
                 for pair in [pair for pair in pairs if pair.end_ns]:
-                    self._lose(context, stream, pair, INTERRUPTED)
+                    self._resolve_untimed(context, stream, pair, INTERRUPTED)
                     pairs.remove(pair)
         self._write_intervals()
 

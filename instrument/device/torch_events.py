@@ -63,7 +63,7 @@ OWN_TEXTS = {
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
-"""Events that have not been returned, so that a forked child that clears inherited objects destroys none of them."""
+"""Events in use. The references stop a forked child that clears inherited objects from destroying them."""
 
 
 class TorchDriver:

@@ -52,7 +52,7 @@ ID = re.compile(
 """Names of values that identify a request."""
 
 WEAK_ID = re.compile(r"^(?:id|ids|uid|uids|uuid|uuids|rid|rids|key|keys|qid|.*_uid|.*_uuid)$")
-"""Names of values that may identify a request, used without a better one."""
+"""Names of values that may identify a request. They are used if no better one exists."""
 
 WEIGHT = re.compile(r"^(?!max_|min_)(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
 """Names of numbers that weigh a request within a batch. Names of limits are no weights."""

@@ -274,7 +274,7 @@ def _in_one_step(
     paths = [_steps(path) for path in (keys.argument, keys.weights)]
     if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
         return otherwise
-    steps, of_each = zip(*map(_parted, paths), strict=True)
+    steps, of_each = zip(*map(_split_at_container, paths), strict=True)
     native_reader: _Read = _native.Keys(
         sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, name != KEY,
         steps[0], of_each[0], steps[1] if keys.weights else None, of_each[1],
@@ -284,7 +284,7 @@ def _in_one_step(
     return native_reader
 
 
-def _parted(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Return the steps to a container, and the steps from each of its items; None for these without a container."""
     at = steps.index(EACH) if EACH in steps else len(steps)
     steps = list(map(sys.intern, steps))
@@ -300,7 +300,7 @@ class _OneFact(NamedTuple):
     take: Callable[[Any], AttributeValue]
 
     def below(self, value: Any) -> AttributeValue | None:
-        """Return the fact below a value, None where a step leads to None: it is not known yet."""
+        """Return the fact below a value, None if a step leads to None: it is not known yet."""
         for step in self.steps:
             if value is None:
                 return None

@@ -110,12 +110,12 @@ class Comm(Switch):
         self._attach()
         self._is_compiling = compiling_test(module.torch)
         around = [
-            (group, name, self._around(getattr(group, name), partial(self._begin_call, operation), self._end_call))
+            (group, name, self._wrap(getattr(group, name), partial(self._begin_call, operation), self._end_call))
             for name, operation in OPERATIONS.items()
             if hasattr(group, name)
         ]
-        around.append((work, "wait", self._around(work.wait, self._begin_wait, self._end_wait)))
-        functions = (*vars(Comm).values(), *vars(_Issued).values(), _attempt, _facts, _amount)
+        around.append((work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait)))
+        functions = (*vars(Comm).values(), *vars(_Issued).values(), _attempt, _facts, _largest_argument)
         run_as_they_are(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
         self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
         return False
@@ -136,7 +136,7 @@ class Comm(Switch):
 
     # ---------------------------------------------------------------- calls
 
-    def _around(self, method: Callable[..., Any], begin: Callable[..., _Issued | None], end: Callable[..., Any]) -> Any:
+    def _wrap(self, method: Callable[..., Any], begin: Callable[..., _Issued | None], end: Callable[..., Any]) -> Any:
         """Wrap a method: call `begin` before each call, and `end` after it."""
         recorder, is_compiling = self._recorder, self._is_compiling
 
@@ -158,7 +158,7 @@ class Comm(Switch):
     def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued:
         """Return the communication of a call that begins."""
         waits = any(getattr(argument, "asyncOp", None) is False for argument in (*args, *kwargs.values()))
-        moved_bytes, on_device = _amount(args[1:])
+        moved_bytes, on_device = _largest_argument(args[1:])
         attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
         if operation in PEERS and len(args) > 2 and isinstance(args[2], int):
             attributes["peer"] = args[2]
@@ -256,7 +256,7 @@ def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
     )
 
 
-def _amount(arguments: Sequence[Any]) -> tuple[int, bool]:
+def _largest_argument(arguments: Sequence[Any]) -> tuple[int, bool]:
     """Return the bytes of a call's largest argument, and True if a tensor of its arguments is on a device."""
     most, on_device = 0, False
     for argument in arguments:

@@ -69,9 +69,9 @@ class _Tasks:
         """Return True if the running loop informs the recorder of its tasks."""
         loop = sys.modules["asyncio.events"]._get_running_loop()
         # A class or an instance with another `create_task` does not.
-        return self._informs(type(loop)) and "create_task" not in vars(loop)
+        return self._copies_contexts(type(loop)) and "create_task" not in vars(loop)
 
-    def _informs(self, kind: Any) -> bool:
+    def _copies_contexts(self, kind: Any) -> bool:
         if kind.create_task not in self._informing.values():
             self._attach()
         return kind.create_task in self._informing.values()

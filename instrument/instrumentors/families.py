@@ -1,4 +1,4 @@
-"""The families of rules, each for one key of a profile, and the packages whose import wakes them in a process."""
+"""The families of rules, one per key of a profile, and the packages whose import loads each family."""
 
 from __future__ import annotations
 

@@ -263,11 +263,11 @@ def detach_decorated(site: Site) -> Callable[[], object] | None:
     bare = None if wrapper is None else bare_of(wrapper)
     if type(bare) is not FunctionType:
         return None
-    twin = _twin(bare, wrapper)
-    return partial(_rename, twin, wrapper) if _rename(wrapper, twin) else None
+    twin = _bare_copy(bare, wrapper)
+    return partial(_rebind_names, twin, wrapper) if _rebind_names(wrapper, twin) else None
 
 
-def _rename(first: Any, second: Any) -> bool:
+def _rebind_names(first: Any, second: Any) -> bool:
     """Bind all names of `first` in modules, and its own in a class, to `second`. Return True if there was a name."""
     owner: Any = sys.modules.get(first.__module__)
     *path, last = first.__qualname__.split(".")
@@ -280,7 +280,7 @@ def _rename(first: Any, second: Any) -> bool:
     return rebind([(first, second)]) or part is not None
 
 
-def _twin(bare: FunctionType, wrapper: Any) -> FunctionType:
+def _bare_copy(bare: FunctionType, wrapper: Any) -> FunctionType:
     twin = FunctionType(bare.__code__, bare.__globals__, bare.__name__, bare.__defaults__, bare.__closure__)
     twin.__kwdefaults__ = bare.__kwdefaults__
     functools.update_wrapper(twin, bare)

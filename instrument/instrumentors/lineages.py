@@ -87,10 +87,10 @@ class LineageMember:
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         """Pickle a test that is never True, as a function pickled by value takes it along to another process."""
-        return _member_of_none, ()
+        return _refuse_member, ()
 
 
-def _member_of_none() -> Callable[[tuple[Any, ...]], bool]:
+def _refuse_member() -> Callable[[tuple[Any, ...]], bool]:
     return _passes_none
 
 

@@ -29,13 +29,14 @@ from typing import Any, NamedTuple
 from instrument.runtime.main_module import MAINS, spawned_main
 
 DEPTH = 4
-"""The most objects between a function and a name that leads to it."""
+"""The most objects on the path from a function to a name that holds it."""
 
 WIDTH = 200
 """The most objects of one depth that are followed."""
 
 MANY = 200
-"""The most objects whose referrers the collector finds, as it compares each with the whole heap. More need a set."""
+"""The most objects for which the garbage collector is asked for referrers, at one comparison with the whole heap each.
+For more objects a set is used."""
 
 HIDDEN = "something that Python does not show, such as a local variable or an object made in C"
 

@@ -1,4 +1,4 @@
-"""The selection of a profile's targets in this process: it attaches each family of rules to the modules it wants.
+"""The selection of a profile's targets in this process. It applies each family of rules to the imported modules.
 
 Targets are found when their module is imported, before the importer can bind their names, or at once in an imported
 module. A family of rules handles one key of the profile. It sleeps, without loading its code, until one of its packages
@@ -59,10 +59,12 @@ class Probes(Protocol):
 
 
 LOOKS = 2
-"""Looks at new modules after a change of the rules. A module that another thread imports is there at the second one."""
+"""The number of looks at new modules after a change of the rules. The second look sees modules that another thread was
+importing at the first."""
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The variables by which a command asks each process for the verdicts on all rules. No family sleeps then."""
+"""The variables with which a command asks each process for the verdicts on all rules. Each family is then loaded at
+once."""
 
 
 class Selection:
@@ -113,7 +115,7 @@ class Selection:
         rules = rules_of(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
-            options.append(lambda: self._awake("layers"))
+            options.append(lambda: self._family_of("layers"))
         if key == "functions":
             options.append(environment.INIT_FOLDER in os.environ)
         module, name, _ = FAMILIES[key]
@@ -123,7 +125,7 @@ class Selection:
         self._asleep.pop(key, None)  # last: a thread that imports a module meanwhile finds the key in one of both
         return family
 
-    def _awake(self, key: str) -> Any:
+    def _family_of(self, key: str) -> Any:
         """Return the family of a key, and wake it if it sleeps; None if the profile has no such rules."""
         if key in self._asleep:
             self.wake(key)

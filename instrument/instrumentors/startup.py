@@ -143,7 +143,7 @@ class StartupWatch:
 # The durations of imports
 
 LIMIT = 2_000
-"""The most packages with a row of their own; all others share one."""
+"""The most packages with a row of their own. Further ones share one row."""
 
 OTHERS = "(other packages)"
 

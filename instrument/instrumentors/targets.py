@@ -336,7 +336,7 @@ def _targets(
     if isinstance_of(raw, _MADE_IN_C) or (isinstance(owner, type) and isinstance_of(raw, BuiltinFunctionType)):
         yield Unreachable(label, "it is a method made in C")
         return
-    inside, put = _inside(raw, home, qualname)
+    inside, put = _decorated_function(raw, home, qualname)
     if inside is not None:
         note = f"inside a {type(raw).__module__}.{type(raw).__name__}"
         if put is None:
@@ -426,11 +426,11 @@ def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
     """Return the class of that module and name inside an object of a framework's decorator (a deployment, an actor)."""
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
-    cls: type[Any] | None = _inside(raw, module, qualname, type)[0]
+    cls: type[Any] | None = _decorated_function(raw, module, qualname, type)[0]
     return cls
 
 
-def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
+def _decorated_function(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
     """Return the function or class of that module and name inside an object of a framework's decorator.
 
     Also return the call that replaces it, None if no attribute and no dict refers to it.

@@ -1,7 +1,7 @@
-"""The recorder in C, whose sources lie here: whether this Python has it, and why not.
+"""The recorder in C: its extension module, or the reason why this Python lacks it.
 
-It relies on the interpreter's lock. A free-threaded Python would switch the lock on for the whole service at the
-import, so that one is left alone.
+It relies on the GIL. A free-threaded Python would enable the GIL for the whole service at the import, so it is not
+imported there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def _load() -> tuple[Any, str]:
 
 
 MODULE, reason = _load()
-"""The module `_recorder`, or None."""
+"""The module `_recorder`, or None, and the reason why it is missing."""
 
 WHY_MISSING = f"the recorder in C is missing: {reason}" if reason else ""
-"""The reason why nothing can be recorded, with the remedy; empty where everything can be."""
+"""The reason why nothing can be recorded, with the remedy; "" if the recorder works."""
 
 _IS_SWITCHED_OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", "no"}
 
 OFF = "INSTRUMENT=off" if _IS_SWITCHED_OFF else WHY_MISSING
-"""The reason why decorators and hooks do nothing at all in this process; empty where they record."""
+"""The reason why decorators and hooks do nothing in this process; "" if they record."""

@@ -1,4 +1,4 @@
-"""The build of the recorder in C: on CPython an install that cannot compile it fails, and says what to do."""
+"""The build of the recorder in C. An install on CPython without a compiler fails with a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BuildRecorder(build_ext):  # type: ignore[misc]  # setuptools has no types
     """Builds the extension where it can record: on CPython with its lock."""
 
     def run(self) -> None:
-        """Build, unless this Python cannot use the recorder. Raises `SystemExit` where the compiler fails."""
+        """Build, unless this Python cannot use the recorder. Raises `SystemExit` if the compiler fails."""
         has_lock = getattr(sys, "_is_gil_enabled", None)
         if sys.implementation.name != "cpython" or (has_lock is not None and not has_lock()):
             return

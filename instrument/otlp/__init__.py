@@ -1,8 +1,8 @@
 """Spans to an OpenTelemetry collector: packed from columns, sent by one background thread, every loss counted.
 
-`packed_spans` packs rows by the facts of `packing`, `senders` carry requests by HTTP or gRPC, `span_queue` has the
-requests that wait and the counts, `exporter` the thread. Of the service's own OpenTelemetry (`tracer`) we borrow the
-SDK's `Resource` (`resource`), so that both are of the same service; it is imported on the export thread only.
+`packed_spans` packs rows by the rules of `packing`. `span_queue` has the waiting requests and the counts, `senders`
+send requests by HTTP or gRPC, and `exporter` has the thread. `resource` uses the service's own OpenTelemetry SDK, if
+any, so that both report the same resource. `tracer` reads its current span.
 """
 
 from __future__ import annotations

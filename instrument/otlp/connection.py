@@ -1,7 +1,7 @@
-"""A connection to a collector, plain or by TLS, on a socket of the operating system's own, and the proxy by the way.
+"""Connections to a collector: plain, by TLS, and through a proxy, on sockets that gevent and eventlet do not patch.
 
-TLS works on memory, with the socket apart (`ssl.SSLObject`). `ssl.SSLSocket` and the classes that `ssl` uses in a
-context are gevent's once a service has patched. Neither theirs nor the former ones work on a thread of ours.
+TLS works on memory (`ssl.SSLObject`), apart from the socket. A patched service replaces `ssl.SSLSocket` and the classes
+in `ssl`. Neither the patched nor the original ones work on our threads then.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TcpConnection:
         return self._sock.recv_into(buffer)
 
     def abort(self) -> None:
-        """From another thread: wake the one that waits."""
+        """Wake the thread that waits on the connection, from another thread."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:

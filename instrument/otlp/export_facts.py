@@ -52,12 +52,12 @@ class Ids:
         return self._seed, *self._trace_seeds
 
     def span_id(self, number: int) -> int:
-        """The id, 64 bits, of a span of the recorder."""
+        """Return the 64-bit id of a span of the recorder."""
         span_id: int = mix(self._seed + number) or mix(self._seed)
         return span_id
 
     def device_span_id(self) -> int:
-        """A fresh id for a device interval."""
+        """Return a new id for a device interval."""
         return self.span_id(self.take_device_numbers(1))
 
     def take_device_numbers(self, count: int) -> int:
@@ -72,7 +72,7 @@ class Ids:
         return trace_id, self.span_id(span.span_id)
 
     def trace_id(self, number: int) -> int:
-        """The id, 128 bits, of the tree whose root has this number."""
+        """Return the 128-bit id of the tree with this root."""
         high, low = self._trace_seeds
         trace_id: int = (mix(high + number) or mix(high)) << 64 | (mix(low + number) or mix(low))
         return trace_id
@@ -102,9 +102,9 @@ def mix(value: Any) -> Any:
 class MeteredFacts:
     """The metrics that a process asks for since `start_ns`, and the facts of them that it alone knows.
 
-    `asks` is True where it has metrics other than gauges, `requests` where requests are recorded. `routes` are the
+    `asks` is True if it has metrics other than gauges, `requests` where requests are recorded. `routes` are the
     routes for which a model generates answers. `by` names the attribute that groups requests, in at most `at_most`
-    groups. `watches` is True where the meter looks for functions with generated items or batches. `calls` are the
+    groups. `watches` is True if the meter looks for functions with generated items or batches. `calls` are the
     marks of functions whose calls are metrics. `streams` are the marks of functions that generate items. `environ` has
     the variables that shape the metrics. The other fields are those of `instrument.recorder.meter.Books`.
     """

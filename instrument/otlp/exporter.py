@@ -138,7 +138,7 @@ class Exporter:
         return Metrics(url if self._sends else None, environ)
 
     def add_metrics(self, source: Source) -> None:
-        """From now on send the metrics of a source, too."""
+        """Send the metrics of a source from now on."""
         with self._queue.lock:
             if source not in self._metered:
                 self._metered = (*self._metered, source)
@@ -170,7 +170,7 @@ class Exporter:
         self.own.origin = origin
 
     def resource(self) -> dict[str, object]:
-        """The attributes of this process's resource, as they are now; what was detected with them once it is ready."""
+        """Return the current attributes of this process's resource, with detected ones once they are ready."""
         detected = given_attributes() if self._detected is None else self._detected
         return resource_attributes(self.origin, self.ids.instance, detected, provider_attributes())
 
@@ -281,7 +281,7 @@ class Exporter:
         return self._queue.pending
 
     def hurry(self) -> None:
-        """Send what was offered so far now."""
+        """Send the offered spans now."""
         if self._wake.empty():
             self._wake.put(None)
 
@@ -354,7 +354,7 @@ class Exporter:
             self._say(Response(False, reason=self._sender.obstacle or "no answer yet"))
 
     def counts(self) -> Mapping[str, int]:
-        """The fates of all spans so far, see `RequestQueue.counts`."""
+        """Return the number of spans by fate, see `RequestQueue.counts`."""
         return self._queue.counts()
 
     def after_fork_in_child(self) -> None:
@@ -365,7 +365,7 @@ class Exporter:
             self._detected = of_a_child(self._detected)
 
     def _run(self, sender: Sender) -> None:
-        """The export thread: every second, or when enough waits or somebody asks, send all that waits."""
+        """Run the export thread: send all that waits every second, when enough waits, or on request."""
         while self._serves(sender):
             try:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
@@ -527,9 +527,9 @@ class Exporter:
         return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
 
     def _hold(self, sender: Sender, deadline_ns: int) -> bool:
-        """Wait where the collector has asked for it, all that is offered meanwhile, too; whether to send then.
+        """Wait as long as the collector asked for, with everything offered meanwhile. Return True if sending may go on.
 
-        Not where the exporter is to stop before, nor in `send`, whose caller waits until the deadline and no longer.
+        It does not wait beyond a stop of the exporter, nor in `send`, whose caller has a deadline.
         """
         while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns

@@ -1,8 +1,8 @@
-"""Metrics in Prometheus's text formats, by its own client library, under the names that OpenTelemetry's have there.
+"""Metrics in Prometheus's text formats, by its client library, under OpenTelemetry's names for Prometheus.
 
-Dots become underscores, the unit is put behind the name, counters end in `_total`. Histograms have fixed bounds, those
-that OpenTelemetry advises where it does: the format knows no exponential ones. A call counts below a bound by the
-middle of its bucket in the tally, so one within 0.78 % of a bound may count on its other side.
+Dots become underscores, the unit is a suffix, and counters end in `_total`. The format has no exponential histograms,
+so bounds are fixed, by OpenTelemetry's advice if it gives any. A call is counted at the middle of its bucket in the
+tally. So a call within 0.78 % of a bound may count on its other side.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ BOUNDS_OF: Mapping[str, Sequence[float]] = {
     QUEUE_TIME: (0.001, 0.005, *_GENERATION_S),
     "instrument.call.duration": tuple(round(1e-5 * 4**power, 5) for power in range(13)),
 }  # fmt: skip
-"""The bounds of other times by their metrics: those of OpenTelemetry's GenAI conventions, and for what these do not
-have as wide ones; for calls of functions from 10 us to some minutes."""
+"""The bounds of histograms by metric. Metrics of OpenTelemetry's GenAI conventions have the bounds given there, similar
+metrics as wide ones. Calls of functions have bounds from 10 us to some minutes."""
 
 BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
 """The bounds of counts, between whole numbers."""
@@ -80,7 +80,7 @@ class Metered:
 
 
 def require_client() -> None:
-    """Raises `ExportError` where the client library is not installed."""
+    """Raises `ExportError` if the client library is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as missing:
@@ -112,7 +112,7 @@ def text_of(families: Iterable[Family], *, openmetrics: bool = False) -> str:
 
 
 def families_of_process(metered: Metered, why_alone: str) -> Iterator[Family]:
-    """The metrics of one process by itself."""
+    """Yield the metrics of one process."""
     yield from _totals([((), metered)])
     yield from _gauges([((), metered)])
     description = f"Processes that these metrics are of: this one alone, {why_alone}."
@@ -222,7 +222,7 @@ def _family(metric: Metric, origin: Origin) -> Family:
 
 
 def _buckets(of: Distribution, bounds: Sequence[float], exemplars: Sequence[Exemplar], origin: Origin) -> Sequence[Any]:
-    """The buckets as the client library takes them: each with the longest of its exemplars, where it has one."""
+    """Return the buckets for the client library, each with its longest exemplar, if any."""
     from prometheus_client.samples import Exemplar as BucketExemplar
 
     longest = {}

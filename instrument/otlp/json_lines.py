@@ -1,7 +1,7 @@
-"""Spans as a file of OTLP in JSON: a line for some requests, as OpenTelemetry's file exporter has them.
+"""Spans as OTLP JSON lines, the format of OpenTelemetry's file exporter.
 
-Ids are hexadecimal and numbers of 64 bits are text, as OTLP's own mapping to JSON has them. A span has there what a
-collector gets of it, by the same functions.
+Ids are hexadecimal and 64-bit integers are text, by OTLP's mapping to JSON. A span has the same content as for a
+collector, by the same functions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _attribute(key: str, value: object) -> msgspec.Raw:
 
 @lru_cache(maxsize=4096)
 def _text(key: str, value: str) -> msgspec.Raw:
-    """An attribute that is text: what sites say, which many spans have."""
+    """Return an attribute with a text value. Spans of a site share it."""
     return msgspec.Raw(b"%b%b}" % (_head(key), msgspec.json.encode({"stringValue": plain(value)})))
 
 
@@ -104,7 +104,7 @@ def hexadecimal(ids: NDArray[Any]) -> NDArray[Any]:
 
 
 def decimal_widths(numbers: NDArray[Any]) -> Int64s:
-    """The characters that each number takes."""
+    """Return the number of decimal digits of each number."""
     return np.asarray(np.searchsorted(_POWERS, np.abs(numbers), side="right") + 1 + (numbers < 0))
 
 

@@ -1,4 +1,4 @@
-"""Files of what is kept of one process while it runs: recordings, which `instrument report` reads as a folder."""
+"""Files with the kept traces of a running process: recordings, which `instrument report` reads as a folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KeptFiles:
 
     @property
     def is_due(self) -> bool:
-        """True where the kept spans have waited for `WRITE_S`, or number `FILE_SPANS`."""
+        """True if the kept spans have waited for `WRITE_S`, or number `FILE_SPANS`."""
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
     def write(self) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""The metrics of one recording, counted by the session's own meter over the reader of its exporter.
+"""The metrics of one recording, counted by a `Meter` over the rows that its exporter reads.
 
 The counts are written into the recording before and after they are sent. Its next exporter, another agent or the
 process itself, goes on from there.
@@ -30,7 +30,7 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""Nanoseconds until a snapshot is taken again, where spans that had ended when it was asked for were unread."""
+"""Nanoseconds until the next snapshot, if ended spans were unread when the last one was requested."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """Nanoseconds; a scrape gets no older reading of a gauge."""
@@ -40,7 +40,7 @@ RELEASE_S = 0.5
 
 
 _GROUPS: dict[tuple[str, str], set[str]] = {}
-"""The groups of requests by service and attribute, the same for all processes of the service."""
+"""The groups of requests by service and attribute. All processes of a service share them."""
 
 
 class Metering:
@@ -184,7 +184,7 @@ class Metering:
         self._write()
 
     def _snapshot(self) -> Snapshot | None:
-        """Return the present totals, None where there are none to send."""
+        """Return the present totals, None for none to send."""
         if (newest := facts_from(self._mapped.header.facts.get("export"))) is not None:
             self.change(newest)
         facts = self._facts.metered
@@ -207,7 +207,7 @@ class Metering:
         return Metered(origin_of(header), snapshot, samples, header.gpus)
 
     def _has_recorded(self) -> bool:
-        """Return True where the process has recorded anything. Many processes only start others."""
+        """Return True if the process has recorded anything. Many processes only start others."""
         has_rows = sum(self._mapped.heads().values()) or self._mapped.ended_rows
         return bool(has_rows or (not self._meter.has_ended and self._reader.open_rows()))
 
@@ -225,7 +225,7 @@ class Metering:
 
     @property
     def is_settled(self) -> bool:
-        """Return True where the last metrics were sent, or were tried and dropped."""
+        """Return True if the last metrics were sent, or were tried and dropped."""
         if not self.metrics.waits():
             return True
         self._exporter.hurry()
@@ -237,7 +237,8 @@ class Metering:
         return False
 
     def lost_at_end(self) -> int:
-        """Give up what waits. Returns the points and samples lost in all, 0 where the collector takes no metrics."""
+        """Give up waiting metrics. Return the number of points and samples lost in all, 0 if the collector takes no
+        metrics."""
         self.metrics.drop()
         return 0 if self.metrics.off else sum(self.metrics.losses().values())
 

@@ -167,12 +167,12 @@ class Snapshots:
         return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
     def taken(self, piece: Piece) -> None:
-        """The collector has a piece."""
+        """Note that the collector has a piece."""
         if self._deltas:
             self._delivered_values = {**self._delivered_values, **piece.values}  # another thread may read it
 
     def delivered(self, snapshot: Snapshot) -> None:
-        """The collector has all of a snapshot."""
+        """Note that the collector has all of a snapshot."""
         self._delivered, self.delivered_ns = snapshot, snapshot.at_ns
 
     def drop(self) -> int:
@@ -189,8 +189,8 @@ DELAY_NS = 10 * 10**9
 """Nanoseconds for which samples are gathered before they are sent, many in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""Samples or series of one request, some 200 bytes each, of a histogram 400, and what a collector that refuses sizes
-may bring that down to."""
+"""The most samples or series of a request, and the least to which that falls if a collector refuses large requests. A
+sample takes some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
 """The longest that spans wait because metrics do not get through."""
@@ -359,7 +359,7 @@ class Metrics:
         return self.snapshots.pieces(snapshot, origin, self._request_samples)
 
     def take(self, origin: Origin) -> tuple[list[Series], int]:
-        """The next request's content, and how many samples it is made of."""
+        """Return the content of the next request, and its number of samples."""
         with self._lock:
             samples = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._request_samples))]
             self._oldest_ns = time.monotonic_ns()
@@ -373,7 +373,7 @@ class Metrics:
             fate = "rejected" if verdict.taken else "failed"
             self.sent += samples - min(lost, samples)
             self._lost[fate] += min(lost, samples)
-        self._heed(verdict, lost)
+        self._note_verdict(verdict, lost)
 
     def settle_piece(self, piece: Piece, verdict: Response) -> None:
         """Count the outcome of a part of a snapshot, likewise. The next snapshot repeats a part that was not taken."""
@@ -381,9 +381,9 @@ class Metrics:
             self.snapshots.taken(piece)
             with self._lock:
                 self._lost_series["rejected"] += verdict.rejected
-        self._heed(verdict, verdict.rejected if verdict.taken else piece.points)
+        self._note_verdict(verdict, verdict.rejected if verdict.taken else piece.points)
 
-    def _heed(self, verdict: Response, lost: int) -> None:
+    def _note_verdict(self, verdict: Response, lost: int) -> None:
         with self._lock:
             if lost:
                 self._reason = verdict.reason or "the collector did not say why"
@@ -423,9 +423,10 @@ def series_of(
     newest: dict[tuple[str, int], float],
     begun_ns: dict[int, int],
 ) -> list[Series]:
-    """Samples as metrics. `newest` keeps what each gauge has last read.
+    """Return samples as metrics.
 
-    `begun_ns` keeps when each device was first read, by the wall clock as it was then: what a sum counts from stays.
+    `newest` keeps the last reading of each gauge. `begun_ns` keeps the wall time of each device's first reading, from
+    which sums count.
     """
     series_by_name: dict[str, Series] = {}
     for sample in samples:

@@ -1,8 +1,8 @@
-"""Spans packed from columns: what a collector gets, and what a file of OTLP in JSON has, of many rows at once.
+"""Spans packed from columns, many rows at once, for a collector or for a file of OTLP in JSON.
 
 Each entry is four pieces. The head holds the ids, the times and the measured numbers of a span: heads of one layout
 are written together, as rows of one array. The attributes of the span and of its site, and its rare members, are packed
-once per distinct value. A device interval is an entry of its own, right behind the span that enqueued the work.
+once per distinct value. A device interval is an entry of its own, right after the span that enqueued the work.
 
     ids = SpanIds(trace, Ids())
     packer = SpanPacker(PROTOBUF, trace, ids, origin, threads)
@@ -170,7 +170,7 @@ class SpanPacker:
     def _described(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Objects, Int64s]:
-        """The pieces of rows without heads, and how many bytes they are."""
+        """Return the pieces of rows without heads, and their sizes."""
         trace, form, count = self._trace, self._form, len(rows)
         site, thread, error, clipped = (
             column[rows] for column in (trace.site, trace.thread_id, trace.error, trace.clipped)
@@ -182,7 +182,7 @@ class SpanPacker:
             more = np.where(self._with_more[place] == rows, place + 1, 0)
         pieces = np.empty((count, 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _each(self._facts_of, site, is_server, thread)
+        pieces[:, 2], size = _pieces_of_rows(self._facts_of, site, is_server, thread)
         size += len(form.end)
         rare = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
         if len(rare):
@@ -208,12 +208,13 @@ class SpanPacker:
         """Add the `tracestate` of each tree to the last pieces of its entries."""
         stated = np.flatnonzero(self._ids.have_states[remote])
         if len(stated):
-            states, lengths = _each(lambda number: self._form.state(self._ids.state(number)), remote[stated])
+            states, lengths = _pieces_of_rows(lambda number: self._form.state(self._ids.state(number)), remote[stated])
             pieces[stated, 3] = states + pieces[stated, 3]
             size[stated] += lengths
 
     def _facts_of(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
-        """The part that spans of a site and a thread share, without the names `hidden` by their own attributes."""
+        """Return the part that spans of a site and a thread share, without the names `hidden` by their own
+        attributes."""
         key = (site, is_server, thread)
         packed = None if hidden else self._facts.get(key)
         if packed is None:
@@ -266,7 +267,7 @@ class SpanPacker:
 
         pieces = np.empty((len(of), 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _each(
+        pieces[:, 2], size = _pieces_of_rows(
             facts_of, trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at]
         )
         new_ids = self._ids.device_ids(len(of), int(rows[0]))
@@ -319,7 +320,7 @@ def _size(parts: Sequence[Part]) -> int:
 
 
 def _heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
-    """The heads of one layout: the bytes that they share, and over these the fields of each."""
+    """Return the heads of one layout: the shared bytes, with the fields of each span over them."""
     parts = form.head(layout)
     size, at, shared = _size(parts), 0, bytearray()
     names: list[str] = []
@@ -351,15 +352,15 @@ def _table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
     return pieces, np.array(list(map(len, values)), dtype=np.int64)
 
 
-def _each(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
-    """The piece of each row by the numbers in some columns, made once for equal ones, and the bytes of each."""
+def _pieces_of_rows(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
+    """Return the piece of each row for the numbers in some columns, made once per distinct value, and its size."""
     group, firsts = numbered(*columns)
     pieces, lengths = _table(list(map(make, *(column[firsts].tolist() for column in columns))))
     return pieces[group], lengths[group]
 
 
 Number = tuple[Int64s, Bools | None]
-"""The values of a measured number, and the rows that have it: None for all."""
+"""A measured number: its values by row, and the rows that have it, None for all."""
 
 
 def varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
@@ -374,7 +375,7 @@ def varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
 
 
 def varint_widths(numbers: NDArray[Any]) -> Int64s:
-    """The bytes that each number takes as a varint."""
+    """Return the number of bytes of each number as a varint."""
     widths = np.ones(len(numbers), dtype=np.int64)
     values = numbers.astype(np.uint64)
     most = int(values.max(initial=0)).bit_length()

@@ -1,7 +1,7 @@
-"""A span as OTLP says it: its ids, its attributes by OpenTelemetry's names, and the bytes of the wire.
+"""The OTLP form of a span: its ids, its attributes under OpenTelemetry's names, and its bytes.
 
-A Span message has a constant layout for a site: what never changes is packed once per site, and a span adds its ids,
-its two times and what was measured. No OpenTelemetry object is built on the way.
+The Span message of a site has a constant layout. Constant fields are packed once per site; a span adds its ids, its
+times and its measurements. No OpenTelemetry object is built.
 
 A device interval is a span of its own on the wire, a child of the span that enqueued the work, and counts as one.
 """
@@ -55,10 +55,8 @@ _FILLED = frozenset(
 
 
 def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
-    """Return the ended span that a task or thread came from, or the caller's, where attributes name it.
-
-    `linked` returns the span by its number and that of its root.
-    """
+    """Return a link from attributes: to the ended span that started this task or thread, or to the caller's span.
+    `linked` returns a span from its number and its root's number."""
     state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
@@ -97,7 +95,7 @@ def device_attributes(
 
 
 def device_name(site: Site) -> str:
-    """The name of the device intervals of a site's spans."""
+    """Return the name of the device intervals of a site's spans."""
     return f"{site.name} (device)"
 
 
@@ -135,7 +133,7 @@ def own_attributes(
 
 
 def status_of(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
-    """Return True and the reason for a span that failed, False for one that succeeded, None where it is not known."""
+    """Return True and the reason for a span that failed, False for one that succeeded, None if it is not known."""
     if error is not None:
         return True, str(plain(attributes.get(STATUS_DESCRIPTION) or error))
     return (False, "") if attributes.get(STATUS_CODE) == "OK" else None
@@ -156,7 +154,8 @@ def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, obj
 
 
 def plain(value: object) -> object:
-    """The value as OTLP can say it; anything else by the name of its type, because a tensor is never looked into."""
+    """Return a value that OTLP can represent; for any other value the name of its type, since tensors are never
+    read."""
     if isinstance(value, str):
         return str.__str__(value).encode("utf-8", "replace").decode()
     if isinstance(value, bool):
@@ -174,15 +173,13 @@ def plain(value: object) -> object:
 
 
 def pack_resource(attributes: Mapping[str, object]) -> bytes:
-    """The resource of a request: what all its spans share."""
+    """Return the packed resource of a request."""
     return pack_field(b"\x0a", pack_attributes(attributes, b"\x0a"))
 
 
 def request_of(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
-    """An ExportTraceServiceRequest of packed spans under a packed resource; one of packed metrics has the same form.
-
-    The names of `foreign` pieces are not of the schema, so these are in a scope of their own without one.
-    """
+    """Return an ExportTraceServiceRequest of packed spans under a packed resource. Packed metrics have the same
+    form."""
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", version()))
     of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
     without_schema = pack_field(b"\x12", b"".join((scope, *foreign))) if foreign else b""
@@ -208,7 +205,7 @@ def halves_of(request: bytes) -> Sequence[Body]:
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The places of fields with a length and a tag of one byte: those of the tags, the contents and the ends."""
+    """Yield the places of fields with a length and a one-byte tag: of the tag, the content and the end."""
     while at < end:
         first, size, shift = at, 0, 0
         while True:
@@ -222,12 +219,12 @@ def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]
 
 
 def version() -> str:
-    """The version of this package."""
+    """Return the version of this package."""
     return str(sys.modules["instrument"].__version__)
 
 
 def pack_status(status: tuple[bool, str] | None) -> bytes:
-    """The status of a span as a field, nothing for None."""
+    """Return the status of a span as a field, no bytes for None."""
     if status is None:
         return b""
     failed, message = status
@@ -235,14 +232,14 @@ def pack_status(status: tuple[bool, str] | None) -> bytes:
 
 
 def pack_event(time_ns: int, name: str, attributes: Mapping[str, object]) -> bytes:
-    """An event of a span as a field."""
+    """Return an event of a span as a field."""
     body = b"\x09" + struct.pack("<Q", time_ns) + pack_text(b"\x12", name) + pack_attributes(attributes, b"\x1a")
     return pack_field(b"\x5a", body)
 
 
 @lru_cache(maxsize=16_384)
 def pack_link(link: LinkedSpan) -> bytes:
-    """A link of a span as a field: batches are linked to the same requests again and again."""
+    """Return a link of a span as a field. Batches link the same requests repeatedly, so results are cached."""
     ids = b"\x0a\x10" + link.trace_id.to_bytes(16, "big") + b"\x12\x08" + link.span_id.to_bytes(8, "big")
     ids += pack_text(b"\x1a", link.state) if link.state else b""
     return pack_field(b"\x6a", ids + b"\x35" + struct.pack("<I", HAS_IS_REMOTE))
@@ -254,7 +251,7 @@ def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> b
 
 
 def _attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
-    """One KeyValue as a repeated field, by default `Span.attributes`."""
+    """Return a KeyValue as a repeated field, by default of `Span.attributes`."""
     if type(value) is int and 0 <= value < 1 << 63:
         number = varint(value)
         return int_head(tag, key, len(number)) + number
@@ -288,17 +285,17 @@ def _any_value(value: object) -> bytes:
 
 
 def pack_text(tag: bytes, text: str) -> bytes:
-    """A field that holds text."""
+    """Return a field with text."""
     return pack_field(tag, text.encode("utf-8", "replace"))
 
 
 def pack_field(tag: bytes, content: bytes) -> bytes:
-    """A field that holds bytes, or a message."""
+    """Return a field with bytes, or with a message."""
     return tag + varint(len(content)) + content
 
 
 def varint(number: int) -> bytes:
-    """A number of any size, from 0."""
+    """Return a number, of any size from 0, as a varint."""
     if number < 0x80:
         return bytes((number,))
     if number < 0x4000:

@@ -1,9 +1,8 @@
-"""Points of metrics, as both protocols send them, and their bytes on the wire.
+"""Points of OTLP metrics, and their bytes.
 
-A distribution is an exponential histogram, of which a collector makes any percentile. A bucket of scale `s` ends at a
-power of 2 ** (2 ** -s). A bucket of the tally counts at its middle. So a value within 0.78 % of a border of two buckets
-may count in the other one; at scale 5 a bucket is 2.2 % wide. Pairs of buckets are joined until at most `MOST_BUCKETS`
-are left, as for times of which one is 32 times another.
+A distribution is an exponential histogram, from which a collector computes any percentile. Buckets of scale `s` end at
+powers of 2 ** (2 ** -s), 2.2 % wide at scale 5. A bucket of the tally counts at its middle, so a value within 0.78 % of
+a border may count in the next bucket. Pairs of buckets are merged until at most `MOST_BUCKETS` remain.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MOST_BUCKETS = 160
 @dataclass(frozen=True, slots=True)
 class Exponential:
     """An exponential histogram of durations in s. `counts` begin with the bucket `offset`; the least and the most are
-    None where they are not known."""
+    None if they are not known."""
 
     count: int
     sum_s: float
@@ -39,7 +38,7 @@ class Exponential:
 
 
 def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
-    """A distribution as such a histogram."""
+    """Return a distribution as an exponential histogram."""
     count_by_place: dict[int, int] = {}
     zero_count = 0
     for index, count in of.buckets.items():
@@ -144,7 +143,7 @@ def _pack_exemplar(exemplar: Exemplar) -> bytes:
 
 
 def pack_exponential(of: Exponential) -> bytes:
-    """The fields of a data point that hold the histogram."""
+    """Return the fields of a data point with an exponential histogram."""
     counts = b"".join(map(varint, of.counts))
     return b"".join(
         (

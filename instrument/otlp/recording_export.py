@@ -1,8 +1,7 @@
-"""One recording as it is exported: read on, and what is settled of it handed to an exporter.
+"""The export of one recording: it reads new rows, and passes settled ones to an exporter.
 
-The fates of its rows are written into it, for a later exporter that goes on there. Requests are noted as settled before
-any span of them is on its way, so none is sent twice. Spans that were on their way at the end of an exporter are
-counted.
+The fates of rows are written into the recording, from which a later exporter continues. A request is marked as settled
+before its first span is sent, so none is sent twice. Spans under way when an exporter is killed are counted.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
 FACTS_S = 1.0
-"""Seconds between two looks at what a process says of itself."""
+"""Seconds between two reads of the facts that a process publishes."""
 
 WAITING_SPANS = 10_000
-"""The most spans on their way; beyond it others wait in the recording. There they outlive their exporter, take none of
-its memory, and the newest are kept."""
+"""The most spans in the exporter's memory. Further spans wait in the recording, where they survive the exporter and the
+newest are kept."""
 
 SETTLE_EACH_NS = 25 * 10**7
 """Nanoseconds between two rounds of settling."""
 
 BEHIND_NS = 5 * 10**9
-"""Nanoseconds for which nothing is settled at most while a collector has not taken what was sent before."""
+"""The longest pause in settling, in nanoseconds, while the collector has not taken earlier spans."""
 
 LAST_METRICS_S = 5.0
-"""Seconds for which the session after one waits for the last metrics of that one to be sent."""
+"""Seconds for which a new session waits until the last metrics of the earlier one are sent."""
 
 
 class RecordingExport:
@@ -99,17 +98,17 @@ class RecordingExport:
         self._facts_at = self._superseded_at = 0.0
         self.is_ours = self._has_more = False
         self.is_spoilt = False
-        """True where what was read last may be another session's."""
+        """True if the rows read last may belong to another session."""
         self.is_behind = False
-        """True where reading stopped for want of room in the exporter."""
+        """True if reading stopped for want of room in the exporter."""
         self.has_ended = False
-        """True where the process of the recording has ended."""
+        """True if the process of the recording has ended."""
         self.is_over = False
-        """True where the process has ended, and all that it recorded has been read."""
+        """True once the process has ended and all its rows are read."""
         self.files: KeptFiles | None = None
-        """The files for kept spans; None where kept spans are not written."""
+        """The files for kept spans, None if they are not written."""
         self.is_scraped = False
-        """True where a scrape will ask for its counts after its end."""
+        """True if a scrape will ask for its counts after its end."""
 
     def close(self) -> None:
         """Let go of the recording, for another one to export it."""
@@ -130,10 +129,7 @@ class RecordingExport:
     # ---------------------------------------------------------------- reading
 
     def read(self, *, is_last: bool = False, meters: bool = False) -> bool:
-        """Read what has been recorded since the last time; True where there is more. `take_metrics` follows.
-
-        Where it `meters`, and now and then, that takes metrics.
-        """
+        """Read the new rows. Return True if there are more. `take_metrics` follows if it `meters`, and now and then."""
         ended = self.has_ended
         if self._reading is not None and self.is_ours:
             self._reading.metering.before_read(meters=meters or is_last)
@@ -146,7 +142,7 @@ class RecordingExport:
         return has_more
 
     def take_metrics(self) -> None:
-        """Take metrics where it is time to, once what was read is settled."""
+        """Take metrics if it is time, once the read rows are settled."""
         if self._reading is not None and self.is_ours:
             self._reading.metering.after_read(is_complete=not (self._has_more or self.is_behind))
 
@@ -185,7 +181,7 @@ class RecordingExport:
         return self._reading if self.is_ours else None
 
     def take(self, settled: Settled, settled_ns: int) -> None:
-        """Have what was settled sent, and written, as far as it is to be. `settled_ns` is as `Settling` has it."""
+        """Send and write the settled rows of this recording. `settled_ns` is that of `Settling`."""
         reading = self._reading
         if reading is None:
             return
@@ -214,7 +210,7 @@ class RecordingExport:
         self.note_settled()
 
     def write_kept(self, *, at_once: bool) -> None:
-        """Write what is kept where it is time to, or `at_once`."""
+        """Write the files of kept spans if it is time, or `at_once`."""
         files, reading = self.files, self._reading
         if files is None or reading is None or not (at_once or files.is_due):
             return
@@ -224,7 +220,7 @@ class RecordingExport:
             self.note_settled()
 
     def _is_superseded(self) -> bool:
-        """Return True where another session of the process has begun, and what this one is about has gone."""
+        """Return True if another session of the process has begun, so that this one's rows are gone."""
         return self._mapped.generation_now() != self._generation
 
     def _read_facts(self) -> ExportFacts | None:
@@ -361,7 +357,7 @@ class RecordingExport:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
     def metered(self) -> Metered | None:
-        """Return its metrics for a scrape, as it was read last; None where it has none."""
+        """Return its metrics for a scrape, as it was read last; None if it has none."""
         return None if self._reading is None or not self.is_ours else self._reading.metering.metered()
 
     @property
@@ -370,14 +366,12 @@ class RecordingExport:
         return None if self._reading is None else self._reading.source
 
     def is_of(self, source: Source) -> bool:
-        """Return True where the exporter knows it, or its stages, by this name."""
+        """Return True if the exporter knows it, or its stages, by this name."""
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
     def is_settled(self) -> bool:
-        """Return True where nothing of it is on its way, or may still be kept; what is on its way is sent now.
-
-        Of a process that has ended the last metrics are, too, once all was read.
-        """
+        """Send all that is due. Return True if nothing is under way or undecided, nor, for an ended process, its last
+        metrics."""
         reading = self._reading
         if reading is None:
             return True
@@ -443,10 +437,10 @@ class ExportedRun:
         self, attempt: Callable[[int, Callable[[], object]], None], *, is_last: bool = False, at_once: bool = False,
         metered: RecordingExport | None = None,
     ) -> bool:  # fmt: skip
-        """Read all recordings on, and settle what has come due; what has ended `at_once`, the last time everything.
+        """Read all recordings, and settle due requests: ended ones if `at_once`, all at the last time.
 
-        `attempt(number, action)` does something about one recording, and gives that one up where it fails. Returns
-        True where any has more by now.
+        `attempt(number, action)` runs an action on one recording, and gives that recording up if it fails. Returns True
+        if any has more rows.
         """
         has_more: list[int] = []
 
@@ -504,7 +498,7 @@ class _Reading:
         self.threads: Mapping[int, str] = {}
         self.base = Counter(progress.fates)
         self.left_over = 0
-        """Rows that the reader before had read, and whose fates nobody knows."""
+        """The number of rows that an earlier reader had read, without a known fate."""
         self.reader = RecordingReader(mapped, progress, facts)
         self.times = DeviceTimes(mapped)
         self.interruptions = Interruptions()
@@ -515,7 +509,7 @@ class _Reading:
 
     @property
     def asks_queue_times(self) -> bool:
-        """True where the times of requests in the queue are a metric."""
+        """True if the times of requests in the queue are a metric."""
         return self._facts.metered.asks
 
     def change(self, facts: ExportFacts) -> None:

@@ -1,4 +1,4 @@
-"""The reader of one recording: its new rows as columns, which wait to be settled, device times, and totals."""
+"""The reader of one recording: new rows as columns that wait to be settled, their device times, and totals."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from instrument.trace.tail_sampling import TailSampler
 from instrument.trace.unsettled import Details, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
-"""The most rows that are read in one go; it bounds the memory that reading takes."""
+"""The most rows of one read, which bounds the reader's memory."""
 
 AHEAD_ROWS = 30_000
-"""The most rows that are read between two rounds of settling. More wait in the recording, which keeps the newest."""
+"""The most rows read between two rounds of settling. Further rows wait in the recording, which keeps the newest."""
 
 DEVICE_WAIT_NS = 2 * 10**9
 """Nanoseconds for which spans wait for their device times before they are sent without."""

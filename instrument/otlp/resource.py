@@ -1,4 +1,4 @@
-"""The resource of a process at a collector: of its origin, its environment and the service's own OpenTelemetry."""
+"""The OTLP resource of a process, from its facts, its environment and the service's own OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -63,10 +63,8 @@ CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.d
 def resource_attributes(
     origin: Origin, instance: str, detected: Mapping[str, object], provider: Mapping[str, object]
 ) -> dict[str, object]:
-    """This process as OpenTelemetry names it: the provider's word over the profile's, that over what was detected.
-
-    `instance` is its service.instance.id where none of them has one.
-    """
+    """Return the resource of this process: the provider's attributes, then the profile's, then detected ones.
+    `instance` is its service.instance.id by default."""
     own_attributes = resource_of(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
     merged = {**own_attributes, **detected}
     for attributes in ({"service.name": origin.service}, provider):
@@ -76,7 +74,7 @@ def resource_attributes(
 
 
 def provider_attributes() -> dict[str, object]:
-    """The resource of the tracer provider that the service configured; nothing without one."""
+    """Return the resource of the tracer provider that the service configured; empty without one."""
     trace = sys.modules.get("opentelemetry.trace")
     try:
         resource = None if trace is None else getattr(trace.get_tracer_provider(), "resource", None)

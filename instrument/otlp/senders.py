@@ -1,7 +1,7 @@
-"""The two ways to a collector: HTTP/1.1 on a socket of our own, and gRPC on a channel of the official library.
+"""Senders to a collector: HTTP/1.1 on a socket of our own, and gRPC by the official library.
 
-Both carry the same bytes. A sender delivers one request at a time within the time that it is given, and returns a
-verdict. Only the export thread uses it, except for `abort` and `forked`.
+Both carry the same bytes. A sender delivers one request at a time within a time-out, and returns a `Response`. Only the
+export thread uses it, except for `abort` and `forked`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Sender(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """From another thread: wake the one that waits."""
+        """Wake the thread that waits for an answer, from another thread."""
 
     def forked(self) -> None:
         """In a child: give up the parent's connection."""
@@ -281,7 +281,7 @@ def _number(varint: bytes) -> int:
 
 
 def _retry_after_s(text: str | None) -> float:
-    """Seconds of a Retry-After header, which holds seconds or a date; 0 where it says neither."""
+    """Seconds of a Retry-After header, which holds seconds or a date; 0 if it says neither."""
     from email.utils import parsedate_to_datetime
 
     if text is None:
@@ -403,7 +403,7 @@ def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float |
 
 
 def sender_for(settings: Otlp) -> Sender:
-    """The sender that the profile's protocol asks for; ExportError for settings that cannot work."""
+    """Return the sender for the profile's protocol. Raises `ExportError` for settings that cannot work."""
     if settings.protocol == "grpc":
         return GrpcSender(settings)
     if settings.protocol == "http/protobuf":

@@ -1,4 +1,4 @@
-"""The ids of spans as columns: a collector gets the ids that `Ids` gives, of many rows at once."""
+"""The ids of spans as columns: those of `Ids`, for many rows at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SpanIds:
         ]
         self._of_remotes: UInt64s = np.array(remote_ids, dtype=np.uint64).reshape(-1, 4)
         self.have_states = np.array([*(bool(remote.state) for remote in self._remotes), False], dtype=np.bool_)
-        """By the number of a remote parent a mark where it has a `tracestate`; the last is for none."""
+        """Marks of the remote parents that have a `tracestate`, by number. The last mark is for no parent."""
         self._serving = np.array([remote.in_server_span for remote in self._remotes], dtype=np.bool_)
         self._local = np.array([remote.is_local for remote in self._remotes], dtype=np.bool_)
 

@@ -1,4 +1,4 @@
-"""The queue of packed requests on their way to a collector, and the fate of every span in numbers."""
+"""The queue of packed requests for a collector, and counts of spans by their fate."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ QUEUE_BYTES = 16 << 20
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""Nanoseconds: the least age of a reading of the wall clock, and the least drift, before a new reading is used.
-Spans of one tree that two readings place nest a little less well, so new readings are rare."""
+"""The least age of a reading of the wall clock, and the least drift, for a new reading. New readings are rare, because
+spans placed by two readings nest less exactly."""
 
 CLOCK_STEP_NS = 5 * 10**8
 """The difference that is no drift but a step, as of a machine that was suspended."""
@@ -112,7 +112,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self.lock = Lock()
         self.is_closed = False
-        """True where nothing more is sent: what is offered then is dropped."""
+        """True once nothing more is sent. Offered spans are then dropped."""
         self.reason = ""
         self._inbox: deque[QueuedRequest] = deque()
         self._queue: deque[QueuedRequest] = deque()
@@ -150,18 +150,18 @@ class RequestQueue:
 
         offered = exported + rejected + failed + dropped + pending. A device interval counts as a span.
         """
-        with self._patiently() as has_lock:
+        with self._try_lock() as has_lock:
             if has_lock:
                 self._take_in()
             return dict(self._counts)
 
     def is_pending(self, newest: int) -> bool:
-        """True where the fate of any of the requests up to this number is unknown, as far as that is known."""
-        with self._patiently() as has_lock:
+        """True if the fate of any of the requests up to this number is unknown, as far as that is known."""
+        with self._try_lock() as has_lock:
             return not has_lock or any(request.number <= newest for request in (*self._in_flight, *self._queue))
 
     @contextmanager
-    def _patiently(self) -> Iterator[bool]:
+    def _try_lock(self) -> Iterator[bool]:
         """Hold the lock, if it comes in time: a signal handler may have interrupted its holder."""
         has_lock = self.lock.acquire(timeout=PATIENCE_S)
         try:
@@ -171,7 +171,7 @@ class RequestQueue:
                 self.lock.release()
 
     def take(self) -> QueuedRequest | None:
-        """With the lock: the next request, which is under way from now on."""
+        """Return the next request, which is under way from now on. The caller has the lock."""
         self._take_in()
         if not self._queue:
             return None
@@ -180,7 +180,7 @@ class RequestQueue:
         return request
 
     def split(self, request: QueuedRequest, halves: Sequence[Body]) -> list[QueuedRequest]:
-        """With the lock: two requests that are under way in place of one."""
+        """Replace a request under way by two. The caller has the lock."""
         parts = [QueuedRequest(*half, request.source, request.number) for half in halves]
         if request in self._in_flight:
             self._in_flight.remove(request)
@@ -188,12 +188,12 @@ class RequestQueue:
         return parts
 
     def note_sending(self, request: QueuedRequest) -> None:
-        """The spans of a request are about to be sent."""
+        """Note that the spans of a request are about to be sent."""
         with self.lock:
             request.source.counts[_SENDING] = request.spans
 
     def settle(self, request: QueuedRequest, verdict: Response) -> None:
-        """With the lock: the fate of a request's spans is known."""
+        """Count the fates of a request's spans. The caller has the lock."""
         request.source.counts[_SENDING] = 0
         if request in self._in_flight:  # a stop that could not wait for the lock may have given it up already
             self._in_flight.remove(request)
@@ -210,7 +210,7 @@ class RequestQueue:
             self._count(source, "failed", spans)
 
     def give_up(self, reason: str) -> None:
-        """With the lock: settle what is under way as failed and, once closed, what waits as dropped."""
+        """Count requests under way as failed and, once closed, waiting ones as dropped. The caller has the lock."""
         if self._in_flight or (self.is_closed and self._queue):
             self.reason = reason
         while self._in_flight:
@@ -222,7 +222,7 @@ class RequestQueue:
             self._drop_oldest()
 
     def _take_in(self) -> None:
-        """With the lock: move what was offered to the queue, and keep the queue within its bound."""
+        """Move offered requests to the queue, within its bound. The caller has the lock."""
         while self._inbox:
             request = self._inbox.popleft()
             self._expect(request.spans, request.source)
@@ -234,7 +234,7 @@ class RequestQueue:
                 self._drop_oldest()
 
     def _expect(self, spans: int, source: Source) -> None:
-        """With the lock: some spans of a source are on their way."""
+        """Count spans of a source as pending. The caller has the lock."""
         for counts in (self._counts, source.counts):
             counts["offered"] += spans
             counts["pending"] += spans
@@ -249,7 +249,7 @@ class RequestQueue:
         return request
 
     def _count(self, source: Source, fate: str, spans: int) -> None:
-        """With the lock: some spans of a source have met their fate."""
+        """Count the fate of some spans of a source. The caller has the lock."""
         if spans:
             for counts in (self._counts, source.counts):
                 counts[fate] += spans

@@ -1,4 +1,4 @@
-"""The service's own OpenTelemetry, where it has one: its current span, and how we stay out of its sight."""
+"""The service's own OpenTelemetry: its current span, and the suppression of its instrumentation on our threads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from instrument.runtime.faults import FAULTS
 
 
 def current_parent() -> RemoteParent | None:
-    """The OpenTelemetry span that is current on this thread, or None.
+    """Return the current OpenTelemetry span of this thread, or None.
 
-    For the service's threads: about 30 ns while nobody has imported OpenTelemetry, then 0.2 us without a current span
+    It runs on the service's threads: about 30 ns unless OpenTelemetry is imported, then 0.2 us without a current span
     and 0.9 us with one. Never raises.
     """
     trace = sys.modules.get("opentelemetry.trace")

@@ -1,1 +1,1 @@
-"""The profile: what its keys are and mean (`model`, `keys`, `kinds`), and how a file of them is read."""
+"""The profile: the model of its keys (`model`), and the reader of its file (`keys`, `document`)."""

@@ -593,7 +593,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
 
 
 def setting(profile: model.Profile, path: str) -> Any:
-    """Return a setting by its path in the file, such as `limits.ring`; None where its section is off."""
+    """Return a setting by its path in the file, such as `limits.ring`; None if its section is off."""
     value: Any = profile
     section = ""
     for name in path.split("."):

@@ -1,4 +1,4 @@
-"""A profile that `instrument run` has read, for the processes of its run, which then need no YAML.
+"""A parsed profile that `instrument run` saves for the processes of its run, which then need no YAML.
 
 It is valid in a process with the same values of the variables that it used, while its file is unchanged.
 """

@@ -425,11 +425,9 @@ FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": ("resource detectors", ".*"),
     "OTEL_PROPAGATORS": ("propagators", ".*"),
 }
-"""The other variables for the data sent to a collector: the name of each setting, and the values that are followed.
-
-`none` for an exporter means that nothing of that signal is sent. The propagators are those of a caller's trace. No
-variables of OpenTelemetry except these and `VARIABLES` are honoured.
-"""
+"""OpenTelemetry's further variables that the export honours: the name of each setting, and the honoured values. `none`
+as an exporter turns off that signal. The propagators read a caller's trace. Only these variables and `VARIABLES` are
+honoured."""
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
 """The prefix of variables for OpenTelemetry's own SDK and instrumentations."""

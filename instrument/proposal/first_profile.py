@@ -39,7 +39,7 @@ SHOWN = 6
 """The most items that a comment lists."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The least share of a named layer in the time of all layers, and in that of its block."""
+"""The least share that a named layer has of the time of all layers, and of the time of its block."""
 
 LEAST_LAYER_NS = 20_000
 """The least time per call of a named layer."""

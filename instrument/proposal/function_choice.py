@@ -67,10 +67,11 @@ LOADING_NS = 50_000_000
 """The least time of a loading function with a rule."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""A function repeats its request if it takes the first share of its time, and has less than the second of its own."""
+"""A function only repeats its request if its share of the request's time is at least the first number, and its self
+time is less than the second share."""
 
 RULES = 12
-"""The most functions of a first profile, without those that requests, steps and keys need."""
+"""The most functions in a first profile, besides those that requests, steps and keys need."""
 
 _WAITING = re.compile(r"(^|_)(wait|sleep|idle|poll|listen|recv|receive|acquire|heartbeat|run_forever)(_|$)")
 REQUEST = re.compile(

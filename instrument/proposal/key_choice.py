@@ -35,7 +35,7 @@ PASSED = 0.95
 """The least calls of the rule that binds the key, as a share of the calls of the function that most requests call."""
 
 COVERED = 0.8
-"""The share of a function's time from which on the batches of its parts are named instead of its own."""
+"""The share of a function's time that its parts must cover for their batches to be named instead of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Path:
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     """Add keys and batches to the rules of the choice, and rules for further keys and batches."""
     inside = _nodes_by_label(choice.requests)
-    binder = _binder(observation, choice, inside)
+    binder = _key_path(observation, choice, inside)
     if binder is None:
         return
     bound = binder.ids.digests
@@ -109,7 +109,9 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     choice.rules.sort(key=lambda rule: rule.order)
 
 
-def _binder(observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]) -> _Path | None:
+def _key_path(
+    observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]
+) -> _Path | None:
     """Return the path below the requests that names them, and whose values most other functions share."""
     count = sum(node.calls for node in choice.requests)
     shared: dict[str, set[str]] = {}

@@ -187,17 +187,17 @@ def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
     signalled: set[int] = set()
     until = time.monotonic() + longest_s
     while time.monotonic() < until:
-        running = _others(folder) if ends else set()
+        running = _processes_of_command(folder) if ends else set()
         for pid in running - signalled:
             with suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
         signalled |= running
-        if not running and not any(Path("/proc", pid).exists() for pid in _silent(folder)):
+        if not running and not any(Path("/proc", pid).exists() for pid in _processes_without_report(folder)):
             return
         time.sleep(0.05)
 
 
-def _others(folder: str) -> set[int]:
+def _processes_of_command(folder: str) -> set[int]:
     """Return the pids of the command's processes, by our mark in their environment."""
     mark = f"{INIT_FOLDER}={folder}".encode()
     pids = set()
@@ -209,7 +209,7 @@ def _others(folder: str) -> set[int]:
     return pids
 
 
-def _silent(folder: str) -> set[str]:
+def _processes_without_report(folder: str) -> set[str]:
     """Return the pids of processes that have begun and have no report."""
     began = {path.stem for path in Path(folder).glob(f"*{BEGAN}")}
     return began - {path.name.partition(".")[0] for path in Path(folder).glob(f"*{LEFT}")}
@@ -233,7 +233,7 @@ def merged_reports(folder: str) -> Observation:
         _add_keys(whole.keys, facts["arguments"])
         _add_tree(top, facts)
     whole.roots = list(top.values())
-    whole.silent = len(_silent(folder))
+    whole.silent = len(_processes_without_report(folder))
     return whole
 
 

@@ -98,7 +98,7 @@ class SiteCore(Core):
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
 
     def note_shape(self, site: Site, shape: str) -> bool:
-        """Note the shape of a site's probe. Returns False where there are too many sites to know each."""
+        """Note the shape of a site's probe. Returns False if there are too many sites to know each."""
         if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
             return False
         self.shapes[site] = shape

@@ -5,7 +5,7 @@ cost of a call. On a thread over the budget, the sites with the highest cost and
 many calls that are short relative to their own cost. They are counted while muted, named in every output, and come back
 when there is room for them again, later each time that they had to be muted soon after.
 
-A count costs some tens of ns, which is half of the time of a function that is as short and called in a loop. Where the
+A count costs some tens of ns, which is half of the time of a function that is as short and called in a loop. If the
 counts of muted sites are over the budget, the probe is detached: the function itself is called, without a count. Such a
 site is named with the time and the count until then. Its probe is attached again for a moment now and then, later each
 time, to measure the load. A scope is in the service's own code and cannot be detached: it is named with the cost of its
@@ -32,7 +32,7 @@ ROOM = 0.8
 """The largest share of the budget in use after a muted site comes back, or it would flap."""
 
 SOON_NS = 5 * 10**7
-"""The interval after a look that found too much, and where more was recorded than there can be room for."""
+"""The interval after a look that found too much recorded, or more rows than the rings can keep."""
 
 WORTH = 0.05
 """The least share of the budget that a site's count costs for its probe to be detached."""
@@ -47,7 +47,7 @@ KEPT_KINDS = {
 """Kinds of sites that are not muted, with the reason."""
 
 LEFT = 0.5
-"""The share of the budget for recorded sites where unavoidable costs take all of it."""
+"""The share of the budget that recorded sites keep if unavoidable costs exceed it."""
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
@@ -57,7 +57,7 @@ SETTLED = 10
 """The multiple of its last wait within which a site, muted or detached again, waits twice as long."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
-"""A call that detaches a site's probe. Returns the call that attaches it again, None where there is none."""
+"""A call that detaches a site's probe. It returns the call that attaches it again, or None."""
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Governor:
         self._at_ns = now_ns
         self._calls = self._recorder.calls
         self.is_busy = False
-        threads = self._uses()
+        threads = self._use_by_thread()
         passed = self._recorder.muted_calls()
         calls = {site: passed.get(site, 0) - self._passed.get(site, 0) for site in self.muted}
         allowed_ns = self._budget * elapsed_ns
@@ -161,7 +161,7 @@ class Governor:
         self._try_again(now_ns)
 
     def may_be_over(self, now_ns: int) -> bool:
-        """Return True where more was recorded since the last look than there can be room for. It is cheap."""
+        """Return True if more was recorded since the last look than there can be room for. It is cheap."""
         return (self._recorder.calls - self._calls) * self._least_ns > self._budget * (now_ns - self._at_ns)
 
     # ---------------------------------------------------------------- what costs too much
@@ -305,7 +305,7 @@ class Governor:
 
     # ---------------------------------------------------------------- what was recorded
 
-    def _uses(self) -> dict[int, dict[Site, _Use]]:
+    def _use_by_thread(self) -> dict[int, dict[Site, _Use]]:
         """Return the use by thread and site since the last time."""
         threads: dict[int, dict[Site, _Use]] = {}
         uses: dict[tuple[int, Site], _Use] = {}
@@ -437,7 +437,7 @@ class Budget:
 
     @property
     def is_busy(self) -> bool:
-        """True where `step` is needed soon."""
+        """True if `step` is needed soon."""
         return self._governor is not None and self._governor.is_busy
 
     def step(self) -> None:

@@ -315,10 +315,8 @@ class Meter:
         costs_ns: Mapping[str, float],
         queued: Mapping[str, int],
     ) -> Snapshot:
-        """Return all metrics as they are now: of `requests`, where they are recorded, and of calls by sites' marks.
-
-        `losses` are by reason, `costs_ns` by part, and `queued` has the waiting tasks by the executors' names.
-        """
+        """Return all current metrics: of `requests` if they are recorded, and of calls by marks of sites. `losses` are
+        by reason, `costs_ns` by part, and `queued` has the waiting tasks by executor."""
         metrics = []
         if requests or self._requests:
             exemplars = {labels: of.all() for labels, of in self._exemplars.items()}

@@ -1,6 +1,6 @@
 """The recorder of a process: wraps functions, opens scopes by name, and reads rows back as spans and tally.
 
-The hot path is in C (`native/_recorder.c`). Where that is missing (`native.WHY_MISSING`) nothing is recorded, and
+The hot path is in C (`native/_recorder.c`). If that is missing (`native.WHY_MISSING`) nothing is recorded, and
 `instrument.recorder.core` has a core that does nothing.
 """
 
@@ -99,7 +99,7 @@ SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
-"""The least room for rings in a memory. Untouched memory takes nothing, and a later session may want more."""
+"""The least size of the memory for rings. Untouched memory costs nothing, and a later session may need more."""
 
 MANUAL = 2
 """The core's state of a span that `end_manual` closes."""
@@ -125,7 +125,8 @@ class Recorder(Readback):
         self.open_scope_limit = OPEN_SCOPE_LIMIT
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
         self.trace_of: Callable[[int, int, Any], tuple[int, int, int, str]] | None = None
-        """A call for a span's trace id, span id and flags for others, from `current_trace`. None while off."""
+        """A call that returns a span's trace id, span id and flags for propagation, from `current_trace`. None while
+        off."""
         self.renamed: dict[Site, dict[str, Site]] = {}
         self.place_of: dict[Site, Site] = {}
         self._manual_open = 0
@@ -136,9 +137,9 @@ class Recorder(Readback):
             Site, weakref.WeakSet[Any] | None
         ] = {}  # with the functions that have a switch of their own
         self.shapes: dict[Site, str] = {}
-        """The shapes of sites' probes, as `measure_costs` names them; `scope` where there is none."""
+        """The shape of each site's probe, by the names of `measure_costs`; `scope` by default."""
         self.no_memory = "no session has begun"
-        """The reason why no other process can read the recording, "" where it can."""
+        """The reason why no other process can read the recording, "" if one can."""
         self.memory_path = ""
         """The file of the recording, "" for one without a name."""
         self._memory_of: tuple[str, int] | None = None  # the directory, and the process that has a file there
@@ -289,7 +290,7 @@ class Recorder(Readback):
         """Reset, and record into memory that other processes can read: see `instrument.recording.memory`.
 
         With a directory it is a file there, which outlives the process; it and the files left there by others take
-        `disk_bytes` at most. `facts` describe the process and its session to readers. Where there can be no such memory
+        `disk_bytes` at most. `facts` describe the process and its session to readers. If there can be no such memory
         `no_memory` is the reason; the recording is in private memory then, and ends with the process.
         """
         from instrument.recording import memory
@@ -465,7 +466,7 @@ class Ticks:
 
     @property
     def clock(self) -> str:
-        """The clock of spans, in words."""
+        """Return the name of the clock of spans."""
         return "time stamp counter" if self.are_used else "CLOCK_MONOTONIC"
 
     def check(self, now_ns: int) -> None:

@@ -102,10 +102,10 @@ def bind(key: str | int) -> None:
 
 
 def rename_span(name: str) -> None:
-    """Give the innermost open span another name, from a small set: what is open or begins below it moves with it.
+    """Rename the innermost open span. `name` is one of a small set. Open and later spans below it move with it.
 
-    What has ended below it stays counted where it was. A place may have 256 names; more are counted under the name that
-    it has. Nothing outside of any span. Never raises.
+    Ended spans below it stay where they were counted. A place may have 256 names; further ones are counted under its
+    own name. Without an open span nothing happens. Never raises.
     """
     span_attributes.rename(RECORDER, None, name)
 

@@ -94,7 +94,7 @@ ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an o
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
 
 KEY_PART = 4096
-"""The characters of a key's begin and of its end that its checksum covers: more would take the service's time."""
+"""The number of characters at each end of a long key that its checksum covers, which bounds the service's time."""
 
 
 class Complain(Protocol):
@@ -260,7 +260,7 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
 
 
 def are_amounts(values: Sequence[object]) -> bool:
-    """Return True where any value of a mapping is a number: then they are weights."""
+    """Return True if any value of a mapping is a number: then they are weights."""
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 

@@ -53,7 +53,7 @@ def wrap(
     """
     evaluate = attributes or works
     if attributes is not None and works is not None:
-        evaluate = functools.partial(_both, attributes, works)
+        evaluate = functools.partial(_attributes_and_work, attributes, works)
     has_attributes = attributes is not None or results is not None
     wrapper: Any
     if inspect.isasyncgenfunction(function):
@@ -82,7 +82,9 @@ def bare_of(wrapper: Any) -> Any:
     return wrapper.__instrument_function__
 
 
-def _both(attributes: Attributes, works: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+def _attributes_and_work(
+    attributes: Attributes, works: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Any, Any]:
     return {**(attributes(args, kwargs) or {}), **(works(args, kwargs) or {})}
 
 
@@ -102,7 +104,7 @@ def _innermost(function: Any) -> Any:
 
 
 def _is_awaitable(function: Any) -> bool:
-    """Return True where `types.coroutine` has made the generators of a function awaitable."""
+    """Return True if `types.coroutine` has made the generators of a function awaitable."""
     code = getattr(_innermost(function), "__code__", None)
     return isinstance(code, CodeType) and bool(code.co_flags & inspect.CO_ITERABLE_COROUTINE)
 

@@ -1,6 +1,6 @@
-"""Claims: the work on a recording that one process at a time does, which need not be the recorded process.
+"""Claims: file locks that let one process at a time work on a recording, such as its exporter.
 
-The process has a lock on the recording, which the system releases as that process ends.
+The operating system releases the lock when its process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ FIRST_FD = 256
 _OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
 _LOCK = struct.Struct("hhqqi4x")
 _LOCK_AT = 1 << 50
-"""The offset of the locks, beyond every byte of a recording: other locks on it have other meanings."""
+"""The offset of the lock's byte. It is beyond the data of any recording, so it collides with no other lock on the
+file."""
 
 
 def duplicate(fd: int) -> int:
@@ -70,6 +71,6 @@ class Claim:
         return True
 
     def is_taken(self) -> bool:
-        """Return True where another process has the claim now."""
+        """Return True if another process has the claim now."""
         lock = fcntl.fcntl(self.fileno(), _OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
         return bool(_LOCK.unpack(lock)[0] != fcntl.F_UNLCK)

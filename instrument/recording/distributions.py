@@ -23,7 +23,7 @@ OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The labels of the series beyond that limit, by OpenTelemetry's name."""
 
 OTHER = "other"
-"""The group of all requests whose attribute has none of the values with a group of their own."""
+"""The group of requests whose attribute has a value without a group of its own."""
 
 MOST = (1 << 63) - 1
 """The largest count or sum, the most that OTLP has room for."""

@@ -109,12 +109,12 @@ def operation_of(route: str) -> str:
 
 
 def is_among(route: str, patterns: Sequence[str]) -> bool:
-    """Return True where a route matches one of the patterns, each exact or with a `*` at its end."""
+    """Return True if a route matches one of the patterns, each exact or with a `*` at its end."""
     return any(route.startswith(pattern[:-1]) if pattern.endswith("*") else route == pattern for pattern in patterns)
 
 
 def says_generation(names: Iterable[object]) -> bool:
-    """Return True where names of attributes say that a model generates something."""
+    """Return True if names of attributes say that a model generates something."""
     return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 

@@ -24,7 +24,8 @@ from instrument.recording.claim import duplicate
 from instrument.runtime import atomic
 
 MFD_NOEXEC_SEAL = 8
-"""The flag of a file that is no program: some systems refuse or log files without it (vm.memfd_noexec)."""
+"""The flag for a file in memory that is not executable. Some systems refuse or log files without it
+(vm.memfd_noexec)."""
 
 _HEAD = struct.Struct("<8sIIQQIIQ40sqqQQQ")
 

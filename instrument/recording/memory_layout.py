@@ -18,7 +18,7 @@ LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
 """The alignment of parts: the largest page size of any machine."""
 DETAIL_BLOCK_BYTES = 64 << 10
-"""The size of a block of details. No record crosses from one block into the next."""
+"""The size of a block of details. A record never crosses into the next block."""
 CHUNKS = 60
 """The blocks of a histogram, of 64 buckets each."""
 
@@ -141,14 +141,14 @@ TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
 """The memory of rings as a multiple of the memory of device intervals."""
 SAMPLES = 131_072
-"""Readings of gauges that are kept: an hour with one GPU, all of them once they take 8 MiB."""
+"""The most readings of gauges: an hour with one GPU. They take 8 MiB."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """The bytes of the export state, at the end of a recording; only its exporter writes them. See
 `instrument.recording.export_checkpoint`."""
 METER_BYTES = 16 * ALIGNED_BYTES
 """The bytes of the metrics' state, before the export state."""
 SMALL_RINGS = 4096
-"""Threads that get a ring of the smallest size when the others have used up what there is."""
+"""The most threads with a ring of the smallest size, once larger rings have used up the memory."""
 
 
 def interval_slots(ring_bytes: int) -> int:

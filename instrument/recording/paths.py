@@ -68,7 +68,7 @@ class CallTree:
         return self._nodes[2 * node + 1]
 
     def upwards(self, node: int) -> Iterator[Site]:
-        """The sites of a node's path, its own first."""
+        """Return the sites of a node's path, its own first."""
         while node != NOT_BELOW:
             yield self.site(node)
             node = self._nodes[2 * node + 1]
@@ -84,14 +84,14 @@ class CallTree:
         return self._nodes[::2]
 
     def located(self) -> Located:
-        """All nodes with their places."""
+        """Return all nodes with their places."""
         nodes, located = self._nodes, self._located
         if len(located.places) < len(nodes) // 2:
             located = self._located = Located.of(nodes[::2], nodes[1::2], self.keys())
         return located
 
     def nodes(self, places: Iterable[int]) -> array[int]:
-        """All nodes of the places."""
+        """Return all nodes of the places."""
         located = self.located()
         of, nodes_of = self._shared
         if of is not located:

@@ -11,7 +11,7 @@ from instrument.runtime.cheap_start import dataclass, late_pattern
 class RemoteParent:
     """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
 
-    `span_id` is 0 where only the trace is known. `is_local`: it is a span of this process. `in_server_span`: it serves
+    `span_id` is 0 if only the trace is known. `is_local`: it is a span of this process. `in_server_span`: it serves
     the request already, or is below a span that does.
     `state` is the W3C `tracestate` that came with it, which is handed on as it is.
     """
@@ -28,10 +28,8 @@ OF_OURS = 3
 """The flags of a trace of ours: sampled, with a random id (W3C Trace Context, level 2)."""
 
 REMOTE = "instrument.remote"
-"""The name under which rows hold what `remote_of` reads, among a request's attributes. Who reads spans does not see it.
-
-A text: under a class's or an object's name the garbage collector would follow each such row.
-"""
+"""The name of the attribute in which a request's row keeps the caller's trace, which `remote_of` reads. Readers of
+spans do not get it. It is a text: an object as a value would make the garbage collector follow each row."""
 
 _TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -84,7 +82,7 @@ def remote_of(context: object) -> RemoteParent | None:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark of a trace that the request began itself and handed on."""
+"""The mark of a trace that began in this request, and was passed on to other services."""
 
 
 def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
@@ -100,7 +98,7 @@ def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
 
 
 LINK = "instrument.link"
-"""The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
+"""The attribute of a root that was started by a span that had ended: the ids of that span and of its root."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
 """The attribute with the trace of that root in hexadecimal digits, if another tracer gave it."""

@@ -1,4 +1,4 @@
-"""Rows: the description of a finished span, as a tuple that these names take apart, and as 64 bytes of a recording."""
+"""Rows: finished spans, as 64 bytes in a recording, or as tuples with the indices below."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END_NS: Final = 6
 CHILDREN_NS: Final = 7
 """Time of the children, less what the span waited: the active time less this is its own, in which it waits, too."""
 ACTIVE_NS: Final = 8
-"""-1 where that is the total."""
+"""-1 if that is the total."""
 ERROR: Final = 9
 """The name of the exception, or None."""
 ATTRIBUTES: Final = 10
@@ -37,14 +37,14 @@ REQUEST_BIT = 1
 """The bit of a span id that is set for root requests alone: a root id shows whether it is a request's."""
 
 PACKED_ROW = memory_layout.ROW.packer()
-"""A row in 64 bytes, as recordings have it. `rare` is 0, twice the active time and 1, or 8 where details have more."""
+"""A row in 64 bytes, as recordings have it. `rare` is 0, twice the active time and 1, or 8 if details have more."""
 
 _unpack = PACKED_ROW.iter_unpack
 
 
 STREAM = object()
-"""The key under which a span's attributes hold what its device time is taken on, where that is known: the handle of a
-stream, or `Work`. It is nothing that a reader sees."""
+"""The key for the stream or `Work` on which a span's device time is measured, among its attributes. Readers of spans do
+not get it."""
 
 
 def row_of(

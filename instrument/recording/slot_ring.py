@@ -48,7 +48,7 @@ class SlotRoom(NamedTuple):
 
 
 FindRoom = Callable[[], "SlotRoom | None"]
-"""Returns the place for a ring's slots; None if no other process can read the recording."""
+"""A call that returns the memory for a ring's slots, None if no other process can read the recording."""
 
 
 class SlotRing:
@@ -200,7 +200,7 @@ class IntervalRing:
 _SAMPLE = Struct("<qiId40s")
 
 FEW_SAMPLES = 4096
-"""The newest readings that a search for recent ones copies first: three minutes with one GPU."""
+"""The number of newest readings that a search for recent ones copies first: three minutes with one GPU."""
 
 
 def value_of(name: str, value: float, is_reported: Any) -> float | None:
@@ -229,9 +229,9 @@ class Readings:
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
         """Return the newest readings from `first_ns` to before `last_ns`, by time, device and name."""
         self._slots.follow()
-        cells = self._since(max(self._slots.count - FEW_SAMPLES, 0))
+        cells = self._samples_since(max(self._slots.count - FEW_SAMPLES, 0))
         if not cells or min(cells)[0] >= first_ns:
-            cells = self._since(0)
+            cells = self._samples_since(0)
         samples = [
             Sample(text, device, at_ns, value_of(text, value, is_reported))
             for at_ns, device, is_reported, value, name in cells
@@ -241,7 +241,7 @@ class Readings:
         ]
         return sorted(samples, key=lambda sample: (sample.at_ns, sample.device, sample.name))
 
-    def _since(self, number: int) -> list[tuple[int, int, int, float, bytes]]:
+    def _samples_since(self, number: int) -> list[tuple[int, int, int, float, bytes]]:
         """Return the readings after the first `number`, without those that were overwritten meanwhile."""
         first = max(number, self._slots.overwritten)
         data = self._slots.since(number)

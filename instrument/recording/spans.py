@@ -111,10 +111,10 @@ STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_d
 """Attributes that say how a span ended, by OpenTelemetry's names: `OK` or `ERROR`, why, and the kind of error."""
 
 OUTCOME = "instrument.outcome"
-"""The attribute of a span that was broken off: by what, such as `cancelled`. One without an error has not failed."""
+"""The attribute of a span that was interrupted: the cause, such as `cancelled`. Without an error it has not failed."""
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
-"""Attributes of a span whose result comes in parts: how long after its begin the first and the last one came."""
+"""The attributes of a span with a streamed result: the times from its begin to the first and to the last part."""
 
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
 """Attributes of the same span: the number of parts, and the largest and the median time between two parts."""
@@ -189,7 +189,7 @@ class Origin:
 
     `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
     process has had, from 1 (0: not known). `boot` is that of the machine: processes of one have one monotonic clock.
-    `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 where nobody knew. `run` is the run in
+    `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 if nobody knew. `run` is the run in
     which keys name requests: that of `instrument run`, or what several hosts call theirs, "" for none. `start_ticks`
     is when the system made the process, in ticks since boot (0: not known): containers have processes of one number.
     `version` is the service's own, "" for none.
@@ -324,7 +324,7 @@ class Gpu:
 class Kernel(NamedTuple):
     """The work of a stream of a device that torch.profiler saw; `kind` is of `WORK`.
 
-    `launched_ns` is when the host's call that asked for it began, on `thread_id`; both are 0 where no call is known.
+    `launched_ns` is when the host's call that asked for it began, on `thread_id`; both are 0 if no call is known.
     """
 
     name: str
@@ -350,7 +350,7 @@ class Flops(NamedTuple):
 
 
 FLOPS = "flops"
-"""The attribute with a span's own floating-point operations, without those of spans below it."""
+"""The attribute with the floating-point operations of a span, without those of its children."""
 
 
 OPERATORS = "torch.profiler"
@@ -358,7 +358,7 @@ OPERATORS = "torch.profiler"
 
 
 def is_operator(site: Site) -> bool:
-    """Return True where spans of the site are operators that torch.profiler saw."""
+    """Return True if spans of the site are operators that torch.profiler saw."""
     return site.module == OPERATORS and site.kind == "op"
 
 
@@ -367,7 +367,7 @@ BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="H
 
 
 def is_blocked_loop(site: Site) -> bool:
-    """Return True where spans of the site are stretches of a blocked loop."""
+    """Return True if spans of the site are stretches of a blocked loop."""
     return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
 
 
@@ -376,7 +376,7 @@ COLLECTION = Site("garbage collection", "user", module="gc", qualname="collect")
 
 
 def is_collection(site: Site) -> bool:
-    """Return True where spans of the site are collections of garbage."""
+    """Return True if spans of the site are collections of garbage."""
     return site.module == COLLECTION.module and site.name == COLLECTION.name
 
 
@@ -389,7 +389,7 @@ LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qual
 
 
 def is_late_failure(site: Site) -> bool:
-    """Return True where spans of the site are failures after an answer."""
+    """Return True if spans of the site are failures after an answer."""
     return site.module == LATE_FAILURE.module and site.name == LATE_FAILURE.name
 
 
@@ -399,7 +399,7 @@ def is_request(site: Site) -> bool:
 
 
 def is_interruption(site: Site) -> bool:
-    """Return True where spans of the site are blocked loops or collections.
+    """Return True if spans of the site are blocked loops or collections.
 
     Their time is a part of what they interrupted: it is shown, and added to nothing.
     """
@@ -407,7 +407,7 @@ def is_interruption(site: Site) -> bool:
 
 
 def flops_in(attributes: Mapping[str, object]) -> int:
-    """Return the floating-point operations of a span, 0 where it has none or more than 64 bits hold."""
+    """Return the floating-point operations of a span, 0 if it has none or more than 64 bits hold."""
     count = attributes.get(FLOPS)
     return count if type(count) is int and 0 < count < 1 << 63 else 0
 
@@ -451,9 +451,9 @@ FIRSTS: Mapping[str, str] = {
 class Startup:
     """The start of a process, which stays known when its first spans are long overwritten.
 
-    `process_ns` is the start of the process, None if it is not known. `imports` is None where they were not
+    `process_ns` is the start of the process, None if it is not known. `imports` is None if they were not
     timed. `firsts` has every site that has been called, in no order. `request` is what was taken for the first request,
-    None where that is the one that began first; its length is 0 where it is not known. `why` is one of `FIRSTS`.
+    None if that is the one that began first; its length is 0 if it is not known. `why` is one of `FIRSTS`.
     """
 
     session_ns: int

@@ -35,7 +35,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 LARGEST_COPY_BYTES = 1 << 50
-"""No machine copies more at once; a damaged file that says so does not spoil the sum."""
+"""The most bytes of one copy. A larger number comes from a damaged file and is not added to the sum."""
 
 LARGEST = 1 << 62
 """The most that all lines add up to. Numbers beyond it are damage, and are cut so that every sum has 64 bits."""
@@ -141,7 +141,7 @@ class Tally:
         lines, buckets = lines[order], buckets.copy()
         buckets["line"] = np.argsort(order)[buckets["line"]]
         lines["node"] = np.asarray(tree.located().places, dtype=np.int64)[lines["node"]]
-        return cls(tree, *_together(lines, buckets, threads), threads, make_histogram)
+        return cls(tree, *_merge_lines(lines, buckets, threads), threads, make_histogram)
 
     @classmethod
     def of_paths(
@@ -159,7 +159,7 @@ class Tally:
         names = dict(threads)
         for thread_id in dict.fromkeys(lines["thread_id"][lines["node"] != NOT_BELOW].tolist()):
             names.setdefault(thread_id, f"thread {thread_id}")
-        return cls(tree, *_together(lines, buckets, names), names)
+        return cls(tree, *_merge_lines(lines, buckets, names), names)
 
     @classmethod
     def together(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
@@ -293,10 +293,10 @@ class Tally:
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def device_below(self, thread: int | None) -> Mapping[int, int]:
-        """By how much the device time of what ran below a called node exceeds its own, on a thread or on all.
+        """Return the excess of the device time below a node over the node's own, on a thread or on all; only positive
+        ones.
 
-        Of the nodes where it does. The events of a node include what was asked for below it, on the same stream: it
-        does not count once more.
+        The events of a node include requested device time below it on the same stream, which does not count twice.
         """
         if thread not in self._device_below:
             self._device_below[thread] = self._find_device_below(thread) if self.has("device_ns") else {}
@@ -422,7 +422,7 @@ def _bounded(lines: Records) -> Records:
     return lines
 
 
-def _together(lines: Records, buckets: Records, threads: Mapping[int, str]) -> tuple[Records, Records]:
+def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -> tuple[Records, Records]:
     """Make lines of one node and thread one, in the order of `threads`, and leave out those without a node."""
     places = {thread_id: place for place, thread_id in enumerate(threads)}
     ids, of_line = np.unique(lines["thread_id"], return_inverse=True)

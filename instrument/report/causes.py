@@ -480,7 +480,7 @@ def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[li
 def pressures(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the time under pressure within an interval and its usual share of time, None where no gauge shows it.
+    """Return the time under pressure within an interval and its usual share of time, None if no gauge shows it.
 
     Of several processes it is the longest time.
     """

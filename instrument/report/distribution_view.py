@@ -190,7 +190,7 @@ class _PlaceTimes:
         if not any(is_named):
             return  # there is nothing to compare
         if len(self.calls):
-            self.communicates[HOST] = union(*_flights(trace, self.calls))
+            self.communicates[HOST] = union(*_flight_times(trace, self.calls))
         self._add_devices(trace, window, trace.of_sites(is_named))
         if self.communicates:
             self.computes[HOST] = _computing(trace, inside, starts, ends)
@@ -224,7 +224,7 @@ def _is_collective(site: Site) -> bool:
     return any(kernel in site.name.lower() for kernel in KERNELS)
 
 
-def _flights(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
+def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
     """Return the time from each call of a communication to the end of its span, if the span reports it."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):

@@ -109,7 +109,7 @@ def _stats() -> Any:
 
 
 def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
-    """Return two of the values, between which the 99th percentile is with 95 %, None where no value is a limit.
+    """Return two of the values, between which the 99th percentile is with 95 %, None if no value is a limit.
 
     The limits hold for values that are independent. There is no upper limit below some 370 values.
     """

@@ -63,7 +63,8 @@ ORDERS = {
     "gpu_min": "minimum time in ascending order",
     "gpu_ave": "average device time in descending order",
 }
-"""The sort keys. The tally has no extremes of host or device time alone; those of both together are the nearest."""
+"""The headings of the sort keys. The tally has extremes only of host and device time together, so those stand for
+either."""
 
 WIDE = 160
 """Columns of fluid's table."""

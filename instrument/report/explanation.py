@@ -55,7 +55,7 @@ LEAST_SHARE = 0.05
 """The share of the typical time that is no excess."""
 
 MORE_STEPS = "more steps"
-"""The path of own work that is more than others of the endpoint had."""
+"""The path for own work that the endpoint's other requests did not have."""
 
 NEARLY = 0.75
 """The least share of a slowdown under pressure from which on the pressure accounts for all of it."""

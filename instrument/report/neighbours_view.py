@@ -33,7 +33,7 @@ NOBODY = "(nobody)"
 """The name of the time in which no recorded batch ran, and no known request blocked a loop."""
 
 REPLAYED = 3
-"""The number of groups without which the queues are replayed: those that inflicted most on others."""
+"""The number of groups whose absence is simulated: those that made others wait longest."""
 
 
 @dataclass(frozen=True, slots=True)

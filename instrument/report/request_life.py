@@ -1,7 +1,7 @@
 """The life of one request as text: its ledger, the cause of its slowness, and its turns, each with a bar.
 
-A request of a thousand tokens is a thousand batches. In a long list one line has successive turns in batches with the
-short turns between them. A turn much longer than its other batches, as after a preemption, keeps a line of its own.
+A request of a thousand tokens has a thousand batches. A long list joins successive batches, with the short times
+between them, in one line. A turn much longer than the others, as after a preemption, has a line of its own.
 """
 
 from __future__ import annotations

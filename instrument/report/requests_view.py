@@ -135,7 +135,7 @@ class RequestTimes(View):
     `counted` is the number of all requests that ended, and `errors` the number that failed. Both include requests whose
     spans are gone, and endpoints without any span, so they may exceed `requests`. `requests_cut` reach over an edge of
     the window, or had not ended; no other field counts them. `late_failures` failed after their answer, and are no
-    errors. `blocked` covers all recorded stretches, None where no event loop was blocked. `groups` has the requests by
+    errors. `blocked` covers all recorded stretches, None if no event loop was blocked. `groups` has the requests by
     the value of the attribute that groups them. `device_shares` has the device time of batches.
     """
 

@@ -34,7 +34,7 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 NO_EVENTS = "no events"
-"""The reason of a span without device time that asked for some, where no interval says it."""
+"""The reason given for a span without device time and without an interval that names another reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def device_name(device: int | None) -> str:
 
 
 def mebibytes(size_bytes: float | None) -> str:
-    """A size in MiB."""
+    """Return a size in MiB."""
     return compact(None if size_bytes is None else size_bytes / MIB, SIZE_ROOM)
 
 

@@ -53,7 +53,7 @@ WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
 
 WITH_CLASS = ("op", "layer", "comm")
-"""Kinds of span whose code names a class. The code of a scope is that of its caller."""
+"""Kinds of span with a class as their code. The code of a scope is its caller's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
         rest_ns = way_ns - sum(sums.values())
         if rest_ns >= 0:
             sums["Anything else"] = rest_ns
-        unwatched = _unwatched(rows) if imports is None else ()
+        unwatched = _unwatched_parts(rows) if imports is None else ()
         way = [
             Phase(name, None, None) if name in unwatched else Phase(name, total_ns, share(total_ns, way_ns))
             for name, total_ns in sums.items()
@@ -344,7 +344,7 @@ def _phase(site: Site) -> str | None:
     return None
 
 
-def _unwatched(rows: Iterable[Row]) -> set[str]:
+def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
     """Return the parts of the way that are watched only with `startup: auto` or with a rule for their phase."""
     phases = {_phase(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}

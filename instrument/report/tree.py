@@ -245,9 +245,9 @@ class NameTree:
 
     def total_ns(self, thread: int | None, state: str) -> int | None:
         """Return the sum of the topmost rows, None if a row without calls hides entries with some."""
-        sums, topmost = self.sums(thread), self._adding(self.children(ROOT))
+        sums, topmost = self.sums(thread), self._without_interruptions(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
-        if any(len(self.children(entry)) or self._hides(entry) for entry in uncalled):
+        if any(len(self.children(entry)) or self._hides_phase(entry) for entry in uncalled):
             return None
         total_ns: int = getattr(total_of(sums[topmost]), TIMES[state])
         return total_ns
@@ -257,12 +257,12 @@ class NameTree:
         sums, total_ns = self.sums(thread), 0
         pending = [ROOT]
         while pending:
-            below = self._adding(self.children(pending.pop()))
+            below = self._without_interruptions(self.children(pending.pop()))
             total_ns += int(sums[TIMES[state]][below].sum())
             pending += below[sums["calls"][below] == 0].tolist()
         return total_ns
 
-    def _adding(self, entries: Int64s) -> Int64s:
+    def _without_interruptions(self, entries: Int64s) -> Int64s:
         """Return the entries without interruptions, whose time is a part of the interrupted ones."""
         return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
@@ -274,7 +274,7 @@ class NameTree:
     def _role(self, entry: int) -> int:
         return int(self._names.levels[entry]) & ROLES
 
-    def _hides(self, entry: int) -> bool:
+    def _hides_phase(self, entry: int) -> bool:
         """Return True if a phase is hidden in the entry."""
         return bool(((self._names.entry_of == entry) & ~self._names.visible).any())
 
@@ -318,7 +318,7 @@ class ShownEntries:
 
     def _find_kept(self) -> Bools | None:
         """Find the heaviest entries that the options allow, each with its parent; None for all."""
-        enough, rows = self._enough(), self._options.bound
+        enough, rows = self._large_entries(), self._options.bound
         if rows is None:
             return enough
         order = itertools.count()
@@ -337,7 +337,7 @@ class ShownEntries:
                 heapq.heappush(heap, (light, next(order), child))
         return is_kept
 
-    def _enough(self) -> Bools | None:
+    def _large_entries(self) -> Bools | None:
         """Find the entries with at least the time of the options, None without a limit."""
         if not self._options.least_ns:
             return None
@@ -350,7 +350,7 @@ class ShownEntries:
 
 
 PER_SITE = 3
-"""Numbers per site: the one or two levels that it adds to the tree, and the one that it adds as a topmost node."""
+"""The most rows per site: one or two in the tree, and one as a topmost row."""
 
 
 def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:

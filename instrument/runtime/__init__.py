@@ -1,1 +1,2 @@
-"""The services of Python and of the operating system to a guest: imports, threads, locks, signals, files, limits."""
+"""Adapters to Python and the operating system that leave the service unaffected: imports, threads, signals, files,
+limits."""

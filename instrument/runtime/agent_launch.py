@@ -76,7 +76,7 @@ def begin(listener: socket.socket, run: str, first: int) -> None:
 
 
 def can_replace(path: Path) -> bool:
-    """Return True where processes of the run may begin an agent at a path, once the one there has gone.
+    """Return True if processes of the run may begin an agent at a path, once the one there has gone.
 
     An agent by hand is its owner's to begin, and `instrument run` as the first process of a container begins its own.
     """
@@ -87,7 +87,7 @@ def can_replace(path: Path) -> bool:
 
 
 def replace_gone(path: Path) -> bool:
-    """Begin an agent in place of one that has gone, unless another process does. Returns True where one listens.
+    """Begin an agent in place of one that has gone, unless another process does. Returns True if one listens.
 
     It takes some 20 ms of a thread. The process forks neither now nor with any hook; a fork meanwhile would leave the
     socket to a child.
@@ -114,7 +114,7 @@ def replace_gone(path: Path) -> bool:
 
 
 def _has_locked(file: IO[str]) -> bool:
-    """Lock a file for this process, which children of a fork do not inherit. Returns False where that takes long."""
+    """Lock a file for this process, which children of a fork do not inherit. Returns False if that takes long."""
     for _ in range(LOCK_TRIES):
         with suppress(BlockingIOError, PermissionError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,7 @@
 """Files that appear whole or not at all, for their owner only, and are removed to keep within a bound.
 
-A file has a name of its own in the same folder, `.instrument-*.part`, until it is complete, and then takes its name.
-Its writer has a lock on it meanwhile, which ends with the process: so a file in the making differs from an abandoned
-one.
+A file is written as `.instrument-*.part` in the same folder, and renamed once it is complete. Its writer locks it. An
+unlocked part is abandoned.
 """
 
 from __future__ import annotations

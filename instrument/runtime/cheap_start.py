@@ -1,7 +1,7 @@
-"""The means by which each process of a service starts cheaply: modules, patterns and classes that are made by use.
+"""Cheap starts of processes: modules, patterns and classes that are made at their first use.
 
-`dataclass` makes what `dataclasses.dataclass` makes, with `__init__` compiled after some calls and fields described for
-the first reader. A class costs 10 us, not 600, and a process that records has over a hundred.
+`dataclass` makes the same class as `dataclasses.dataclass`. It compiles `__init__` after some calls, and describes
+fields at the first request. A class costs 10 us instead of 600, and a recording process has over a hundred.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ __all__ = ["Field", "LazyModule", "asdict", "dataclass", "field", "fields", "lat
 
 
 COMPILED_AT = 32
-"""The call of a dataclass for which its `__init__` is compiled: that takes as long as ten calls without."""
+"""The number of instances of a dataclass after which its `__init__` is compiled. Compiling takes as long as ten
+instances."""
 
 
 class LazyModule:
@@ -158,7 +159,7 @@ def _first_init(cls: Any, kw_only: bool) -> Any:
 
 
 def _set_all(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Set all fields past the `__setattr__` of a frozen class. Return False where one has no value, or another way."""
+    """Set all fields past the `__setattr__` of a frozen class. Return False if one has no value, or another way."""
     for name, fact in facts.items():
         value = arguments.get(name, MISSING)
         if isinstance(fact, Field):

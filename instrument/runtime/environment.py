@@ -1,4 +1,4 @@
-"""The environment as this process got it, before a `sitecustomize` changed it."""
+"""The environment of this process before any `sitecustomize` changed it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Listening sockets of a process, and the connections that came to them, as the system's tables have them.
+"""The listening sockets of a process and their connections, from the tables in `/proc`.
 
-It is TCP alone: a listener on a Unix socket is mostly a helper of the process's own.
+Only TCP counts: a Unix socket mostly belongs to an internal helper.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ def connections_of(
 
 
 def listens() -> bool:
-    """Return True where this process listens at a port. Its own sockets cost less to read than those of its network."""
+    """Return True if this process listens at a port. Its own sockets cost less to read than those of its network."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
-                if _listens(os.dup(int(name))):
+                if _is_listening(os.dup(int(name))):
                     return True
     return False
 
 
-def _listens(descriptor: int) -> bool:
-    """Return True where a descriptor is of a socket that listens. Closes the descriptor."""
+def _is_listening(descriptor: int) -> bool:
+    """Return True if a descriptor is of a socket that listens. Closes the descriptor."""
     try:
         opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file
@@ -86,7 +86,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def is_same_network(process: Path) -> bool:
-    """Return True where a process sees the same network as this one."""
+    """Return True if a process sees the same network as this one."""
     try:
         return (process / "ns/net").readlink() == Path("/proc/self/ns/net").readlink()
     except OSError:

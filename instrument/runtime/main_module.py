@@ -35,7 +35,7 @@ RUNNERS = frozenset(
 """Modules that `-m` runs to run another script as the main module, in the same process."""
 
 TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
-"""Runners that trace their script. Before Python 3.12 no other code can trace it then."""
+"""Programs that trace the script that they run. Before Python 3.12 a script has one tracer only."""
 
 _WATCHED = ("<module>", "_bootstrap")
 """The names of code whose start matters: a module's body, and the work of a child of multiprocessing."""
@@ -76,7 +76,7 @@ def _runner() -> str:
 
 
 def tracer_of_main() -> str:
-    """Return the runner that has the main thread's trace function, "" where there is none or the watch needs none."""
+    """Return the runner that has the main thread's trace function, "" for none or the watch needs none."""
     runner = _runner() if sys.version_info < (3, 12) else ""
     return runner if runner in TRACERS else ""
 

@@ -1,4 +1,4 @@
-"""Packets between the processes of a run: JSON objects over a Unix socket that keeps them apart, with descriptors.
+"""Packets between the processes of a run: JSON objects with file descriptors, over a Unix socket of type SEQPACKET.
 
 The other end may send anything. A packet that is no object of at most `PACKET_BYTES` is refused, and its descriptors
 are closed.
@@ -32,16 +32,16 @@ class PacketError(ValueError):
 
 
 def send(connection: _socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send one packet, whole. Raises `OSError`: `BlockingIOError` where there is no room for it now."""
+    """Send one packet, whole. Raises `OSError`: `BlockingIOError` if there is no room for it now."""
     data = json.dumps(message, separators=(",", ":")).encode()
     rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([data], rights, _socket.MSG_NOSIGNAL)
 
 
 def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the next packet and its descriptors, which the caller closes; None where the other end has closed.
+    """Return the next packet and its descriptors, which the caller closes; None if the other end has closed.
 
-    Raises `BlockingIOError` where none has come, another `OSError` for a connection that is broken, and `PacketError`.
+    Raises `BlockingIOError` if none has come, another `OSError` for a connection that is broken, and `PacketError`.
     """
     room = _socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
     data, rights, flags, _ = connection.recvmsg(PACKET_BYTES, room, _socket.MSG_CMSG_CLOEXEC)

@@ -1,7 +1,7 @@
-"""The process context: the resource of this process, in memory that profilers find by its name in `/proc/PID/maps`.
+"""The process context: the resource of this process in named memory, which profilers find in `/proc/PID/maps`.
 
-OpenTelemetry's OTEP 4719 defines its layout, the order of its writes, and its reading. A forked child has none until it
-publishes its own. The first SDK of a process that publishes one is the only one.
+OpenTelemetry's OTEP 4719 defines its layout, the order of its writes, and its reading. A forked child publishes its
+own. Only the first SDK of a process publishes one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ else:
 NAME = b"OTEL_CTX"
 VERSION = 2
 HEADER = struct.Struct("<8sIIQQ")
-"""The name once all is there, the version, the payload's length, the time of its publication on the clock that counts
-sleep, 0 while it changes, and the payload's address."""
+"""The magic name, written last, the version, the payload's length, the time of publication and the payload's address.
+The time is on the boot-time clock, and 0 while the payload changes."""
 
 PAYLOAD_LIMIT = 64 << 10
 """The longest payload that readers accept."""
@@ -150,14 +150,14 @@ def _memfd() -> int:
 
 
 def _is_there() -> bool:
-    """Return True where any SDK has published a context of this process."""
+    """Return True if any SDK has published a context of this process."""
     with suppress(OSError):
         return any(NAME in line for line in Path("/proc/self/maps").read_bytes().splitlines())
     return False
 
 
 def _libc() -> ctypes.CDLL:
-    """Return the C library. Raises `AttributeError` where it lacks a function."""
+    """Return the C library. Raises `AttributeError` if it lacks a function."""
     libc = ctypes.CDLL(None, use_errno=True)
     size, address, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address

@@ -105,7 +105,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def is_heard(path: Path) -> bool:
-    """Return True where a process listens on a socket."""
+    """Return True if a process listens on a socket."""
     return holder_of(path) is not None
 
 
@@ -123,7 +123,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return what identifies the socket at a path; None where there is none."""
+    """Return the identity of the socket at a path, None without one."""
     try:
         facts = path.stat()
     except OSError:
@@ -143,7 +143,7 @@ def unanswered(holder: int) -> str:
 
 
 def _answers(path: Path) -> bool:
-    """Return True where the agent that listens on a socket answers."""
+    """Return True if the agent that listens on a socket answers."""
     with suppress(OSError, packets.PacketError), connected(path, ANSWER_S) as caller:
         packets.send(caller, {"ask": "processes"})
         return packets.receive(caller)[0] is not None
@@ -161,7 +161,7 @@ def found() -> list[Path]:
 
 
 def first_process(run: str) -> int:
-    """Return the pid of the process that began a run, by the run's name; 0 where it has none."""
+    """Return the pid of the process that began a run, by the run's name; 0 if it has none."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 

@@ -1,8 +1,8 @@
-"""Modules of the service that have the names of modules of the standard library, such as a `token.py` or `platform.py`.
+"""Modules of the service that shadow modules of the standard library, such as its own `token.py` or `platform.py`.
 
-Our imports, and theirs in turn, skip them; the service gets its own, as it would without us. A library that we load
-after the service has imported its own may fail for want of the standard one, and that is counted. This module imports
-only modules that each Python has loaded, for it is the first of ours in a session.
+Our imports, direct and indirect, get the standard modules. The service gets its own, as without us. If the service has
+imported its module first, a library that we load may fail; that is counted. This module is the first of ours in a
+session, so it imports only modules that Python always loads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib, too
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
-"""The packages that we import, whose own imports count as ours."""
+"""The packages that we import. Their own imports count as ours."""
 
 
 def guard(folders: Iterable[str] = ()) -> None:
@@ -125,7 +125,7 @@ def release() -> None:
 
 
 def _is_for_us(frame: FrameType | None) -> bool:
-    """Return True where one of our modules asks for an import, itself or by what it imports."""
+    """Return True if the import comes from one of our modules, directly or indirectly."""
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
         is_machinery = file.startswith("<frozen ")  # and our hook, which calls itself so

@@ -21,14 +21,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 RESTORED = (signal.SIGINT, signal.SIGHUP)
-"""Signals treated as SIGTERM after the service replaces a handler of its own by the default. Without such a handler the
-default stays: it ends a program by Ctrl-C while its main thread runs C."""
+"""Signals that are handled like SIGTERM after the service resets a handler of its own to the default. A default that
+was never replaced stays: it also ends a program whose main thread runs C."""
 
 
 class Termination:
     """Calls `end(number, frame)` on the main thread when a signal would have ended the process.
 
-    `end` returns True where the process is to end, by the same signal.
+    `end` returns True if the process is to end, by the same signal.
     """
 
     def __init__(self, end: Callable[[int, FrameType | None], bool]) -> None:
@@ -48,7 +48,7 @@ class Termination:
 
         @functools.wraps(bare_set)
         def set_disposition(signalnum: Any, handler: Any) -> Any:
-            before = self._take(signalnum) if self._takes(signalnum, handler) else bare_set(signalnum, handler)
+            before = self._set_handler(signalnum) if self._takes(signalnum, handler) else bare_set(signalnum, handler)
             return signal.SIG_DFL if before is self._handler else before
 
         @functools.wraps(bare_get)
@@ -70,21 +70,21 @@ class Termination:
         self._is_active = True
         signal.signal, signal.getsignal = set_disposition, get_disposition
         if bare_get(signal.SIGTERM) == signal.SIG_DFL:
-            self._take(signal.SIGTERM)
+            self._set_handler(signal.SIGTERM)
         return undo
 
-    def _take(self, number: int) -> Any:
+    def _set_handler(self, number: int) -> Any:
         """Set our handler. Returns the one before it."""
         before = self._set(number, self._handler)
         self._address = _address_of_handler(number)
         return before
 
     def _is_native(self, number: int) -> bool:
-        """Return True where native code has taken the signal since ours was set."""
+        """Return True if native code has taken the signal since ours was set."""
         return _address_of_handler(number) != self._address
 
     def _takes(self, number: Any, handler: Any) -> bool:
-        """Return True where our handler is to be set in place of this one."""
+        """Return True if our handler replaces this one."""
         if not (self._is_active and isinstance(handler, int) and handler == signal.SIG_DFL):
             return False
         if number in RESTORED:
@@ -121,7 +121,7 @@ def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
 
 
 def _address_of_handler(number: int) -> int | None:
-    """Return the address of the C function that the system calls for a signal; None where it is not known."""
+    """Return the address of the C function that the system calls for a signal; None if it is not known."""
     try:
         from ctypes import c_void_p, pythonapi
 

@@ -42,7 +42,7 @@ class Thread:
         self._listed: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin. Raises RuntimeError where no thread can: there are too many, or the interpreter is ending.
+        """Begin. Raises RuntimeError if no thread can: there are too many, or the interpreter is ending.
 
         `threading.enumerate()` lists the thread, unless `threading` is patched.
         """
@@ -58,7 +58,7 @@ class Thread:
             raise
 
     def is_alive(self) -> bool:
-        """Return True where the thread has been started in this process, and has not ended."""
+        """Return True if the thread has been started in this process, and has not ended."""
         return self._pid == os.getpid() and not self._ended.is_set()
 
     def is_current(self) -> bool:
@@ -113,7 +113,7 @@ class Pace:
 
 
 def start_unlisted(run: Callable[[], object], name: str) -> None:
-    """Begin a thread that `threading.enumerate()` does not list. Raises RuntimeError where no thread can begin."""
+    """Begin a thread that `threading.enumerate()` does not list. Raises RuntimeError if no thread can begin."""
 
     def run_named() -> None:
         ident = get_ident()
@@ -207,7 +207,7 @@ def catch_up_with_fork() -> None:
 
 
 def are_to_wait() -> bool:
-    """Return True where a server in C is still to fork its workers, and does so without Python's lock.
+    """Return True if a server in C is still to fork its workers, and does so without Python's lock.
 
     A thread that has the lock in that moment leaves it locked in the child for ever, which then hangs.
     """

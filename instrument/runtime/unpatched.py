@@ -1,10 +1,9 @@
 """The operating system's locks, waits, threads and sockets, which gevent and eventlet replace by their own.
 
-A service may call `gevent.monkey.patch_all()` before our session begins or at any time after that. A thread of ours
-that then waited on a lock of gevent, or asked it for its identity, would belong to a hub that never runs. So all that
-our threads wait on or speak through comes from here: from C modules that are never patched, or as it was when this
-module was imported. A lock of ours blocks its whole thread with all greenlets; code of the service never runs under
-one.
+A service may call `gevent.monkey.patch_all()` at any time. A thread of ours that then waits on a patched lock would
+wait for a hub that never runs. So our threads take locks, queues and sockets from here: from C modules, which are never
+patched, or from before the patch. A lock of ours blocks its whole thread with all greenlets, so no code of the service
+runs under one.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if not TYPE_CHECKING:
 
 
 def is_patched() -> bool:
-    """Return True where `threading` no longer starts threads of the operating system."""
+    """Return True if `threading` no longer starts threads of the operating system."""
     return _thread.start_new_thread is not start_new_thread
 
 
@@ -60,7 +59,7 @@ class Event:
         self._waiters: deque[Any] = deque()
 
     def is_set(self) -> bool:
-        """Return True where the event is set."""
+        """Return True if the event is set."""
         return self._is_set
 
     def set(self) -> None:
@@ -77,7 +76,7 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the event is set, for `timeout_s` at most. Returns True where it is."""
+        """Wait until the event is set, for `timeout_s` at most. Returns True if it is."""
         if self._is_set:
             return True
         waiter = Lock()

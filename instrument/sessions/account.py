@@ -32,7 +32,7 @@ else:
 COMPLAINTS_KEPT = 20
 
 UNCALLED_KEPT = 500
-"""The most uncalled targets whose names other processes learn. None are named where there are more."""
+"""The most names of uncalled targets that other processes get. With more targets they get none."""
 
 SUB_INTERPRETERS = {"_interpreters", "_xxsubinterpreters"}
 """The modules by which a program makes sub-interpreters."""
@@ -44,7 +44,7 @@ _UNSENT = ("failed", "rejected", "dropped")
 class SessionDiagnostics:
     """The diagnostics of a session, collected from its parts and from what the session itself reports.
 
-    `timing` and `exporter` are None where no device is timed and nothing is sent. `has_waiting_notes` is True where
+    `timing` and `exporter` are None if no device is timed and nothing is sent. `has_waiting_notes` is True if
     notes name rules that have met nothing yet: those of a user's profile. `refused` has the reasons why parts of the
     newest profile are not in force. `thread_ns` is the processor time of the session's own thread so far.
     """
@@ -236,7 +236,7 @@ class SessionDiagnostics:
 
 
 def _is_idle_rule(verdict: Verdict) -> bool:
-    """Return True where a verdict on a whole rule says that nothing has called its targets."""
+    """Return True if a verdict on a whole rule says that nothing has called its targets."""
     return verdict.state == "uncalled" and verdict.target == verdict.rule and verdict.site is None
 
 

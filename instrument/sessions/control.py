@@ -1,6 +1,6 @@
-"""Control: the thread by which a running process follows the agent of its run, and the changes of its profile's file.
+"""The control thread of a process: it follows messages of the agent, and changes of the profile's file.
 
-To watch a file takes one `os.stat` each `POLL_S`, and needs the profile's `control.watch`.
+It watches the file if the profile has `control.watch`, at one `os.stat` per `POLL_S`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ControlThread:
 
     @property
     def is_for_agent_alone(self) -> bool:
-        """True where the thread serves the agent alone, with no file to watch."""
+        """True if the thread serves the agent alone, with no file to watch."""
         return self._watched() is None
 
     def start(self) -> None:
@@ -213,7 +213,7 @@ class ControlThread:
 
         What is written within the clock tick of its own modification time, in the same size, looks unchanged.
         """
-        stamp = _stamp(self._watched())
+        stamp = _identity_of_file(self._watched())
         if stamp == self._seen:
             self._changed = None
             again, self._read_again = self._read_again, False
@@ -230,7 +230,7 @@ class ControlThread:
 
     def _follow(self, stamp: tuple[int, ...] | None) -> None:
         error = str(self._ask(Request()).get("error", ""))
-        if _stamp(self._watched()) != stamp:  # it was being written: neither a success nor an error counts
+        if _identity_of_file(self._watched()) != stamp:  # it was being written: neither a success nor an error counts
             self._changed, self._seen = None, (-1,)
             return
         self._changed, self._seen = None, stamp
@@ -252,8 +252,8 @@ def _has_main_thread_ended() -> bool:
         return False
 
 
-def _stamp(path: Path | None) -> tuple[int, ...] | None:
-    """Return the modification time, size and identity of a file; None where there is no file."""
+def _identity_of_file(path: Path | None) -> tuple[int, ...] | None:
+    """Return the modification time, size and identity of a file; None if there is no file."""
     try:
         facts = os.stat(path) if path is not None else None  # noqa: PTH116 - the plain call, ten times a second
     except OSError:

@@ -61,7 +61,7 @@ class SessionLock:
 
     @contextmanager
     def acquired(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock, and yield True where that was possible in time. Then send a postponed signal again."""
+        """Acquire the lock, and yield True if that was possible in time. Then send a postponed signal again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -73,7 +73,7 @@ class SessionLock:
                 os.kill(os.getpid(), number)
 
     def postpone(self, number: int) -> bool:
-        """Return True where the calling thread has the lock; the signal is then sent again at its release."""
+        """Return True if the calling thread has the lock; the signal is then sent again at its release."""
         if self._is_mine():
             self._postponed = number
         return self._is_mine()
@@ -127,7 +127,7 @@ class Exporting:
         self.choose()
 
     def prepare(self) -> None:
-        """Choose who exports, and import what that takes, before anything is recorded."""
+        """Choose the exporter, and import its modules, before anything is recorded."""
         if self._exporter is not None:
             self._exporter.prepare()
             self.choose()
@@ -138,7 +138,7 @@ class Exporting:
     # ---------------------------------------------------------------- who exports
 
     def join(self) -> bool:
-        """Join the run's agent, where there is one. Return True where the profile allows for it."""
+        """Join the run's agent, if there is one. Return True if the profile allows it."""
         account = self._recorded.account
         if self._facts.wants_agent and not self._facts.has_agent():
             account.complain(NO_AGENT)
@@ -161,7 +161,7 @@ class Exporting:
 
     @property
     def reading(self) -> OwnExport | None:
-        """The reader of this process's own recording, None where nothing reads it here, or it has ended."""
+        """The reader of this process's own recording, None if nothing reads it here, or it has ended."""
         reader = self._own if self.handover.is_here else None
         return reader if reader is not None and not (reader.is_over or reader.is_broken) else None
 
@@ -180,7 +180,7 @@ class Exporting:
             return True
 
     def look_after(self, *, is_joined: bool) -> None:
-        """Publish what the agent needs to export what is recorded here: called now and then."""
+        """Publish the facts that the agent needs to export this recording. Called regularly."""
         self._facts.publish_resource()
         self._facts.publish_books()
         joined = self._membership.joins if is_joined else 0
@@ -200,15 +200,15 @@ class Exporting:
             self._recorded.selection.note_connections(ports)
 
     def sends_to(self, endpoint: str) -> bool:
-        """Return True where the session itself sends what `capture` keeps to that collector."""
+        """Return True if the session itself sends the kept spans to that collector."""
         settings = self._recorded.profile.export.otlp
         return self._exporter is not None and settings is not None and settings.endpoint == endpoint
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans of a window that the session neither has sent nor will send, for the caller to send.
 
-        A request that has not ended is kept until its fate is known. Where the agent exports, it sends the window's
-        spans, and the list is empty. Raises `ExportError` where the agent does not answer.
+        A request that has not ended is kept until its fate is known. If the agent exports, it sends the window's
+        spans, and the list is empty. Raises `ExportError` if the agent does not answer.
         """
         if not spans:
             return []
@@ -236,7 +236,7 @@ class Exporting:
     # ---------------------------------------------------------------- while it runs
 
     def is_looked_after(self) -> bool:
-        """Return True where anything is to be done while the service runs. Otherwise no thread does."""
+        """Return True if there is work while the service runs. Otherwise no thread runs."""
         recorded = self._recorded
         is_read = self.reading is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.are_used
@@ -294,7 +294,7 @@ class Exporting:
         self._facts.publish()
 
     def _metered_here(self) -> exposition.Metered | None:
-        """Return the metrics as they are now, None where the session is busy for long."""
+        """Return the current metrics, None if the session stays busy."""
         from instrument.otlp import exposition
 
         with self.lock.acquired(SCRAPE_WAIT_S) as is_acquired:
@@ -318,7 +318,7 @@ class Exporting:
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
         """Deliver all finished spans to the collector, and wait for it at most `timeout_s`.
 
-        Returns what was delivered and what was not; None where the profile exports to no collector.
+        Returns what was delivered and what was not; None if the profile exports to no collector.
         """
         end = time.monotonic() + timeout_s
         self.pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
@@ -379,12 +379,12 @@ class Exporting:
             time.sleep(FLUSH_S)
 
     def _is_agent_starting(self) -> bool:
-        """Return True where an agent is there that does not export yet what this process records."""
+        """Return True if an agent runs that does not export this recording yet."""
         is_taken, is_there = self.handover.is_taken(), self._membership.is_agent_there()
         return is_there and not (is_taken or self.handover.is_refused)
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
-        """Return True where the agent has sent, or given up, what was counted and read by a time."""
+        """Return True if the agent has sent, or given up, the metrics up to a time."""
         if not (self._facts.asks_for_metrics or self._recorded.gauges.are_wanted):
             return True
         metered = self.handover.metered()
@@ -412,7 +412,7 @@ class Exporting:
             self._read_own(partial(reader.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:
-        """Read no more. Where nothing was delivered, drop what is read: gauges of an idle process are of no use."""
+        """Read no more. If nothing was delivered, drop what is read: gauges of an idle process are of no use."""
         reader = self._own
         if not has_delivered and self._exporter is not None:
             if reader is not None:

@@ -53,7 +53,7 @@ class GaugeWatch:
         self._reset()
 
     def facts(self) -> Mapping[str, Any] | None:
-        """Return the settings by which the agent reads gauges; None where there is nothing to read."""
+        """Return the settings by which the agent reads gauges; None if there is nothing to read."""
         if not self._gauges.are_wanted:
             return None
         settings = self._gauges.wanted()

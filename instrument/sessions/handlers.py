@@ -213,7 +213,7 @@ def print_summary(
 
 
 def is_asynchronous(handler: Any) -> bool:
-    """Return True where a call of the handler would run nothing, for nobody awaits its result."""
+    """Return True if a call of the handler would run nothing, for nobody awaits its result."""
     calls = handler, type(handler).__call__
     return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
@@ -227,7 +227,7 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
     It runs on a thread of our own. Settings left out come from `export.otlp` of the profile, else from the `OTEL_*`
     variables, else the collector is at http://localhost:4318. `endpoint` is read as in a profile.
 
-    Every span is sent once. Where the session itself sends to the same endpoint, a window sends only the spans that
+    Every span is sent once. If the session itself sends to the same endpoint, a window sends only the spans that
     `capture` leaves out, without those of steps. A request that is open when the window ends is kept, and sent whole
     when it ends. With the profile's default, which keeps everything, nothing is left to send. A span that is open at a
     window's edge is sent with the first window that it reaches into, cut to it and marked.
@@ -343,7 +343,7 @@ class Backlog:
         self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
-        """Have the handlers run, some 2 us. Where no thread can begin, as the interpreter ends, they run here."""
+        """Have the handlers run, some 2 us. If no thread can begin, as the interpreter ends, they run here."""
         if self._thread is None:
             thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
             try:

@@ -1,8 +1,8 @@
-"""The export of what this process records, by the agent of its run or by itself, and the losses of that export.
+"""The choice of the exporter of this recording, the agent or this process, and the losses of the export.
 
 A process with an agent leaves the export to it: the agent reads the recording, and the session has neither a reader nor
-an export thread. After a kill of the agent the next one goes on, by what is written in the recording. Only a session
-that never had an agent exports by itself, with the classes of the agent. It then imports numpy, and not before.
+an export thread. If the agent is killed, the next one continues from the checkpoint in the recording. Only a session
+that never had an agent exports by itself, with the same classes, and imports numpy for that.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class OwnExport:
         self._run: ExportedRun | None = None
         self._fates: Mapping[str, int] = {}
         self.is_over = False
-        """True where the session has ended, and its recording was released."""
+        """True if the session has ended, and its recording was released."""
         self.is_broken = False
-        """True where the recording could not be read."""
+        """True if the recording could not be read."""
 
     def prepare(self) -> None:
-        """Import what is needed, where no fork can come in: a child would be left with half of it."""
+        """Import the needed modules while no fork can happen. A child would be left with half an import."""
         import instrument.otlp.recording_export  # noqa: F401
 
     def begin(self, memory_fd: int) -> None:
@@ -84,7 +84,7 @@ class OwnExport:
     def look(self, *, at_once: bool = False, is_last: bool = False, meters: bool = False) -> bool:
         """Read on, offer what is kept, and take metrics where it is time to, or it `meters`.
 
-        Requests that have ended are settled `at_once`, the last time all. Returns True where there is more.
+        Requests that have ended are settled `at_once`, the last time all. Returns True if there is more.
         """
         exported, run = self._exported, self._run
         if exported is None or run is None:
@@ -96,7 +96,7 @@ class OwnExport:
         return True
 
     def send_now(self) -> bool:
-        """Have the exporter send what has been recorded until now; returns True where all of it was read."""
+        """Have the exporter send all rows up to now. Return True if all were read."""
         exported = self._exported
         if exported is None:
             return True
@@ -105,10 +105,8 @@ class OwnExport:
         return not (has_more or exported.is_behind or exported.reading is None)
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans that neither are sent nor will be; a request that is undecided is kept.
-
-        Raises `ExportError` where what was recorded until now cannot be read, for want of room in the exporter.
-        """
+        """Return the spans that neither are sent nor will be, and keep undecided requests. Raises `ExportError` if the
+        rows up to now cannot be read, because the exporter has no room."""
         exported, end = self._exported, time.monotonic() + UNREAD_S
         if exported is None:
             return list(spans)
@@ -147,7 +145,7 @@ class OwnExport:
     def end(self, end: float) -> bool:
         """Offer all that there is by `end`, on the monotonic clock: the session records no more.
 
-        Returns True where there is more than the exporter had room for.
+        Returns True if there is more than the exporter had room for.
         """
         exported = self._exported
         if exported is None:
@@ -183,7 +181,7 @@ def _attempt(_: int, action: Callable[[], object]) -> None:
 
 
 LAST_READ_S = 5.0
-"""The longest that a session waits at its begin for the agent to read what the one before it has recorded."""
+"""Seconds for which a new session waits until the agent has read the earlier session's rows."""
 
 UNREAD = "spans of the session before this one that its agent had not read"
 UNDELIVERED = "spans on their way by the agent of the run, which reports those that it loses"
@@ -208,11 +206,11 @@ class Handover:
     def after_fork_in_child(self) -> None:
         """Begin with another recording, which nobody has read."""
         self.is_here = True
-        """True where this process exports."""
+        """True if this process exports."""
         self.has_agent = False
-        """True where the process is one of a run, whose agent exports what it can read."""
+        """True if an agent of the run exports the recordings that it can read."""
         self.is_refused = False
-        """True where the agent has said that it cannot export what this process records."""
+        """True if the agent has reported that it cannot export this recording."""
         self.left: dict[str, int] = {}
         """Spans that were not delivered as the session ended, by the reason."""
 
@@ -222,7 +220,7 @@ class Handover:
             self.is_here, self.has_agent = False, True
 
     def is_given_up(self) -> bool:
-        """Return True where the agent has refused, or given up, the export, and no other one does it."""
+        """Return True if the agent has refused, or given up, the export, and no other one does it."""
         return self.is_refused and not self.is_taken()
 
     def leave_behind(self, count: int, *, is_reported: bool) -> None:
@@ -237,7 +235,7 @@ class Handover:
         return ExportCheckpoint(memory)
 
     def is_taken(self) -> bool:
-        """Return True where any reader exports what is recorded."""
+        """Return True if any reader exports this recording."""
         try:
             with closing(self._opened()) as place:
                 return place.is_taken()
@@ -247,7 +245,7 @@ class Handover:
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
         """Wait until the agent has read `recorded` rows of a session that has ended; the next session discards them.
 
-        With `metered`, wait also for their metrics. `is_left()` is True where an agent is to read them that may not
+        With `metered`, wait also for their metrics. `is_left()` is True if an agent is to read them that may not
         have begun. Returns the count of rows that are still unread.
         """
         end = time.monotonic() + LAST_READ_S
@@ -290,7 +288,7 @@ class Handover:
             return None
 
     def metrics(self) -> Metrics | None:
-        """Return the state of the metrics on their way, from any sender; None where nobody sends them."""
+        """Return the state of the metrics on their way, from any sender; None if nobody sends them."""
         exporter = self._exporter
         if exporter is None:
             return None

@@ -28,23 +28,22 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 
 SETTLE_S = 1.0
-"""Seconds for which a process of a run that prints a summary waits for the agent to send what it recorded.
-
-The first process waits as long as it may: where it is in a container, the agent may end with it."""
+"""Seconds for which a process that prints a summary waits until the agent has sent its spans. The first process waits
+up to the deadline, because the agent of a container ends with it."""
 
 UNSEEN_S = 1.0
-"""Seconds that it then waits for an agent that exports and takes no notice: one that is stopped."""
+"""Further seconds of waiting for an agent that does not respond, such as a stopped one."""
 
 LAST_SEND_S = 1.0
 """Seconds of that time that are left to send the last rows, where the session reads its recording."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""The longest that `stop`, interpreter exit and SIGTERM wait in all: for threads of ours, drivers, the agent, the
-collector, and somebody to read the summary. Files are written to their end, however long that takes."""
+"""The most nanoseconds that `stop`, interpreter exit and SIGTERM wait in all: for our threads, drivers, the agent, the
+collector and a reader of the summary. Writing files is not limited."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""Seconds of that which earlier waits leave to the collector and all that follows, to the report of a run, and to a
-summary without one."""
+"""Seconds of that limit reserved for the collector and later steps, for the report of a run, and for a summary without
+one."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
 UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"
@@ -52,7 +51,7 @@ UNSENT = "agent: up to %d spans of processes that had ended are perhaps not expo
 
 
 def _can_agent_report() -> bool:
-    """Return True where standard error is a file or a terminal: the agent can open it after this process."""
+    """Return True if standard error is a file or a terminal: the agent can open it after this process."""
     return target_of(2).startswith("/")
 
 
@@ -76,7 +75,7 @@ class Leaving:
         self._stop = stop
         self._observed_for = os.environ.get(environment.INIT_FOLDER, "")
         self.undos: list[Callable[[], object]] = []
-        """The last ways back: an exit or a SIGTERM waits for all that comes before them."""
+        """The last calls that undo changes to the process. An exit or a SIGTERM first waits for the others."""
 
     def prepare(self) -> None:
         """Have the session end with its process, and report to `instrument init` where that has started it."""
@@ -244,10 +243,8 @@ class Leaving:
             logger.warning("some spans of this process had not reached the collector at its end: %s", text)
 
     def _has_little_to_report(self) -> bool:
-        """Return True where only collections of garbage were recorded here, and rules are at work in other processes.
-
-        Such a one is a parent of workers, whose report would say that there was nothing to record.
-        """
+        """Return True if only garbage collections were recorded here, and rules are active in other processes. Such a
+        process is a parent of workers, whose own report would wrongly say that nothing was recorded."""
         called = RECORDER.call_counts.by_site()
         other_marks = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
         return bool(called and other_marks) and all(site == COLLECTION for site in called)

@@ -32,7 +32,7 @@ from instrument.sessions.saving import Saving, templates
 from instrument.sessions.session_threads import SessionThreads
 
 ALIVE_S, BEGIN_S = 0.5, 2.5
-"""Seconds that an agent has to answer a goodbye: one that runs, and one that this process has begun just then."""
+"""Seconds for an agent's answer to a goodbye: from a running agent, and from one that this process has just started."""
 
 SCRAPE_S = 2.0
 """The longest that a scrape of the run waits for the agent, and again for its exporter, which may have to begin."""
@@ -122,24 +122,24 @@ class Membership:
         }
 
     def is_heard(self) -> bool:
-        """Return True where an agent listens, which this process need not have joined."""
+        """Return True if an agent listens, which this process need not have joined."""
         return bool(self.path) and run_folder.is_heard(Path(self.path))
 
     def has_agent(self) -> bool:
-        """Return True where there is an agent, or one that has gone and is to come again."""
+        """Return True if there is an agent, or one that has gone and is to come again."""
         return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
 
     def can_begin_agent(self) -> bool:
-        """Return True where processes of the run may begin an agent in place of one that has gone."""
+        """Return True if processes of the run may begin an agent in place of one that has gone."""
         return bool(self.path) and agent_launch.can_replace(Path(self.path))
 
     @property
     def is_joined(self) -> bool:
-        """True where the connection to the agent is open, as far as this process knows."""
+        """True if the connection to the agent is open, as far as this process knows."""
         return self.fileno() >= 0
 
     def is_agent_there(self) -> bool:
-        """Return True where the agent has not closed the other end."""
+        """Return True if the agent has not closed the other end."""
         descriptor = self.fileno()
         if descriptor < 0:
             return False
@@ -148,14 +148,14 @@ class Membership:
         return not closed.poll(0)
 
     def fileno(self) -> int:
-        """Return the connection's descriptor, -1 where there is none. A daemon closes all that it finds open, and a
+        """Return the connection's descriptor, -1 for none. A daemon closes all that it finds open, and a
         service may have something else under that number by now."""
         if self._fd >= 0 and _identity(self._fd) != self._identity:
             self._fd = -1
         return self._fd
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message, if there is room for it now; return True where it was sent."""
+        """Send a message, if there is room for it now; return True if it was sent."""
         connection = self._connection()
         if connection is None:
             return False
@@ -170,7 +170,7 @@ class Membership:
     def scraped(self, run: str, *, openmetrics: bool) -> str:
         """Return the metrics of all processes of a run in Prometheus's text format.
 
-        Raises `OSError`, which is a `TimeoutError` where the agent takes too long.
+        Raises `OSError`, which is a `TimeoutError` if the agent takes too long.
         """
         asks = f"GET /metrics HTTP/1.0\r\n{OPENMETRICS if openmetrics else ''}\r\n".encode()
         with run_folder.connected(Path(self.path), SCRAPE_S) as caller:
@@ -192,7 +192,7 @@ class Membership:
         return text.decode()
 
     def heard(self) -> Mapping[str, Any] | None:
-        """Return the next message of the agent, {} for none; None where it has gone."""
+        """Return the next message of the agent, {} for none; None if it has gone."""
         return self._put_aside.pop(0) if self._put_aside else self._received()
 
     def _received(self) -> Mapping[str, Any] | None:
@@ -247,13 +247,13 @@ class Membership:
             self.close()
 
     def _answer(self, wait_s: float) -> Mapping[str, Any] | None:
-        """Return the next answer to the goodbye, None where none comes in time."""
+        """Return the next answer to the goodbye, None if none comes in time."""
         message = self.await_word("goodbye", wait_s)
         answer = message and message["goodbye"]
         return dict(answer) if isinstance(answer, dict) else None
 
     def await_word(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
-        """Return the next message with that name; None where none comes in time. Earlier ones stay for `heard`."""
+        """Return the next message with that name; None if none comes in time. Earlier ones stay for `heard`."""
         end = time.monotonic() + wait_s
         while self._fd >= 0 and (left_s := end - time.monotonic()) > 0:
             readable = poll()

@@ -153,7 +153,7 @@ def is_running() -> bool:
 
 
 def session() -> Session:
-    """Return the running session. Raises `StateError` where none runs."""
+    """Return the running session. Raises `StateError` if none runs."""
     if _session is None:
         raise StateError("no session runs; call instrument.start(profile), or use `instrument run`")
     return _session
@@ -176,7 +176,7 @@ def summary(**options: Any) -> str:
     - `corrected`: self times less what the probes below a span cost; `skip_first`: iterations left out of means
     - `requests_by`: endpoint, or an attribute, by which views group requests; `at_most`: groups before one of the rest
 
-    Raises `StateError` where no session runs, `ValueError` for an unknown view or value, `TypeError` for an unknown
+    Raises `StateError` if no session runs, `ValueError` for an unknown view or value, `TypeError` for an unknown
     option, and `TraceError` for a file of another process or time.
     """
     if OFF:
@@ -225,7 +225,7 @@ def prometheus(*, openmetrics: bool = False) -> str:
     The run's agent adds up all processes, whichever is asked. Those that ended before the first scrape count where the
     profile has `export: {prometheus: }`; the agent then answers scrapes by itself, too. Without an agent (`agent: off`)
     these are the metrics of this process alone, which `instrument_processes` says in its help. Takes some milliseconds,
-    at the first call of a run up to a second. Raises `StateError` where no session runs, and `ExportError` where
+    at the first call of a run up to a second. Raises `StateError` if no session runs, and `ExportError` if
     `prometheus_client`, which writes the format, is not installed.
     """
     if OFF:
@@ -322,7 +322,7 @@ def stop_on_sigterm() -> None:
 
 
 def _end_by(number: int, frame: FrameType | None) -> bool:
-    """Stop the session for a signal that has come; False where it comes again because that cannot be done now."""
+    """Stop the session for a signal that has come; False if it comes again because that cannot be done now."""
     running = _session
     if running is not None and running.exporting.lock.postpone(number):
         return False
@@ -344,11 +344,11 @@ def _end_by(number: int, frame: FrameType | None) -> bool:
 
 
 _coming_again: dict[int, int] = {}
-"""The process that is being sent a signal again, by the signal's number; 0 where it has been handled by then."""
+"""The process that is being sent a signal again, by signal number; 0 once that signal is handled."""
 
 
 def _is_inside(frame: FrameType | None) -> bool:
-    """Return True where the session or its selection is at work in a frame or above it. Neither runs user code."""
+    """Return True if the session or its selection is at work in a frame or above it. Neither runs user code."""
     rooms = {__name__, *(part.__module__ for part in (Session, Recorded, SessionThreads, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:

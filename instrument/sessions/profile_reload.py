@@ -150,7 +150,7 @@ def refusals(profile: Profile, in_force: Profile) -> tuple[str, ...]:
 def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[str], list[str]]:
     """Attach and undo rules as another profile asks. Return the names of what was attached, and of what was undone.
 
-    Raises `StateError` where that fails; the rules of `now` are at work then.
+    Raises `StateError` if that fails; the rules of `now` are at work then.
     """
     try:
         return selection.change(to)

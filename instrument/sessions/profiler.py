@@ -59,7 +59,7 @@ class Profiler:
                 profiler.step()
 
     - `profile` is that of a session of its own, as for `start`: none may run already. By default the running session
-      is looked at, and left as it is. Where none runs, one is begun with the profile that `INSTRUMENT_PROFILE` names,
+      is looked at, and left as it is. If none runs, one is begun with the profile that `INSTRUMENT_PROFILE` names,
       else with `EVERYTHING`: phases, the wait for batches, communication, every layer, copies, and what process and
       machine use. It ends with the last Profiler that uses it. The `schedule` of a profile counts requests, not these
       steps.
@@ -73,7 +73,7 @@ class Profiler:
     - `timer_only` measures the steps and records nothing, even against the profile.
     - `torch` has torch.profiler run within the windows, where torch is imported, and adds its operators as
       spans, its kernels, allocations, and floating-point operations. It is True, False, or options, see `TorchOptions`:
-      ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True where a session is begun
+      ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True if a session is begun
       with `EVERYTHING`. Each window's notes state its cost; on a GPU it waits for the device at a window's end. A
       torch.profiler of the program's own goes first.
     """
@@ -156,7 +156,7 @@ class Profiler:
         self._waited: dict[int, int] = {}
 
     def start(self) -> None:
-        """Begin step 0. Raises `StateError` where it has begun, and where the profile cannot have a session."""
+        """Begin step 0. Raises `StateError` if it has begun, and where the profile cannot have a session."""
         with self._lock:
             if self._is_running:
                 raise StateError("the Profiler already runs; call stop() first, or create another one")
@@ -192,7 +192,7 @@ class Profiler:
                 self._windows.arm(self._step_ns)
 
     def _prepare(self, windows: Windows) -> bool:
-        """Begin the readers of the window that comes next, if one does; return True where that took time."""
+        """Begin the readers of the window that comes next, if one does; return True if that took time."""
         if self._torch is not None:
             self._torch.look()
             if windows.state is State.READY:
@@ -246,7 +246,7 @@ class Profiler:
     def step(self, num_samples: int | None = None) -> None:
         """End the step under way, which had `num_samples` samples, and begin the next one.
 
-        Takes some 5 us. Where a window ends with it, its spans are taken, 0.3 us each, and its handlers run, except
+        Takes some 5 us. If a window ends with it, its spans are taken, 0.3 us each, and its handlers run, except
         those on a thread of our own. A handler that looks at the spans makes them first, 2 us each. Raises `StateError`
         where no step is under way, and `ProfileError` for samples that are no number.
         """
@@ -472,7 +472,7 @@ class Profiler:
         """Return the views of the newest window; by default `events` and the benchmark of all steps since the start.
 
         `skip_first` leaves at most `FIRST_KEPT` steps out of the benchmark; its default is `SKIPPED_STEPS`. Options and
-        errors as for `Window.summary`. Where no window has ended the text says so, and has the benchmark alone.
+        errors as for `Window.summary`. If no window has ended the text says so, and has the benchmark alone.
         """
         window, names = self.window, ("events", "benchmark") if views is None else views
         steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
@@ -487,7 +487,7 @@ class Profiler:
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the newest window as a Chrome trace. Raises `StateError` where none has ended, and `TraceError`."""
+        """Write the newest window as a Chrome trace. Raises `StateError` if none has ended, and `TraceError`."""
         window = self.window
         if window is None and OFF:
             process.log_switched_off()

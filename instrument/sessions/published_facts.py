@@ -47,7 +47,7 @@ MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
 
 
 class PublishedFacts:
-    """Writes the facts of a session into its recording. `is_member()` is True where the process has an agent's path."""
+    """Writes the facts of a session into its recording. `is_member()` is True if the process has an agent's path."""
 
     def __init__(self, recorded: Recorded, is_member: Callable[[], bool]) -> None:
         self._recorded = recorded
@@ -57,7 +57,7 @@ class PublishedFacts:
     def after_fork_in_child(self) -> None:
         """Begin with nothing published, as a session and a forked child do."""
         self.is_scraped = False
-        """True where the process reads its own recording for scrapes alone."""
+        """True if the process reads its own recording for scrapes alone."""
         self._gpus: Sequence[Gpu] = ()
         self._notes: tuple[str, ...] = ()
         self._own_notes: Mapping[str, Any] = {}
@@ -117,12 +117,12 @@ class PublishedFacts:
     # ---------------------------------------------------------------- the agent's part
 
     def has_agent(self) -> bool:
-        """Return True where an agent reads this recording, if the profile or a scrape asks for it."""
+        """Return True if an agent reads this recording, if the profile or a scrape asks for it."""
         return self._is_member() and self._recorded.profile.agent != "off" and RECORDER.memory_fd >= 0
 
     @property
     def wants_agent(self) -> bool:
-        """True where the profile asks for what only an agent does: answer scrapes, or write kept requests."""
+        """True if the profile asks for what only an agent does: answer scrapes, or write kept requests."""
         profile = self._recorded.profile
         return profile.export.prometheus is not None or profile.capture.to is not None
 
@@ -143,14 +143,14 @@ class PublishedFacts:
 
     @property
     def is_metered_elsewhere(self) -> bool:
-        """True where metrics come from the recording, read back here or by an agent, for scrapes at least."""
+        """True if metrics come from the recording, read back here or by an agent, for scrapes at least."""
         if self._recorded.exporter is not None or self.is_scraped:
             return True
         return self.has_agent() and (self.asks_for_metrics or self.wants_agent)
 
     @property
     def asks_for_metrics(self) -> bool:
-        """True where the profile asks for any metric other than gauges."""
+        """True if the profile asks for any metric other than gauges."""
         profile = self._recorded.profile
         return bool(profile.requests) or any(rule.metrics or rule.gen_ai or rule.batch for rule in profile.functions)
 

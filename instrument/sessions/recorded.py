@@ -190,7 +190,7 @@ class Recorded:
 
     @property
     def times_devices(self) -> bool:
-        """True where device times of spans have been taken."""
+        """True if device times of spans have been taken."""
         return self.timing is not None and self.timing.timer is not None
 
     def origin(self) -> Origin:
@@ -254,7 +254,7 @@ class Recorded:
 
     @property
     def _finds_steps(self) -> bool:
-        """True where the steps of a training loop are derived from what is recorded."""
+        """True if the steps of a training loop are derived from what is recorded."""
         profile = self.profile
         is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
         return is_wanted and self.loop.is_unused
@@ -299,7 +299,7 @@ class Recorded:
         )
 
     def _startup_in(self, stretch: Stretch) -> Startup | None:
-        """Return the startup of the process; None where calls of it began before the interval."""
+        """Return the startup of the process; None if calls of it began before the interval."""
         startup = self.startup()
         return None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup
 
@@ -404,7 +404,7 @@ class Recorded:
         return files.save(path, self.trace(), self.tally())
 
     def report_of_run(self) -> dict[str, Any] | None:
-        """Return the views of the run's report, and their options; None where this process has no part in one."""
+        """Return the views of the run's report, and their options; None if this process has no part in one."""
         settings = self.profile.export.summary
         if settings is None or settings.to not in files.STREAMS:
             return None
@@ -418,7 +418,7 @@ def _totals(merged: bool) -> Tally:
 
 
 def taken_for_first(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
-    """Return the first request, and why, as `Startup` has them; None where it is simply the one that began first.
+    """Return the first request, and why, as `Startup` has them; None if it is simply the one that began first.
 
     It is the first call of a site in `sites`. Without one, it is the first request below which anything recorded began,
     without those named like a health probe: a probe has nothing to do. A request that is not the first of its site is

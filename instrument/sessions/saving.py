@@ -42,7 +42,7 @@ class Written(NamedTuple):
 
 
 def is_asked(export: Export) -> bool:
-    """Return True where the profile asks for any file of spans."""
+    """Return True if the profile asks for any file of spans."""
     return export.chrome is not None or export.recording is not None
 
 

@@ -24,12 +24,12 @@ BUSY_S = 0.05
 """Seconds between two looks while the probes are being brought within their budget."""
 
 START_DELAY_S = 0.2
-"""Seconds from the first span to the start of the threads that wait for it. The service's next work then competes with
-no thread for Python's lock: while a thread gives that up to sleep, a signal may fail to wake it."""
+"""Seconds from the first span to the start of our threads. Until then the service's work competes with none of them for
+the GIL."""
 
 TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
-"""Memory for rows that is touched once, and again and again ahead of where threads write, shared among them, so that
-spans do not wait for pages: 50 ns each where that was measured, until a thread has been round its ring once."""
+"""Bytes of memory for rows that are touched at the start, and then ahead of the writing threads, in all. Spans then do
+not wait for page faults, 50 ns each, until a ring wraps."""
 
 START_LIMIT_S = 1.0
 """The longest that `stop` waits for threads that are just about to begin."""
@@ -39,8 +39,8 @@ class SessionThreads:
     """Begins the threads of a session and ends its own.
 
     `begin_gauges` starts the reading of gauges. `look` is the repeated work of the session's own thread, where
-    `is_needed()`. `sends()` is True where the session itself sends to a collector. `follow` is called once the threads
-    have begun, `announce` after that where they began with a span. `waits` is True where they begin with the first
+    `is_needed()`. `sends()` is True if the session itself sends to a collector. `follow` is called once the threads
+    have begun, `announce` after that where they began with a span. `waits` is True if they begin with the first
     recorded span.
     """
 
@@ -82,7 +82,7 @@ class SessionThreads:
 
     @property
     def has_met_span(self) -> bool:
-        """True where a first span, which the threads waited for, has begun."""
+        """True if a first span, which the threads waited for, has begun."""
         return self._begun is not None
 
     def stop(self, deadline: Deadline) -> None:

@@ -21,12 +21,12 @@ from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
 
 
 def is_of_everything(session: Session) -> bool:
-    """Return True where a loop began the session without a profile."""
+    """Return True if a loop began the session without a profile."""
     return session.profile.source == EVERYTHING.source
 
 
 def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
-    """Return a driver of torch.profiler for a loop; None where it is not wanted: a profile says what is recorded."""
+    """Return a driver of torch.profiler for a loop; None if it is not wanted: a profile says what is recorded."""
     if options.is_wanted is False or (options.is_wanted is None and not is_of_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"
@@ -38,7 +38,7 @@ _guests_lock = threading.RLock()
 
 
 def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | None) -> Session | None:
-    """Return the session to look at: the one that runs, else one that is begun here. None where `INSTRUMENT=off`."""
+    """Return the session to look at: the one that runs, else one that is begun here. None if `INSTRUMENT=off`."""
     if OFF:
         return None
     settings: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}

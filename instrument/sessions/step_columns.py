@@ -1,8 +1,8 @@
-"""The steps of a loop as spans of its window, in columns: below what was open all the while, above what was within.
+"""The steps of a loop as spans of its window, inserted between the spans around a step and the spans in it.
 
-A step is not opened like a scope, for the call that ends it may come in the middle of other spans. It is put among the
-spans of its thread afterwards, when all of them are known. A span that was open across the end of a step keeps its
-parent, and its part in each step reduces the self time of that step.
+A step is no scope, because the call that ends it may come within other spans. So steps are inserted afterwards, when
+all spans of the thread are known. A span that was open across the end of a step keeps its parent. Its part in each step
+reduces the self time of that step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The run of torch.profiler with each window of a loop, and the join of its records to the window's trace.
 
 It reports each operator of torch, its device work, its memory and its floating-point operations. It takes a microsecond
-or more for each operator. Where there is a GPU it waits for the device when a window ends, which nothing else of ours
+or more for each operator. If there is a GPU it waits for the device when a window ends, which nothing else of ours
 does: so it runs in loops whose author asked for a `Profiler`, never in a service. torch is never imported for it. Its
 errors are reported, and the window does without.
 
@@ -58,7 +58,7 @@ _start = attrgetter("start_ns")
 
 
 def is_operator_slice(span: Span) -> bool:
-    """Return True where a slice of torch.profiler is an operator, and no kernel, range or call of a driver."""
+    """Return True if a slice of torch.profiler is an operator, and no kernel, range or call of a driver."""
     return span.site.kind == "op" and "device" not in span.attributes
 
 
@@ -178,7 +178,7 @@ class _Operators:
 
 
 def _last_around(among: Sequence[Span], span: Span) -> Span | None:
-    """Return the span, of a sequence without overlaps, that contains a span; None where there is none."""
+    """Return the span, of a sequence without overlaps, that contains a span; None for none."""
     at = bisect_right(among, span.start_ns, key=_start) - 1
     return among[at] if at >= 0 and among[at].end_ns >= span.end_ns else None
 
@@ -201,7 +201,7 @@ def _set_device_times(trace: Trace, operators: list[Span]) -> None:
 
 
 def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
-    """Return the innermost of the spans that was open on each thread at each time, None where none was known."""
+    """Return the innermost of the spans that was open on each thread at each time, None if none was known."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
     from instrument.trace.self_times import innermost
@@ -229,7 +229,7 @@ LIMIT_S = 10.0
 """Seconds that torch.profiler runs in a window at most: each operator takes 1 KB, and at the end 20 us."""
 
 OPEN_LIMIT_S = 2.0
-"""Seconds that it runs in a window whose end no schedule says: nothing else bounds what it records."""
+"""Seconds for which it runs in a window without a scheduled end, which bounds its memory."""
 
 MARK = "instrument.clock"
 MARKS = 4
@@ -251,7 +251,7 @@ _operator_ns: dict[tuple[bool, bool], float] = {}
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """The options of torch.profiler. `is_wanted` None means True where this loop began the session without a profile.
+    """The options of torch.profiler. `is_wanted` None means True if this loop began the session without a profile.
 
     `record_shapes` adds floating-point operations. `profile_memory` adds allocations, and then only the thread that
     begins and ends the windows is recorded; without it every thread is. After `limit_s` torch.profiler ends before the
@@ -298,7 +298,7 @@ class TorchOptions:
 
 
 OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_s=LIMIT_S)
-"""Options for operators and kernels on every thread, for callers whose reports show no more."""
+"""Options for operators and kernels on every thread, without anything that the callers' reports do not show."""
 
 
 class TorchProfiler:
@@ -385,7 +385,7 @@ class TorchProfiler:
                     self._stop(f"it ran for {self._limit_s:g} s and was ended before the window was")
 
     def end(self) -> TorchRecord | None:
-        """End torch.profiler after its window. Return its record, None where there is none."""
+        """End torch.profiler after its window. Return its record, None for none."""
         with self._lock:
             if self._running is not None and not self._is_here():
                 self._say(
@@ -432,7 +432,7 @@ class TorchProfiler:
         )
 
     def _is_here(self) -> bool:
-        """Return True where torch.profiler can be ended on this thread."""
+        """Return True if torch.profiler can be ended on this thread."""
         return not self._is_bound or threading.get_ident() == self._thread_id
 
     def _watch(self, ours: Any) -> Callable[[], None]:
@@ -564,19 +564,19 @@ class TorchRecord:
 
 
 def is_there() -> bool:
-    """Return True where torch is imported, and not just being imported."""
+    """Return True if torch is imported, and not just being imported."""
     torch = sys.modules.get("torch")
     return hasattr(torch, "profiler") and hasattr(torch, "autograd")
 
 
 def _is_in_use() -> bool:
-    """Return True where the program has another torch.profiler running."""
+    """Return True if the program has another torch.profiler running."""
     autograd = sys.modules["torch"].autograd
     return bool(autograd._profiler_enabled() or getattr(autograd.profiler, "_is_profiler_enabled", False))
 
 
 def _trials_ns() -> int:
-    """Return the least time of a round of trials; 0 where the program intercepts every operator, and would see them."""
+    """Return the least time of a round of trials; 0 if the program intercepts every operator, and would see them."""
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return 0

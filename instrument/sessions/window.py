@@ -28,7 +28,7 @@ STEP = Site("step", "step", "instrument", "Profiler.step")
 """The site of every step; its attribute `step` is the number, `samples` how many it had."""
 
 STEPS_KEPT = 100_000
-"""The most steps of a window, or of a session, that are spans of its trace: the newest. A step takes 0.2 KB."""
+"""The most steps of a window or a session that become spans of its trace: the newest. A step takes 0.2 KB."""
 
 
 class Step(NamedTuple):
@@ -69,7 +69,7 @@ class Loop:
                 steps.append((order, step))
 
     def _gives_way(self, order: int, start_ns: int) -> bool:
-        """Return True where all steps that reach over a time are of loops that joined later; these are dropped then."""
+        """Return True if all steps that reach over a time are of loops that joined later; these are dropped then."""
         over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
         if any(step_order <= order for step_order, _ in over):
             return False
@@ -79,7 +79,7 @@ class Loop:
 
     @property
     def is_unused(self) -> bool:
-        """True where no loop has reported steps."""
+        """True if no loop has reported steps."""
         return not self._orders and not self._steps
 
     def leave(self, loop: object) -> None:
@@ -180,12 +180,12 @@ class Windows:
 
     @property
     def is_due(self) -> bool:
-        """True where the step under way is in a window that has not begun: `arm` would begin it."""
+        """True if the step under way is in a window that has not begun: `arm` would begin it."""
         return self._opened_ns is None and self.state in RECORDING
 
     @property
     def is_open(self) -> bool:
-        """True where a window has begun and not ended."""
+        """True if a window has begun and not ended."""
         return self._opened_ns is not None
 
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
@@ -249,11 +249,11 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time from which on none of its spans is missing; 0 where none is missing at all."""
+        """The time from which on none of its spans is missing; 0 if none is missing at all."""
         return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
 
     def has_begun_since(self, at_ns: int) -> bool:
-        """Return True where a span has begun in it after a time."""
+        """Return True if a span has begun in it after a time."""
         return self.snapshot.has_begun(at_ns, self.end_ns)
 
 

@@ -1,4 +1,4 @@
-"""The joined numbers of several processes: threads, streams and devices stay distinct, equal sites become one."""
+"""Renumbering for merged processes: threads, streams and devices stay distinct, equal sites become one."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class DistinctNumbers:
 
     def column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
         """Return the joined numbers of an owner's numbers."""
-        return _each(numbers, lambda number: self.number(number, owner))
+        return _renumbered(numbers, lambda number: self.number(number, owner))
 
     def owned(self, owner: Hashable) -> dict[int, int]:
         """Return the own numbers of an owner by their joined numbers."""
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
 
-def _each(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
+def _renumbered(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
     """Return the new number of each number. Calls `become` once per distinct number."""
     distinct, places = ranked(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
@@ -171,7 +171,7 @@ class Numbers:
 
     def devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the joined numbers of devices."""
-        return _each(numbers, lambda number: self.device(number, part))
+        return _renumbered(numbers, lambda number: self.device(number, part))
 
     def device(self, number: int, part: MergedFile) -> int:
         """Return the joined number of a device. A GPU with a known UUID has one number in all processes."""
@@ -234,9 +234,9 @@ def unmerged(saved: Saved) -> list[Saved]:
     return recordings
 
 
-def _own(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
+def _own_numbers_of(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
     """Return the own numbers of a process for merged numbers. An unknown number stays."""
-    return _each(numbers, lambda number: own_numbers.get(number, number))
+    return _renumbered(numbers, lambda number: own_numbers.get(number, number))
 
 
 def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
@@ -252,8 +252,8 @@ def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedPr
     root_id = np.where(has_root | (root == NONE), trace.root_id, trace.span_id[top] if len(trace) else trace.root_id)
     device = replace(
         columns.device,
-        device=_own(columns.device.device, process.devices),
-        stream=_own(columns.device.stream, process.streams),
+        device=_own_numbers_of(columns.device.device, process.devices),
+        stream=_own_numbers_of(columns.device.stream, process.streams),
         start_ns=columns.device.start_ns - moved_ns,
         end_ns=columns.device.end_ns - moved_ns,
     )
@@ -262,7 +262,7 @@ def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedPr
         span_id=columns.own_id,
         parent_id=_own_ids(trace, np.where(is_apart, 0, trace.parent_id)[rows], process),
         root_id=_own_ids(trace, root_id[rows], process),
-        thread_id=_own(columns.thread_id, process.threads),
+        thread_id=_own_numbers_of(columns.thread_id, process.threads),
         start_ns=columns.start_ns - moved_ns,
         end_ns=columns.end_ns - moved_ns,
         device=device,
@@ -272,7 +272,7 @@ def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedPr
 
 def _own_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
     rows = rows_of(trace.span_id, ids)
-    absent = _own(ids, process.absent)
+    absent = _own_numbers_of(ids, process.absent)
     return np.where(rows == NONE, absent, trace.own_id[rows]) if len(trace) else absent
 
 
@@ -330,8 +330,8 @@ def _facts(facts: Trace, number: int) -> Trace:
         **(
             moved_watched(
                 facts,
-                lambda numbers: _own(numbers, process.devices),
-                lambda numbers: _own(numbers, process.threads),
+                lambda numbers: _own_numbers_of(numbers, process.devices),
+                lambda numbers: _own_numbers_of(numbers, process.threads),
                 -moved_ns,
             )
             if process.is_watched

@@ -1,8 +1,8 @@
-"""Decisions: the requests of a run that are kept, and what becomes of the rows of all others.
+"""Decisions: the requests of a run that are kept, and the fate of all other rows.
 
-A request is decided about with its parts in other processes. A batch goes with the first request that is kept. The
-unsettled rows of all processes are one trace for that, with ids that are unique among them. All are of one machine, and
-so on one monotonic clock.
+A decision includes a request's parts in other processes. A batch is sent with the first kept request that it served.
+The unsettled rows of all processes are one trace for that, with ids that are unique among them. All are of one machine,
+and so on one monotonic clock.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class RememberedTraces:
         self._first_of_key: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     def is_kept(self, trace_id: int) -> bool:
-        """Return True where a part of this trace was kept."""
+        """Return True if a part of this trace was kept."""
         return trace_id in self._kept
 
     def keep_trace(self, trace_id: int) -> None:
@@ -260,7 +260,7 @@ class Decisions:
         self.found = self._with_traces(grafted_trace) if self.run else grafted_trace
         count = len(trace)
         self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
-        """The row of the root of each row's tree, `NONE` where it is not here."""
+        """The row of the root of each row's tree, `NONE` if that row is missing."""
         self.is_root = gathered.is_request_root
         self.out = np.zeros(count, np.bool_)
         """Rows that are sent."""

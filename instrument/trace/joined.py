@@ -447,7 +447,7 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     A move that would make parents cyclic falls back to the request as the parent, else to the original parent.
     """
     trace = with_facts(trace, joined.rows, joined.of, joined.keys)
-    moves = _moves(trace, joined)
+    moves = _rows_to_move(trace, joined)
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]
     parent[moves] = _hand_offs(trace, joined, moves)
@@ -477,19 +477,19 @@ def trace_id_of(run: str, key: str) -> int:
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
 
 
-def _moves(trace: Columns, joined: Joined) -> Int64s:
+def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
     """Return the topmost rows that serve a request outside of its tree."""
     of_parent = np.append(joined.of, NONE)[trace.parent]
     moves = (joined.of != NONE) & (of_parent != joined.of)
     moves[joined.rows] = False
-    moves[_around(trace, joined)] = False
+    moves[_rows_above_request(trace, joined)] = False
     # A span of the request's own tree stays, even if its parent was not kept.
     own_root = np.append(trace.root_id[joined.rows], 0)[joined.of]
     moves &= (trace.parent != NONE) | (trace.root_id != own_root)
     return np.flatnonzero(moves)
 
 
-def _around(trace: Columns, joined: Joined) -> Int64s:
+def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
     """Return the rows above a request that serve it. They cannot move below it."""
     rows_above = [np.zeros(0, dtype=np.int64)]
     places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]

@@ -187,7 +187,7 @@ class Turns(NamedTuple):
 def turns_of(trace: Columns, joined: Joined) -> Turns:
     """Return the known parts of each request, turn by turn."""
     work, batches = _work(trace, joined), _batches(trace, joined)
-    between, inner = _between(trace, joined, work, batches), _sub_requests(trace, joined)
+    between, inner = _times_between_batches(trace, joined, work, batches), _sub_requests(trace, joined)
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
     part_of_site = np.array(
         [NONE if name is None else names.setdefault(name, len(names)) for name in map(phase_of, trace.sites)] or [NONE],
@@ -232,7 +232,7 @@ def served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Interva
 
     The `row` of a time between is 0 for the queue, 1 for a stall, 2 for transport. Batches are in order of time."""
     batches = _batches(trace, joined)
-    return batches, _between(trace, joined, _work(trace, joined), batches, of_all_keys=False)
+    return batches, _times_between_batches(trace, joined, _work(trace, joined), batches, of_all_keys=False)
 
 
 def ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
@@ -354,7 +354,7 @@ def _batches(trace: Columns, joined: Joined) -> Intervals:
     return Intervals(*(column[order] for column in intervals))
 
 
-def _between(
+def _times_between_batches(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, *, of_all_keys: bool = True
 ) -> Intervals:
     """Return the times before and between the batches of each request: `row` is 0 for queue, 1 stall, 2 transport.

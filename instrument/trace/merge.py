@@ -77,7 +77,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     parts = [saved for group in groups for saved in group]
     boots = {saved.trace.origin.boot for saved in parts}
     if len(parts) == 1:
-        return _only(parts[0])
+        return _single_file(parts[0])
     clock = MONOTONIC if len(groups) == 1 or (len(boots) == 1 and "" not in boots) else WALL
     apart_ns = 0 if clock == MONOTONIC else _apart_ns(parts)
     if apart_ns is None and not by_wall_clock:
@@ -97,7 +97,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
         raise TraceError(f"cannot merge the files: {problem}") from problem
 
 
-def _only(saved: Saved) -> Merged:
+def _single_file(saved: Saved) -> Merged:
     """Return one file unchanged as the merged one."""
     part = MergedFile(saved, 0, 0, 0)
     part.row = np.arange(len(saved.trace.columns))
@@ -297,7 +297,7 @@ SAMPLES_KEPT = 20_000
 """The number of newest samples that `folded` keeps."""
 
 PATHS_KEPT = 16_384
-"""The number of call paths that keep a row of their own, as in one process. Later ones share a row per site."""
+"""The most call paths with a row of their own, as in one process. Further paths share a row per site."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"
@@ -325,7 +325,9 @@ def folded(files: Sequence[Saved]) -> Saved:
         threads={thread: name for thread, name in facts.threads.items() if thread in threads},
         losses=losses,
         # The original notes: a prefix per process would make them more and longer with each fold.
-        notes=_few(list(dict.fromkeys(note for file in files for note in file.trace.notes if note != MORE_NOTES))),
+        notes=_most_notes(
+            list(dict.fromkeys(note for file in files for note in file.trace.notes if note != MORE_NOTES))
+        ),
         held_from_ns=max(facts.held_from_ns, since_ns),
         samples=samples,
         gpus=[gpu for gpu in facts.gpus if gpu.device in devices],
@@ -336,7 +338,7 @@ def folded(files: Sequence[Saved]) -> Saved:
     return Saved(facts.with_columns(columns), _of_ended_threads(saved.counted()))
 
 
-def _few(notes: list[str]) -> list[str]:
+def _most_notes(notes: list[str]) -> list[str]:
     return notes if len(notes) <= NOTES_KEPT else [*notes[:NOTES_KEPT], MORE_NOTES]
 
 

@@ -51,7 +51,8 @@ from instrument.trace.watched import (
 )
 
 FORMAT = 6
-"""The version of the key. Up to version 5 kernels and allocations were lists; in 4 a tally had no waiting times."""
+"""The version of the metadata. Versions up to 5 had kernels and allocations as lists; version 4 had no waiting times in
+its tally."""
 
 READ = (4, 5, 6)
 """The versions that `Metadata` reads."""

@@ -1,4 +1,4 @@
-"""A recording in memory as a trace, of the own process or another one, for windows, reports, files and viewers."""
+"""Conversion of a recording in memory, of this process or another one, into a trace."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     appears = np.minimum.reduceat(per_name.begin[order], first)
     named_of = np.repeat(np.arange(len(per_name.first)), np.diff(per_name.first, append=len(series.first)))
     longest = per_name.longest[chosen]
-    lead, counts = _leads(parts, named_of, chosen, longest)
+    lead, counts = _leading_batches(parts, named_of, chosen, longest)
     begins = np.cumsum(counts) - counts
     ends = parts.end_ns[lead]
     of_series = kind_of_named[named_of]
@@ -240,7 +240,7 @@ def _spread(firsts: Int64s, counts: Int64s) -> Int64s:
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts))
 
 
-def _leads(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
+def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
     """Return the leading batches of steps by request and kind, and their number for each request and kind.
 
     Threads that run equally many batches of a name at once are workers of the same steps. Others take turns.

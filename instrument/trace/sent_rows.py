@@ -1,4 +1,4 @@
-"""The rows that are sent: with their ids, callers and links, as a collector gets them, and the stages of requests."""
+"""The rows to send, with the ids, callers and links for a collector, and the stages of requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from instrument.trace.unsettled import PASSED
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
-"""The bits of a stage's place in the number of its span. The number also has that of its request, and is signed, so no
-recorder and no device interval has it."""
+"""The number of bits for the place of a stage in its span's number. The other bits are the request's number. The number
+is negative, so no recorded span or device interval has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Settling: the requests that have come due are joined, decided about, and released, with all that served them.
+"""Settling: due requests are joined with the batches that served them, kept or dropped, and released.
 
-A request comes due a decision wait after its end. By then all processes of its run have been read to that end. Its
-rows, the rows that bear its keys and the batches that served it are one columnar trace. The functions that join files
-join it: `join`, `grafted` and `stages`. Each row is settled once.
+A request comes due a decision wait after its end. By then the rows of all processes up to its end have been read. Its
+rows, the rows with its keys and the batches that served it become one columnar trace. The functions for files join it:
+`join`, `grafted` and `stages`. Each row is settled once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_CONTEXT = 4_000
 process with keys remain longer."""
 
 MOST_AT_ONCE = 6_000
-"""Rows that are settled in one round at most, which bounds its memory. The oldest come first."""
+"""The most rows settled in one round, the oldest first. It bounds the memory of a round."""
 
 
 class Settling:
@@ -38,9 +38,9 @@ class Settling:
         self._kinds = StepKinds()
         self._remembered = RememberedTraces()
         self.settled_ns = 0
-        """Requests that had ended by then have been settled, but those that waited for others."""
+        """Requests that ended before this time are settled, except those that wait for others."""
         self.has_more = False
-        """True where more had come due than was settled in the last round."""
+        """True if the last round left due requests unsettled."""
 
     def settle(
         self, now_ns: int, *, at_once: bool = False, is_last: bool = False, asks_queues: bool = False
@@ -107,7 +107,7 @@ def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_l
     for number, member in enumerate(decisions.members):
         rows = np.flatnonzero((gathered.member == number) & (gathered.place != NONE))
         member.passed += int(np.count_nonzero(dropped[rows] & (gathered.state[rows] != PASSED)))
-        member.lingers = member.packed > 0 or _lingers(decisions, number)
+        member.lingers = member.packed > 0 or _has_undecided_rows(decisions, number)
         is_context = (settled[rows] & ~recent[rows]) | (gathered.state[rows] == SETTLED)
         stays = is_context & says_keys[rows] & (not is_last)
         old = np.flatnonzero(stays & ~needed[rows] & (trace.end_ns[rows] <= horizon_ns - CONTEXT_NS))
@@ -138,8 +138,8 @@ def _stay_recent(decisions: Decisions, units: set[int]) -> Bools:
     )
 
 
-def _lingers(decisions: Decisions, number: int) -> bool:
-    """Return True where rows of a process wait that will still be decided about."""
+def _has_undecided_rows(decisions: Decisions, number: int) -> bool:
+    """Return True if rows of a process wait that will still be decided about."""
     gathered, unit = decisions.gathered, decisions.unit
     waits = (gathered.member == number) & decisions.is_undecided & (gathered.state == WAITING)
     is_open = np.append(gathered.state == OPEN, True)[unit]

@@ -35,13 +35,13 @@ from instrument.trace.request_steps import Parts, StepKinds, Steps, last_of_firs
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
-"""The names of the same stages in a request for which no model generates an answer."""
+"""The names of prefill and decode in a request without a generating model."""
 
 STALLED_BY = "instrument.stalled_by"
 """The attribute of a stall: the name of the batches that took most of it, if there were any."""
 
 STEPS = "instrument.decode.steps"
-"""The attribute of a decode: the number of its steps, each of one or several tokens."""
+"""The attribute of a decode span with its number of steps, each of one or more tokens."""
 
 LATER_STEPS = "instrument.later_batches.steps"
 """The attribute of later batches: the number of their steps."""
@@ -107,7 +107,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     queues = _queues(between)
     unserved = np.setdiff1d(np.array(list(queues), dtype=np.int64), batches.request)
     unserved = unserved[~trace.clipped[joined.rows[unserved]]]
-    generating = _generating(trace, joined)
+    generating = _generation_places(trace, joined)
     given_up = [Stages(place, queues[place], None, None, 0, (), place in generating) for place in unserved.tolist()]
     if not len(batches.request):
         return given_up
@@ -154,7 +154,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     return result
 
 
-def _generating(trace: Columns, joined: Joined) -> set[int]:
+def _generation_places(trace: Columns, joined: Joined) -> set[int]:
     """Return the places of requests that are generations by a rule or by an attribute of the service."""
     rows = [trace.attributes.having(name) for name in GENERATION]
     rows.append(np.flatnonzero(trace.of_sites([says_generation(dict(site.attributes)) for site in trace.sites])))

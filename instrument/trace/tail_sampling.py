@@ -1,6 +1,6 @@
 """Tail sampling: the decision, when a request has ended, to keep or to drop its spans.
 
-A request is kept when it is sampled, slow, failed, or bears the attributes that the profile's `capture` asks for.
+A request is kept if it is sampled, slow or failed, or has the attributes in the profile's `capture.where`.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ class TailSampler:
         )
 
     def is_allowed(self, end_ns: int) -> bool:
-        """Take one of the requests that `capture.limit` allows at a time; False where none is left."""
+        """Take one of the requests that `capture.limit` allows at a time; False if none is left."""
         return self._allowance.take(end_ns)
 
     def is_early(self, request: EndedRequest) -> bool:
-        """Return True where the usual time of its endpoint is not known yet."""
+        """Return True if the usual time of its endpoint is not known yet."""
         return self._usual.is_early(request)
 
 
 def _holds(condition: Where, request: EndedRequest) -> bool:
-    """Return True where a condition holds for the request's attributes, or else for its site's."""
+    """Return True if a condition holds for the request's attributes, or else for its site's."""
     value = request.attributes.get(condition.attribute)
     if value is None:
         value = dict(request.site.attributes).get(condition.attribute)

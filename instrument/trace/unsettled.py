@@ -1,8 +1,8 @@
-"""Unsettled rows: what one recording has, and nobody has decided about yet, as columns.
+"""Unsettled rows: the read rows of one recording without a decision, as columns.
 
-Rows come as they are read, of requests and of what may serve them in other processes. They go when their requests are
-settled. Rows with keys stay for a while after that, so that what comes late finds its request. Rows that nothing asks
-for before their time are packed until then.
+They are rows of requests, and of spans that may serve requests of other processes. They are removed when their requests
+are settled. Rows with keys stay longer, so that late rows find their request. Rows that are not needed before are
+packed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ MOST_ROWS = 200_000
 """Rows of a recording that wait; beyond them the rows of the requests that are open longest are dropped."""
 
 LEAST_PACKED = 500
-"""Rows of one thread from which on they are packed. They then take 3 to 8 bytes each, not 73, and a quarter of a
-microsecond."""
+"""The least rows of a thread that are packed, to 3 to 8 bytes a row instead of 73, at 0.25 us a row."""
 
 MOST_ROOTS = 10_000
 """Requests whose decision is remembered; the oldest are forgotten."""
@@ -46,7 +45,7 @@ earlier reader that may have settled it."""
 _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
 
 Details = Mapping[int, tuple[int, bytes]]
-"""The active time, -1 for all of it, and the text of each span that has more than its row says."""
+"""The active time, -1 for the whole span, and the text of each span with details, by span id."""
 
 
 class ProcessIds(Protocol):
@@ -133,7 +132,7 @@ class UnsettledRows:
         self.read_ns = 0
         """The time up to which the recording has been read."""
         self.is_over = False
-        """True where its process has ended and all of it has been read."""
+        """True if its process has ended and all of it has been read."""
         self.counts: Counter[str] = Counter()
         self.passed = 0
         """Rows that were dropped because no decision kept them."""
@@ -141,11 +140,11 @@ class UnsettledRows:
         """The roots of requests that waited for the usual time of their endpoint."""
         self.has_keys = False
         self.lingers = False
-        """True where rows wait that will still be decided about."""
+        """True if rows wait that will still be decided about."""
         self.adopted = 0
         """Rows that an earlier reader had read and not settled."""
         self.adopted_until_ns = 0
-        """The time up to which that one had settled requests."""
+        """The time up to which the earlier reader had settled requests."""
         self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Details that wait for their rows."""
         self._early_bytes = 0
@@ -160,7 +159,7 @@ class UnsettledRows:
         self.state[theirs] = SETTLED
 
     def has(self, span_id: int) -> bool:
-        """Return True where the row of a span waits."""
+        """Return True if the row of a span waits."""
         self.unpack()
         return bool(((self.rows["span_id"] == span_id) & (self.state == WAITING)).any())
 
@@ -394,15 +393,15 @@ def _have_details(rows: NDArray[np.void]) -> NDArray[np.bool_]:
 
 def _parsed(active_ns: int, text: bytes) -> RowDetail:
     active_ns, error, attributes = detail_of(active_ns, facts_in(text))
-    return RowDetail(active_ns, error, *_apart(attributes))
+    return RowDetail(active_ns, error, *_split_remote(attributes))
 
 
 def detail_of_open(span: OpenSpan) -> RowDetail:
     """Return the attributes and the caller's span of a span that is open."""
-    return RowDetail(-1, None, *_apart(span.attributes))
+    return RowDetail(-1, None, *_split_remote(span.attributes))
 
 
-def _apart(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
+def _split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
     """Return attributes without the caller's span, and that."""
     if REMOTE not in attributes:
         return attributes, None

@@ -1,4 +1,4 @@
-"""The kernels and allocations that torch.profiler saw, as columns of a file.
+"""The kernels and allocations in torch.profiler's record, as columns of a file.
 
 Both are in the order of time, so their times are stored as steps. Thread ids are stored once in a table.
 """
@@ -114,7 +114,7 @@ INT64 = np.iinfo(np.int64)
 
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
-"""The fields of an allocation that differ from one to the next, and those that change little."""
+"""The fields of an allocation that change with almost every one."""
 
 
 def moved_watched(

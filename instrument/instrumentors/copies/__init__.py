@@ -40,7 +40,7 @@ class Copies(Transfers):
         return {rule.text: rule for rule in self.rules} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:
-        """Return True where a rule asks for copies of a module."""
+        """Return True if a rule asks for copies of a module."""
         return module_name in self._adapters
 
     def imported(self, module: ModuleType) -> bool:

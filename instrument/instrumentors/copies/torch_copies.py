@@ -88,7 +88,7 @@ def _where(args: Any, kwargs: Any) -> Any:
 
 
 def device_direction(source: Any, target: Any) -> str | None:
-    """Return the direction between two torch devices; None where one of them has no data."""
+    """Return the direction between two torch devices; None if one of them has no data."""
     if "meta" in (source.type, target.type):
         return None
     return direction_between(*(None if device.type == "cpu" else device for device in (source, target)))

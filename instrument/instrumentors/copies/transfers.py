@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
 
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
-"""A reader of the transfer of a call, from its result, its positional and its named arguments. None means no copy."""
+"""A call that returns the transfer that a call made, from its result and arguments. None means no copy."""
 
 
 NOWHERE = object()

@@ -94,7 +94,7 @@ class Exchanges:
         self._rule = rule
         self.recorder = recorder
         self.endpoints = Endpoints(rule, recorder)
-        """The endpoints of requests without an address, or with one beyond `ADDRESSES_KNOWN`."""
+        """The endpoints for requests without an address, or beyond `ADDRESSES_KNOWN` addresses."""
         self.is_on = True
         self.ignores = bool(rule.ignore)
         self._exact = frozenset(path for path in rule.ignore if not path.endswith("*"))

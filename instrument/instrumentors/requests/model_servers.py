@@ -298,7 +298,7 @@ def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
+def _muted(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
     """Return an `Attach` that turns off recording in a process that makes an object of a class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -345,8 +345,8 @@ async def _sent(_: Any) -> None:
 RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
     "ray.serve._private.replica": _ray_replica,
     "ray.serve.batching": _ray_batching,
-    "ray.serve._private.proxy": _silent("GenericProxy"),  # the actor itself is sent to its process by value
-    "ray.dashboard.modules.reporter.reporter_agent": _silent("ReporterAgent"),
-    "ray.dashboard.http_server_head": _silent("HttpServerDashboardHead"),
-    "ray.dashboard.subprocesses.module": _silent("SubprocessModule"),  # the dashboard asks each twice a second
+    "ray.serve._private.proxy": _muted("GenericProxy"),  # the actor itself is sent to its process by value
+    "ray.dashboard.modules.reporter.reporter_agent": _muted("ReporterAgent"),
+    "ray.dashboard.http_server_head": _muted("HttpServerDashboardHead"),
+    "ray.dashboard.subprocesses.module": _muted("SubprocessModule"),  # the dashboard asks each twice a second
 }

@@ -31,7 +31,7 @@ def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
     return kind(inner, exchanges)  # proxies of earlier rules are left out
 
 
-def _passed(class_name: str, method: str, kind: Any) -> Attach:
+def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
     """Return the `Attach` of a server that passes the app to a method per request. Its cached proxy saves 0.5 us."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -76,7 +76,7 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
     return attach
 
 
-def _together(*ways: Attach) -> Attach:
+def _attach_to_module(*ways: Attach) -> Attach:
     """Return the `Attach` of a module that calls the app in several functions."""
     return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
 
@@ -139,16 +139,16 @@ def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 ASGI: Mapping[str, Attach] = {
-    "uvicorn.protocols.http.h11_impl": _passed("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
-    "uvicorn.protocols.http.httptools_impl": _passed("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+    "uvicorn.protocols.http.h11_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+    "uvicorn.protocols.http.httptools_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.websockets_impl": _kept("WebSocketProtocol", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.websockets_sansio_impl": _kept("WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.wsproto_impl": _kept("WSProtocol", "run_asgi", asgi.AsgiApp),
-    "hypercorn.app_wrappers": _together(
+    "hypercorn.app_wrappers": _attach_to_module(
         _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
     ),
     "granian.asgi": _given("_callback_wrapper", 0, asgi.AsgiApp),
-    "gunicorn.asgi.protocol": _together(
+    "gunicorn.asgi.protocol": _attach_to_module(
         _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
         _kept("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
         _kept("ASGIProtocol", "_handle_websocket", asgi.AsgiApp),
@@ -157,7 +157,7 @@ ASGI: Mapping[str, Attach] = {
 WSGI: Mapping[str, Attach] = {
     "gunicorn.workers.base": _gunicorn,
     "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
-    "wsgiref.handlers": _passed("BaseHandler", "run", wsgi.WsgiApp),
+    "wsgiref.handlers": _attach_to_method("BaseHandler", "run", wsgi.WsgiApp),
     "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
     "granian.wsgi": _given("_callback_wrapper", 0, wsgi.WsgiApp),
     "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),

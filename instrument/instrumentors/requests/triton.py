@@ -32,7 +32,7 @@ FINAL = 1
 
 
 DROPPED = "dropped"
-"""The outcome of a request whose response sender went away before it had sent a final response."""
+"""The outcome of a request whose response sender was deleted before its final response."""
 
 
 NONE = (None, None)

@@ -111,7 +111,7 @@ NAMED = {
     "client.address": "REMOTE_ADDR",
     "user_agent.original": "HTTP_USER_AGENT",
 }
-"""The variables of a request's environment, by attributes."""
+"""The variable of a request's environment for each attribute."""
 
 
 def _headers(environ: dict[str, Any]) -> dict[bytes, bytes]:

@@ -55,13 +55,13 @@ def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
         return profile, {}
     preset = Document(text_of(value.text), name=path_of(value.text), environ=profile.document.environ)
     preset_texts: dict[str, str] = {}
-    return _merged(profile, _placed(preset.read(lambda node: node), key), preset_texts), preset_texts
+    return _merged(profile, _at_preset(preset.read(lambda node: node), key), preset_texts), preset_texts
 
 
-def _placed(node: YamlNode, at: YamlNode) -> YamlNode:
+def _at_preset(node: YamlNode, at: YamlNode) -> YamlNode:
     """Return a node of a preset with the place at which the profile names the preset, for messages."""
-    items = tuple(_placed(item, at) for item in node.items)
-    pairs = {name: (_placed(key, at), _placed(value, at)) for name, (key, value) in node.pairs.items()}
+    items = tuple(_at_preset(item, at) for item in node.items)
+    pairs = {name: (_at_preset(key, at), _at_preset(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
 
 

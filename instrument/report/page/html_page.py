@@ -70,7 +70,7 @@ MOST_COLUMNS = 160
 """The most columns of a text in a table."""
 
 MOST_TABLES = 20
-"""The most tables of one view, such as those of functions in `ops`. The rest is only counted."""
+"""The most tables of one view, such as those of functions in `ops`. Further ones are only counted."""
 
 ON_PAGE = (
     "requests", "batches", "neighbours", "events", "phases", "overview", "classes", "ops", "instances", "operators",

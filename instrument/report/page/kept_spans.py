@@ -112,7 +112,7 @@ class KeptSpans:
         order = np.lexsort((trace.span_id[kept_rows], -trace.end_ns[kept_rows], trace.start_ns[kept_rows]))
         self.rows: Int64s = kept_rows[order]
         self.number_of = places_of(self.rows, len(trace))
-        """The place in the page of the span in each row of the trace; the last one is for `NONE`."""
+        """The place in the page of each row's span. The last entry is for `NONE`."""
 
     def _first_place(self, request: str | None) -> int | None:
         if request is None:

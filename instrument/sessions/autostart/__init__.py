@@ -1,4 +1,4 @@
-"""The folder that `instrument run` puts on PYTHONPATH, so that each interpreter begins its session by itself."""
+"""The folder that `instrument run` puts on PYTHONPATH. Its `sitecustomize` starts a session in each interpreter."""
 
 from __future__ import annotations
 

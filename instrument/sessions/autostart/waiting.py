@@ -31,7 +31,7 @@ def begin() -> None:
     global _waiting
     if _is_helper():
         return
-    packages = _awaited()
+    packages = _awaited_packages()
     if _is_first() or packages is None or not packages.isdisjoint(sys.modules):
         _start()
     else:
@@ -48,7 +48,7 @@ def begin_now() -> None:
 
 
 def awaited_value(profile: str, packages: Collection[str]) -> str:
-    """The value of the variable: what is awaited where the profile is as it is now."""
+    """Return the value of the variable: the state of the profile's file, and the awaited packages."""
     return " ".join([_state_of(profile), *sorted(packages)])
 
 
@@ -60,14 +60,14 @@ def _state_of(profile: str) -> str:
     return f"{facts.st_mtime_ns}:{facts.st_size}"
 
 
-def _awaited() -> frozenset[str] | None:
-    """Return the packages to wait for. None where none are named for the profile as it is now."""
+def _awaited_packages() -> frozenset[str] | None:
+    """Return the packages to wait for. None if none are named for the profile as it is now."""
     state, *packages = os.environ.get(VARIABLE, "").split() or [""]
     return frozenset(packages) if state == _state_of(os.environ["INSTRUMENT_PROFILE"]) else None
 
 
 def _is_first() -> bool:
-    """Return True where no process of the run was here before. The command that a run begins with may be a shell."""
+    """Return True if no process of the run was here before. The command that a run begins with may be a shell."""
     is_first = os.environ.get("INSTRUMENT_RUN_PID") == str(os.getpid())
     folder = os.path.dirname(os.environ.get("INSTRUMENT_AGENT", ""))  # noqa: PTH120 - as above
     if os.path.basename(folder) != os.environ.get("INSTRUMENT_RUN", ""):  # noqa: PTH119 - as above
@@ -80,7 +80,7 @@ def _is_first() -> bool:
 
 
 def _is_helper() -> bool:
-    """Return True where the interpreter runs no code of the service.
+    """Return True if the interpreter runs no code of the service.
 
     It cleans up after multiprocessing's processes, or runs our own command. Within a run, `instrument run` begins
     another one, whose agent is no process of the service.
