@@ -17,7 +17,7 @@ from instrument.otlp.metrics import DELAY_NS
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Ended, Meter
-from instrument.recording.distributions import Snapshot
+from instrument.recording.distributions import UPDOWN, Metric, Snapshot
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState
 from instrument.recording.mapped import Mapped
 from instrument.recording.rows import Row, is_request_root
@@ -39,7 +39,7 @@ RELEASE_S = 0.5
 """Seconds; the longest wait for a request of metrics that is being sent as another exporter takes over."""
 
 
-_GROUPS: dict[tuple[str, str], set[str]] = {}
+GROUPS: dict[tuple[str, str], set[str]] = {}
 """The groups of requests by service and attribute. All processes of a service share them."""
 
 
@@ -111,7 +111,7 @@ class Metering:
         self._facts = facts
         self._meter.generations = facts.metered.routes
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
-        self._meter.groups = _GROUPS.setdefault((self._service, facts.metered.by), set())
+        self._meter.groups = GROUPS.setdefault((self._service, facts.metered.by), set())
         self._meter.watches = facts.metered.watches
         if rows := self._reader.watched(goes_on=facts.metered.watches):
             self._meter.count_parts(rows, facts.metered.streams)
@@ -190,13 +190,17 @@ class Metering:
         facts = self._facts.metered
         if not (facts.asks and self._has_recorded()):
             return None
-        return self._meter.snapshot(
+        snapshot = self._meter.snapshot(
             requests=facts.requests,
             marks=facts.calls,
             losses=facts.losses,
             costs_ns=facts.costs_ns,
             queued=facts.queued,
         )
+        used_bytes = 0 if self._meter.has_ended else self._mapped.memory_bytes
+        about = "Memory that the recordings of living processes take."
+        memory = Metric("instrument.recording.memory", "By", UPDOWN, about, {(): used_bytes})
+        return replace(snapshot, metrics=(*snapshot.metrics, memory))
 
     def metered(self) -> Metered | None:
         """Return the present metrics for a scrape. The collector gets nothing of them."""

@@ -133,6 +133,11 @@ class Mapped:
             os.close(self._fd)
         self._fd = -1
 
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes of memory that the recording takes by now, those that it may take where it has no file."""
+        return self.header.size_bytes if self._fd < 0 else os.fstat(self._fd).st_blocks * 512
+
     # ---------------------------------------------------------------- bytes
 
     def _bytes(self, offset: int, count: int) -> bytes:

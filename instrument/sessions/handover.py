@@ -67,8 +67,10 @@ class OwnExport:
         """Prepare to read this recording, from the row at which its last exporter stopped. Raises `OSError`."""
         if self._exported is not None or self.is_over:
             return
+        from instrument.otlp.metering import GROUPS
         from instrument.otlp.recording_export import ExportedRun, RecordingExport
 
+        GROUPS.clear()  # those of the session before
         self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends, facts=self._facts)
         self._run = ExportedRun({0: self._exported})
 

@@ -14,7 +14,7 @@ from instrument.instrumentors.verdict import marks_of, report_to_check
 from instrument.profile.model import Capture, FunctionRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
-from instrument.recording.spans import Gpu
+from instrument.recording.spans import BLOCKED_LOOP, Gpu
 from instrument.runtime import environment, process_context
 from instrument.runtime.cheap_start import LazyModule, asdict, replace
 from instrument.runtime.environment import CHECK_FOLDER
@@ -80,7 +80,9 @@ class PublishedFacts:
         if exporter is not None or self.is_metered_elsewhere:
             capture, spans_per_request = profile.capture, profile.limits.spans_per_request
             if exporter is None and capture.to is None:
-                capture, spans_per_request = Capture(sample=0.0, errors=False), 1
+                capture = Capture(sample=0.0, errors=False)
+                if not any(rule.key or rule.batch for rule in profile.functions):
+                    spans_per_request = 1  # no metric needs the spans of a request
             resource = {} if exporter is None else exporter.resource()
             facts["export"] = export_facts.facts_as_json(
                 recorded.ids(), resource, capture, spans_per_request, self._metered_facts()
@@ -194,6 +196,8 @@ class PublishedFacts:
 
     def _publish_books(self, books: MeteredFacts) -> None:
         calls, streams = self._marks(lambda rule: rule.metrics), self._marks(lambda rule: rule.gen_ai)
+        if self._recorded.profile.requests:
+            calls = (*calls, meter.mark_of(BLOCKED_LOOP))
         before, self._books = self._books, replace(books, calls=calls, streams=streams)
         if self._books != before:
             self.publish()
