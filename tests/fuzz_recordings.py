@@ -103,7 +103,7 @@ def look_at_all(fd: int) -> None:
     """Read everything that there is in a recording. Raises `TraceError` for one that is refused."""
     mapped = Mapped(fd)
     try:
-        assert mapped.header.size_bytes >= 0
+        assert mapped.header.memory_bytes >= 0
         mapped.open_spans()
         mapped.sites()
         with contextlib.suppress(TraceError):

@@ -391,7 +391,7 @@ def test_recover_leaves_what_processes_of_other_containers_record_alone(
 
 
 def test_the_manifest_has_both_forms_and_names_what_there_is() -> None:
-    text = (Path(__file__).parent.parent / "examples/kubernetes.yaml").read_text()
+    text = (Path(__file__).parent.parent / "examples/kubernetes/service.yaml").read_text()
     manifests = [one for one in yaml.safe_load_all(text) if one]
     assert [one["kind"] for one in manifests] == ["Deployment", "Deployment"]
     assert run_folder.VARIABLE in text

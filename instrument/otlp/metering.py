@@ -197,7 +197,7 @@ class Metering:
             costs_ns=facts.costs_ns,
             queued=facts.queued,
         )
-        used_bytes = 0 if self._meter.has_ended else self._mapped.memory_bytes
+        used_bytes = 0 if self._meter.has_ended else self._mapped.header.memory_bytes
         about = "Memory that the recordings of living processes take."
         memory = Metric("instrument.recording.memory", "By", UPDOWN, about, {(): used_bytes})
         return replace(snapshot, metrics=(*snapshot.metrics, memory))

@@ -133,11 +133,6 @@ class Mapped:
             os.close(self._fd)
         self._fd = -1
 
-    @property
-    def memory_bytes(self) -> int:
-        """Return the bytes of memory that the recording takes by now, those that it may take where it has no file."""
-        return self.header.size_bytes if self._fd < 0 else os.fstat(self._fd).st_blocks * 512
-
     # ---------------------------------------------------------------- bytes
 
     def _bytes(self, offset: int, count: int) -> bytes:
@@ -222,7 +217,7 @@ class Mapped:
             generation=int(head["generation"]),
             monotonic_ns=int(head["monotonic_ns"]),
             realtime_ns=int(head["realtime_ns"]),
-            size_bytes=int(head["size_bytes"]),
+            memory_bytes=int(head["size_bytes"]) if self._fd < 0 else os.fstat(self._fd).st_blocks * 512,
             facts=self._text(),
         )
 

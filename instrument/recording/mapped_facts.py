@@ -37,7 +37,7 @@ class Header(NamedTuple):
     generation: int
     monotonic_ns: int
     realtime_ns: int
-    size_bytes: int
+    memory_bytes: int
     facts: Mapping[str, Any]
 
     @property
