@@ -344,7 +344,7 @@ LINES_AND_FILES = {
     "compat": (1_181, 6),
     "device": (3_717, 11),
     "docs": (0, 0),
-    "fleet": (133, 1),
+    "fleet": (137, 1),
     "instrumentors": (11_229, 42),
     "native": (9_183, 28),
     "otlp": (4_955, 19),
@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "report": (14_748, 50),
     "runtime": (2_689, 18),
     "sessions": (6_827, 25),
-    "trace": (10_276, 36),
+    "trace": (10_288, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -104,7 +104,7 @@ def test_every_file_has_the_schema_of_the_definition_whatever_its_trace_has(name
     document = json.loads((Path(dataset_files.__file__).parent / "dataset.json").read_text("utf-8"))
     assert document["version"] == 1
     files = list(folder.rglob("*.parquet"))
-    assert files
+    assert {path.relative_to(folder).parts[0] for path in files} == set(TABLES)
     for path in files:
         columns = document["process"] | document["tables"][path.relative_to(folder).parts[0]]["columns"]
         expected = pyarrow.schema([(column, arrow_type(kind)) for column, (kind, _) in columns.items()])
@@ -299,6 +299,24 @@ def test_engines_read_the_same_rows_and_the_folders_as_text(tmp_path: Path) -> N
     found = polars.scan_parquet(f"{folder}/requests/*/*/*/*.parquet", hive_partitioning=True)
     frame = found.select(polars.len(), polars.col("queue_ns").sum()).collect()
     assert frame.row(0) == expected
+
+
+def test_the_questions_of_the_examples_are_answered(tmp_path: Path) -> None:
+    """By DuckDB. `tests/bench/fleet.py` has all engines answer, and compares each answer with the report."""
+    folder = written(tmp_path, [simulated()])
+    text = (Path(__file__).parent.parent / "examples" / "fleet" / "duckdb.sql").read_text("utf-8")
+    with duckdb.connect() as connection:
+        statements = text.replace("'dataset/", f"'{folder}/").strip().removesuffix(";").split(";\n")
+        answers = [connection.execute(statement).fetchall() for statement in statements][2:]
+    requests = rows_of(folder, "requests").to_pylist()
+    assert sum(row[2] for row in answers[0]) == sum(row["is_complete"] for row in requests)
+    assert sum(row[2] for row in answers[1]) == sum(row["device_ns"] for row in requests)
+    assert answers[3][0][2] == max(row["duration_ns"] for row in requests)
+    assert sum(row[1] for row in answers[2]) > 0
+    assert len(answers[4]) > 3
+    assert fleet.changes([], []).num_rows == 0
+    assert fleet.spark_schema("explanations").startswith("run string, service_version string, trace_id binary")
+    assert fleet.in_spark(fleet.requests)(rows_of(folder, "spans")).schema.field("span_id").type == pyarrow.binary()
 
 
 def test_merged_files_make_the_rows_of_their_parts(tmp_path: Path) -> None:

@@ -56,17 +56,20 @@ def spark_schema(table: str) -> str:
     return ", ".join(f"{name} {of(kind)}" for name, kind in _columns(table).items())
 
 
-def in_spark(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function for Spark, whose type of bytes has no length."""
+def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
+    """Return a function for Spark's `applyInArrow`: of one table, or of the two of a cogroup.
+
+    Spark counts the arguments, and its type of bytes has no length.
+    """
     arrow = pyarrow()
 
-    def with_plain_bytes(*tables: Any) -> Any:
-        result = function(*tables)
+    def plain(result: Any) -> Any:
         is_fixed = arrow.types.is_fixed_size_binary
         types = [(field.name, arrow.binary() if is_fixed(field.type) else field.type) for field in result.schema]
         return result.cast(arrow.schema(types))
 
-    return with_plain_bytes
+    of_one, of_two = (lambda table: plain(function(table))), (lambda first, second: plain(function(first, second)))
+    return of_one if tables == 1 else of_two
 
 
 def _rows(**tables: Any) -> DatasetRows:
@@ -117,10 +120,11 @@ def explanations(spans: Any, most: int = 10) -> Any:
 def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
     """Return the changes of call paths between two versions, as `instrument compare` finds them.
 
-    Each side has the spans of one run or of several. Several runs show how far equal runs differ.
+    Each side has the spans of one run or of several. Several runs show how far equal runs differ. A side without a run
+    has no changes.
     """
     sides = [[recording(spans) for spans in side] for side in (before, after)]
-    rows = compare(sides[0], sides[1], Options()).changes
+    rows = compare(sides[0], sides[1], Options()).changes if all(sides) else ()
     return _result("changes", {name: [getattr(row, name) for row in rows] for name in RESULTS["changes"]})
 
 

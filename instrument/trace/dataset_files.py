@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from instrument.errors import TraceError
-from instrument.trace.dataset import pyarrow, schema
+from instrument.trace.dataset import definition, pyarrow, schema
 from instrument.trace.text import clean
 
 FILE_BYTES = 128 << 20
@@ -117,22 +117,34 @@ class DatasetWriter:
         self._open: dict[str, _OpenFile] = {}
         self._closed: list[_OpenFile] = []
         self._counts: dict[str, int] = {}
+        self._tables: set[str] = set()
+        self._last_folder = ""
 
     def write(self, table: str, rows: Any) -> None:
         """Write the rows of a table, each to the file of its service and hour."""
         for folder, some in _by_folder(rows):
-            place = f"{table}/{folder}"
-            file = self._open.get(place)
-            if file is None:
-                number = self._counts[place] = self._counts.get(place, -1) + 1
-                file = self._open[place] = _OpenFile(self._folder, table, f"{place}/{self._name}-{number}.parquet")
-            if file.write(some) >= self._file_bytes:
-                self._open.pop(place)
-                self._closed.append(file)
-                file.close()
+            self._last_folder = folder
+            self._write(table, folder, some)
+
+    def _write(self, table: str, folder: str, rows: Any) -> None:
+        place = f"{table}/{folder}"
+        file = self._open.get(place)
+        if file is None:
+            number = self._counts[place] = self._counts.get(place, -1) + 1
+            self._tables.add(table)
+            file = self._open[place] = _OpenFile(self._folder, table, f"{place}/{self._name}-{number}.parquet")
+        if file.write(rows) >= self._file_bytes:
+            self._open.pop(place)
+            self._closed.append(file)
+            file.close()
 
     def close(self) -> list[str]:
-        """Complete all files, give them their names, and return the names."""
+        """Complete all files, give them their names, and return the names.
+
+        A table without rows has a file, too, as engines refuse a folder that does not exist.
+        """
+        for table in set(definition()["tables"]) - self._tables if self._last_folder else ():
+            self._write(table, self._last_folder, schema(table).empty_table())
         for place in list(self._open):
             file = self._open.pop(place)
             self._closed.append(file)

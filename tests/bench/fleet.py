@@ -1,0 +1,298 @@
+"""The dataset of a simulated fleet: its cost, its size, and what engines answer, compared with `instrument report`.
+
+`python tests/bench/fleet.py --hosts 20` writes the recordings of so many hosts, at once and each by a process of its
+own, through the S3 protocol of moto's server. Then DuckDB, Polars, pyarrow, chDB, Spark and Ray answer the questions of
+`examples/fleet`, as far as they are installed, and each answer is compared with the numbers of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent.parent / "examples" / "fleet"
+sys.path[:1] = [str(HERE.parent), str(EXAMPLES)]  # without this folder, whose modules have names of packages
+
+from simulated_engine import Request, Service  # noqa: E402
+
+from instrument.recording.histogram import _rank  # noqa: E402
+from instrument.recording.spans import DeviceInterval  # noqa: E402
+from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger  # noqa: E402
+from instrument.report.view import Recording  # noqa: E402
+from instrument.trace.dataset import DatasetRows  # noqa: E402
+from instrument.trace.dataset_files import DatasetWriter, Folder  # noqa: E402
+from instrument.trace.file import Saved  # noqa: E402
+from instrument.trace.joined import graft  # noqa: E402
+from instrument.trace.merge import merge  # noqa: E402
+from instrument.trace.trace import Trace  # noqa: E402
+
+PARTS = {"queue": "queue_ns", "waiting in batches": "waiting_ns", "stall": "stall_ns", "share of batches": "share_ns"}
+
+
+def trace_of(host: int, seconds: float) -> Trace:
+    """Return the recording of a host: two versions, three tenants, and some requests that block the loop."""
+    rng = random.Random(host)
+    arrivals = []
+    at_ns = 10**9
+    while (at_ns := at_ns + round(rng.expovariate(40) * 1e9)) < (1 + seconds) * 1e9:
+        blocks_ns = 20_000_000 * (rng.random() < 0.01)
+        arrivals.append(Request(0, at_ns, rng.randint(20, 400), rng.randint(1, 20), rng.choice("abc"), blocks_ns))
+    trace = Service(seed=host, arrivals=arrivals).run()
+    spans = [
+        replace(span, device=(DeviceInterval(0, 7, span.start_ns + 5, span.end_ns - 3),))
+        if span.site.name == "engine.step"
+        else span
+        for span in trace.spans
+    ]
+    origin = replace(
+        trace.origin, host=f"host-{host}", boot=f"boot-{host}", run=f"run-{host}", version=f"1.{9 + host % 2}",
+        pid=7, wall_error_ns=1000, service="fleet", realtime_ns=1_796_000_000 * 10**9, monotonic_ns=0,
+    )  # fmt: skip
+    return replace(trace, origin=origin, spans=spans)
+
+
+def write(host: int, seconds: float, url: str) -> tuple[int, float, int]:
+    """Write the recording of a host. Return spans, seconds of the processor, and memory beyond the trace."""
+    saved = Saved(trace_of(host, seconds), None)
+    Folder(url), import_module("pyarrow.parquet"), import_module("pyarrow.compute")  # loaded before it is measured
+    before_bytes, began_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, time.process_time()
+    writer = DatasetWriter(Folder(url), f"host-{host}")
+    for name, rows in DatasetRows(merge([saved])).tables():
+        writer.write(name, rows)
+    writer.close()
+    used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before_bytes
+    return len(saved.trace.columns), time.process_time() - began_s, used_bytes
+
+
+def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
+    """Return the answers by the functions of the report."""
+    requests: list[tuple[Any, ...]] = []
+    blocked = [0, 0]
+    for host in range(hosts):
+        recording = Recording.of_saved(graft(Saved(trace_of(host, seconds), None)))
+        trace, joined = recording.columns, recording.once(joined_requests)
+        ledger, device = recording.once(request_ledger), recording.once(request_device_ledger)
+        for place, row in enumerate(joined.rows.tolist()):
+            attributes, parts = trace.attributes[row], ledger.parts_of(place)
+            requests.append((
+                recording.trace.origin.version, trace.sites[trace.site[row]].name, int(trace.total_ns[row]),
+                attributes.get("tenant"), int(device.own_ns[place] + device.shared_ns[place]),
+                attributes.get("gen_ai.usage.input_tokens", 0),
+                {column: parts.get(name, 0) for name, column in PARTS.items()},
+            ))  # fmt: skip
+        is_blocked = trace.of_sites([site.name == "loop blocked" for site in trace.sites])
+        blocked[0] += int(is_blocked.sum())
+        blocked[1] += int(trace.total_ns[is_blocked].sum())
+    groups: dict[Any, list[int]] = {}
+    tenants: dict[Any, list[int]] = {}
+    for version, name, total_ns, tenant, device_ns, tokens, _ in requests:
+        groups.setdefault((version, name), []).append(total_ns)
+        sums = tenants.setdefault(tenant, [0, 0, 0])
+        sums[0], sums[1], sums[2] = sums[0] + 1, sums[1] + device_ns, sums[2] + tokens
+    return {
+        "p99 by version": sorted((*key, len(v), sorted(v)[_rank(0.99, len(v)) - 1]) for key, v in groups.items()),
+        "device time and tokens by tenant": sorted((tenant, *sums) for tenant, sums in tenants.items()),
+        "loop blockers of the fleet": tuple(blocked),
+        "slowest requests": sorted((row[2] for row in requests), reverse=True)[:10],
+        "parts": {column: sum(row[6][column] for row in requests) for column in PARTS.values()},
+    }
+
+
+def checked(answers: Mapping[str, list[tuple[Any, ...]]], right: Mapping[str, Any]) -> None:
+    """Compare the answers of an engine with those of the report. Raises `AssertionError`."""
+    assert [tuple(row) for row in answers["p99 by version"]] == right["p99 by version"]
+    of_tenants = [(row[0], row[1], row[2], row[3] or 0) for row in answers["device time and tokens by tenant"]]
+    assert of_tenants == right["device time and tokens by tenant"], (of_tenants, right)
+    blockers = answers["loop blockers of the fleet"]
+    assert (sum(row[1] for row in blockers), sum(row[2] for row in blockers)) == right["loop blockers of the fleet"]
+    assert [row[2] for row in answers["slowest requests"]] == right["slowest requests"]
+    assert answers["regressions by version"]
+
+
+def questions(name: str, folder: str) -> Iterator[tuple[str, str]]:
+    """Yield the statements of an example with their first words, with views of a folder."""
+    text = (EXAMPLES / name).read_text("utf-8").replace("'dataset/", f"'{folder}/")
+    for statement in text.split(";\n"):
+        lines = statement.strip().splitlines()
+        if lines:
+            comments = [line for line in lines if line.startswith("--")]
+            title = (comments or [""])[-1].removeprefix("-- ").partition(" with ")[0].partition(":")[0]
+            yield title, "\n".join(line for line in lines if not line.startswith("--"))
+
+
+def asked(name: str, folder: str, run: Callable[[str], Any]) -> dict[str, list[tuple[Any, ...]]]:
+    answers = {}
+    for title, statement in questions(name, folder):
+        began_s = time.perf_counter()
+        answers[title] = run(statement)
+        if not title.startswith("Questions") and answers[title]:
+            print(f"  {title}: {time.perf_counter() - began_s:.2f} s", flush=True)
+    return answers
+
+
+def by_duckdb(folder: str) -> Mapping[str, Any]:
+    import duckdb
+
+    connection = duckdb.connect()
+    return asked("duckdb.sql", folder, lambda statement: connection.execute(statement).fetchall())
+
+
+def by_chdb(folder: str) -> Mapping[str, Any]:
+    from chdb import session
+
+    with tempfile.TemporaryDirectory() as place:
+        connection = session.Session(place)
+
+        def run(statement: str) -> Any:
+            text = str(connection.query(statement, "JSONCompact"))
+            kinds = {"UInt64", "Int64", "Nullable(Int64)", "Nullable(UInt64)"}
+            document = json.loads(text) if text.strip() else {"data": [], "meta": []}
+            is_whole = [column["type"] in kinds for column in document["meta"]]
+            return [
+                tuple(int(v) if whole and v is not None else v for v, whole in zip(row, is_whole, strict=True))
+                for row in document["data"]
+            ]
+
+        connection.query("create database if not exists fleet")
+        connection.query("use fleet")
+        return asked("clickhouse.sql", folder, run)
+
+
+def by_spark(folder: str) -> Mapping[str, Any]:
+    import spark_job
+    from pyspark.sql import SparkSession
+
+    os.environ |= {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}"}
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    answers = asked("spark.sql", folder, lambda statement: [tuple(row) for row in spark.sql(statement).collect()])
+    rows = spark_job.joined_requests(spark, folder).collect()
+    answers["parts"] = {column: sum(row[column] for row in rows) for column in PARTS.values()}  # type: ignore[assignment]
+    print("  requests joined by run", flush=True)
+    assert spark_job.explanations(spark, folder).count() > 0
+    print("  explanations by run", flush=True)
+    assert spark_job.changes(spark, folder, "1.9", "1.10").count() > 0
+    spark.stop()
+    return answers
+
+
+def parts_of(columns: Any) -> Mapping[str, int]:
+    return {name: int(sum(columns(name))) for name in PARTS.values()}
+
+
+def by_pyarrow(url: str) -> Mapping[str, Any]:
+    from pyarrow import dataset
+
+    folder = Folder(f"{url}")
+    table = dataset.dataset(f"{folder.path}/requests", filesystem=folder.files, partitioning="hive").to_table()
+    return {"parts": parts_of(lambda name: table.column(name).to_pylist())}
+
+
+def by_polars(url: str) -> Mapping[str, Any]:
+    import polars
+
+    bucket = url.partition("?")[0]
+    options = {"aws_endpoint_url": os.environ["AWS_ENDPOINT_URL"], "aws_region": "us-east-1", "aws_allow_http": "true",
+               "aws_access_key_id": "x", "aws_secret_access_key": "x"}  # fmt: skip
+    frame = polars.scan_parquet(f"{bucket}/requests/**/*.parquet", storage_options=options, hive_partitioning=True)
+    collected = frame.select(*PARTS.values()).collect()
+    return {"parts": parts_of(lambda name: collected[name].to_list())}
+
+
+def by_ray(folder: str) -> Mapping[str, Any]:
+    import ray
+    import ray_job
+
+    ray.init(
+        num_cpus=2,
+        runtime_env={"env_vars": {"PYTHONPATH": str(EXAMPLES)}},
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    rows = ray_job.requests(folder).take_all()
+    assert ray_job.explanations(folder).count() > 0
+    ray.shutdown()
+    return {"parts": parts_of(lambda name: [row[name] for row in rows])}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=5, help="of each host")
+    parser.add_argument("--port", type=int, default=25801)
+    parser.add_argument("--engines", nargs="*", default=["pyarrow", "polars", "duckdb", "chdb", "spark", "ray"])
+    options = parser.parse_args()
+    os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{options.port}", "AWS_ACCESS_KEY_ID": "x",
+                   "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}  # fmt: skip
+    words = [sys.executable, "-m", "moto.server", "-p", str(options.port)]
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, **quiet) as server, tempfile.TemporaryDirectory() as place:
+        try:
+            run(options, place)
+        finally:
+            server.kill()
+    return 0
+
+
+def run(options: argparse.Namespace, place: str) -> None:
+    from pyarrow import fs
+
+    endpoint = f"127.0.0.1:{options.port}"
+    store = fs.S3FileSystem(endpoint_override=endpoint, scheme="http", region="us-east-1", access_key="x",
+                            secret_key="x", allow_bucket_creation=True)  # fmt: skip
+    for _ in range(100):
+        try:
+            store.create_dir("fleet")
+            break
+        except OSError:
+            time.sleep(0.2)
+    url = f"s3://fleet/dataset?endpoint_override={endpoint}&scheme=http&region=us-east-1"
+    costs = {}
+    for hosts in sorted({max(options.hosts // 10, 1), options.hosts}):
+        began_s = time.perf_counter()
+        with ProcessPoolExecutor(2, max_tasks_per_child=1) as pool:
+            written = list(pool.map(partial(write, seconds=options.seconds, url=url), range(hosts)))
+        spans = sum(count for count, _, _ in written)
+        costs[hosts] = spans, sum(cost for _, cost, _ in written), max(used for _, _, used in written), began_s
+    for hosts, (spans, cost_s, used_bytes, _) in costs.items():
+        print(f"{hosts} hosts: {spans} spans, {cost_s / spans * 1e6:.2f} us of processor a span, "
+              f"{used_bytes / 1e6:.0f} MB of a writer beyond its trace")  # fmt: skip
+    fs.copy_files("fleet/dataset", f"{place}/dataset", source_filesystem=store)
+    folder = f"{place}/dataset"
+    sizes = sum(path.stat().st_size for path in Path(folder, "spans").rglob("*.parquet"))
+    print(f"spans: {sizes / spans:.1f} bytes a span, with attributes and footers")
+    right = reported(options.hosts, options.seconds)
+    ways = {"pyarrow": (by_pyarrow, url), "polars": (by_polars, url), "duckdb": (by_duckdb, folder),
+            "chdb": (by_chdb, folder), "spark": (by_spark, folder), "ray": (by_ray, folder)}  # fmt: skip
+    for name in options.engines:
+        way, where = ways[name]
+        began_s = time.perf_counter()
+        try:
+            answers = dict(way(where))
+        except ImportError as problem:
+            print(f"{name}: skipped, {problem}")
+            continue
+        if "parts" in answers:
+            assert answers.pop("parts") == right["parts"], name
+        if answers:
+            checked(answers, right)
+        print(f"{name}: right, {time.perf_counter() - began_s:.1f} s with its start")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
