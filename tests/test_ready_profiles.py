@@ -85,7 +85,7 @@ def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp
     subprocess.run([python, Path(__file__).parent / "served" / "tiny_llama.py", tmp_path / "model"], check=True)
     words = ["bin/vllm", "serve", str(tmp_path / "model"), "--served-model-name", "tiny", "--max-model-len", "256"]
     words += ["--max-num-seqs", str(AT_ONCE), "--enforce-eager", "--dtype", "float32", "--port", "{port}"]
-    words += ["--enable-prompt-tokens-details"]
+    words += ["--enable-prompt-tokens-details", "--block-size", "32"]
     environ = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with collecting(take) as collector:
         environ |= to(collector)

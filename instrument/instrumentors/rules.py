@@ -362,7 +362,14 @@ class Functions:
             facts = FactReader(target.function, rule, of_call, keys.of_result)
             missing += [*keys.missing, *facts.missing]
             attributes, results = facts.of_call, facts.of_result
-        elif self.watch is not None:
+        if rule.gauges:
+            from instrument.instrumentors.own_gauges import GaugeReader
+
+            gauges = GaugeReader(target.function, rule)
+            missing += gauges.missing
+            attributes = arguments.all_of([attributes, gauges.of_call])
+            results = arguments.all_of([results, gauges.of_result])
+        if self.watch is not None and not (rule.key or rule.batch or rule.facts):
             attributes, results = self.watch.of(target.function, target.label)
         try:
             probe = Probe(target, site, self._recorder, attributes, self._passes(target), results)

@@ -101,7 +101,7 @@ begin_generation(Core *core)
     recording_t *at = core->memory->at;
     at->generation++;
     at->parts[PART_FACTS].used = at->parts[PART_DETAILS].used = 0;
-    at->parts[PART_INTERVALS].used = at->parts[PART_SAMPLES].used = at->settled_ns = 0;
+    at->parts[PART_INTERVALS].used = at->parts[PART_SAMPLES].used = at->parts[PART_NUMBERS].used = at->settled_ns = 0;
     for (int number = 0; number < PART_COUNT; number++)
         at->parts[number].unseen = 0;
     if (core->told_sites != NULL)

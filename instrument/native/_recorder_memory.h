@@ -174,7 +174,7 @@ static THREAD_LOCAL size_t fork_copy_bytes;
 static size_t
 inherited_bytes(const part_t *part, int number)
 {
-    if (number == PART_ROWS || number == PART_DETAILS || number == PART_INTERVALS || number == PART_SAMPLES)
+    if (number == PART_DETAILS || number >= PART_INTERVALS)
         return 0;
     return (part->used < part->slots ? part->used : part->slots) * part->stride;
 }
@@ -300,7 +300,8 @@ after_fork_in_child(void)
         memory->at->state = STATE_FORKED;
         memory->at->start_ticks = 0;
         memory->at->parts[PART_DETAILS].used = 0;
-        memory->at->parts[PART_INTERVALS].used = memory->at->parts[PART_SAMPLES].used = 0;
+        for (int number = PART_INTERVALS; number < PART_ROWS; number++)
+            memory->at->parts[number].used = 0;
     }
     drop_fork_copy();
 }
@@ -316,7 +317,7 @@ is_sound(const recording_t *head, size_t size_bytes)
         [PART_CHUNKS] = sizeof(chunk_t), [PART_HIGHS] = 64 * sizeof(uint64_t), [PART_FRAMES] = sizeof(frame_t),
         [PART_ATTRIBUTES] = 2 * sizeof(attributes_t),
         [PART_FACTS] = 1, [PART_DETAILS] = 1, [PART_INTERVALS] = sizeof(interval_t),
-        [PART_SAMPLES] = sizeof(sample_t), [PART_ROWS] = sizeof(row_t),
+        [PART_SAMPLES] = sizeof(sample_t), [PART_NUMBERS] = sizeof(number_t), [PART_ROWS] = sizeof(row_t),
     };
     uint64_t end = sizeof *head;
     if (memcmp(head->magic, RECORDING_MAGIC, sizeof head->magic) != 0 || head->version != RECORDING_VERSION)

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define RECORDING_MAGIC "instrrec"
-#define RECORDING_VERSION 6
+#define RECORDING_VERSION 7
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
 
@@ -24,8 +24,9 @@ enum {
     PART_ATTRIBUTES, /* of open spans: each frame's slot has one here, without a meaning of `used` */
     PART_FACTS,   /* of sites, one after another: what they are; a slot is a byte */
     PART_DETAILS, /* of rows, a ring of blocks: what few have; a slot is a byte, `used` counts those ever written */
-    PART_INTERVALS, /* of devices, and */
-    PART_SAMPLES, /* readings of gauges: rings that Python writes, whose `used` counts the slots ever written */
+    PART_INTERVALS, /* of devices, */
+    PART_SAMPLES, /* readings of gauges, and */
+    PART_NUMBERS, /* of the service's own numbers: rings that Python writes, whose `used` counts the slots ever written */
     PART_ROWS,
     PART_COUNT,
 };
@@ -86,6 +87,12 @@ typedef struct {
     double value;
     char name[40];
 } sample_t;
+
+typedef struct {
+    int64_t at_ns;
+    double value; /* the newest value of `name` within an interval */
+    char name[112]; /* a name, a unit and a kind, each on a line */
+} number_t;
 
 #define DETAIL_BLOCK_BYTES (64 << 10) /* no record crosses from one into the next */
 

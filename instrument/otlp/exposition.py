@@ -30,6 +30,7 @@ from instrument.recording.distributions import (
 )
 from instrument.recording.gen_ai_metrics import FIRST_TOKEN, OUTPUT_TOKEN, QUEUE_TIME, REQUEST_DURATION
 from instrument.recording.histogram import bucket_middle
+from instrument.recording.numbers import is_own
 from instrument.recording.spans import Gpu, Origin, Sample
 
 if TYPE_CHECKING:
@@ -132,8 +133,8 @@ def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metr
     ]
     yield from _totals([*before, *((labels[process.origin.service], process) for process in living)])
     pids = [((*labels[process.origin.service], (PROCESS_PID, str(process.origin.pid))), process) for process in living]
-    yield from _gauges(pids, OF_PROCESSES)
-    yield from _gauges([((), _joined(living))] if living else [], unwanted=OF_PROCESSES)
+    yield from _gauges(pids, of_processes=True)
+    yield from _gauges([((), _joined(living))] if living else [], of_processes=False)
     description = "Living processes that these metrics are of. Totals include the processes that have ended."
     counts = Counter(process.origin.service for process in living)
     series: dict[Labels, float] = {key: counts[name] for name, key in labels.items()}
@@ -161,17 +162,16 @@ def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[Family]:
         yield _family(metric, parts[-1][1].origin)
 
 
-def _gauges(
-    parts: Sequence[tuple[Labels, Metered]], prefixes: tuple[str, ...] = ("",), unwanted: tuple[str, ...] = ()
-) -> Iterator[Family]:
-    """Yield the newest sample of each gauge with a name that begins with a prefix, but not with an unwanted one."""
+def _gauges(parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None) -> Iterator[Family]:
+    """Yield the newest sample of each gauge: of any, of processes (`of_processes`), or of machines."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
         newest = {(sample.name, sample.device): sample for sample in part.samples}
         # A share's base, such as `cores`, is read more seldom, and may come after what is divided by it.
         values = {key: sample.value for key, sample in newest.items() if sample.value is not None}
         for series in series_of(newest.values(), {gpu.device: gpu for gpu in part.gpus}, part.origin, values, {}):
-            if not series.name.startswith(prefixes) or series.name.startswith(unwanted or ("\0",)):
+            is_of_process = series.name.startswith(OF_PROCESSES) or is_own(series.name)
+            if of_processes not in (None, is_of_process):
                 continue
             metric = metrics.setdefault(series.name, Metric(series.name, series.unit, series.kind, "", {}))
             points: dict[Labels, Any] = {(*labels, *point.attributes.items()): point.value for point in series.points}

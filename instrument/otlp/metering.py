@@ -19,7 +19,8 @@ from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Ended, Meter
 from instrument.recording.distributions import UPDOWN, Metric, Snapshot
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState
-from instrument.recording.mapped import Mapped
+from instrument.recording.mapped import Mapped, numbers_in
+from instrument.recording.numbers import metrics_of
 from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
@@ -188,8 +189,9 @@ class Metering:
         if (newest := facts_from(self._mapped.header.facts.get("export"))) is not None:
             self.change(newest)
         facts = self._facts.metered
+        numbers = tuple(metrics_of(numbers_in(self._mapped)[1]))
         if not (facts.asks and self._has_recorded()):
-            return None
+            return Snapshot(facts.start_ns, time.monotonic_ns(), numbers) if numbers else None
         snapshot = self._meter.snapshot(
             requests=facts.requests,
             marks=facts.calls,
@@ -200,7 +202,7 @@ class Metering:
         used_bytes = 0 if self._meter.has_ended else self._mapped.header.memory_bytes
         about = "Memory that the recordings of living processes take."
         memory = Metric("instrument.recording.memory", "By", UPDOWN, about, {(): used_bytes})
-        return replace(snapshot, metrics=(*snapshot.metrics, memory))
+        return replace(snapshot, metrics=(*snapshot.metrics, memory, *numbers))
 
     def metered(self) -> Metered | None:
         """Return the present metrics for a scrape. The collector gets nothing of them."""

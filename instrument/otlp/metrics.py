@@ -29,7 +29,8 @@ from instrument.recording.distributions import (
     labels_as_json,
     labels_from_json,
 )
-from instrument.recording.spans import HOST, Gpu, Origin, Sample
+from instrument.recording.numbers import is_own
+from instrument.recording.spans import GAUGES, HOST, Gpu, Origin, Sample
 from instrument.runtime.cheap_start import dataclass, replace
 from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
 from instrument.runtime.unpatched import Lock
@@ -435,7 +436,7 @@ def series_of(
         newest[sample.name, sample.device] = sample.value
         at_ns = origin.realtime_of(sample.at_ns)
         first_ns = begun_ns.setdefault(sample.device, at_ns)
-        for measure in _OF_GAUGE.get(sample.name, ()):
+        for measure in _OF_GAUGE.get(sample.name) or _measures_of_number(sample.name):
             base = newest.get((measure.per, sample.device)) if measure.per else 1.0
             if base:
                 series = series_by_name.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
@@ -448,6 +449,12 @@ def series_of(
                     )
                 )
     return list(series_by_name.values())
+
+
+def _measures_of_number(name: str) -> list[Measure]:
+    """Return the measure of a gauge of the service's own. Its counters and sums are in snapshots."""
+    is_gauge = is_own(name) and not GAUGES[name].grows
+    return [Measure(name, name, GAUGES[name].unit)] if is_gauge else []
 
 
 def _attributes(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str | int]:

@@ -186,6 +186,7 @@ CLASSES: Mapping[str, type] = {
     "functions.where": model.FunctionRule,
     "functions.attributes": model.Argument,
     "functions.facts": model.Fact,
+    "functions.gauges": model.OwnGauge,
     "functions.facts.key": model.RequestKeys,
     "layers": model.LayerRule,
     "copies": model.CopyRule,
@@ -464,6 +465,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "key": Key("key", _request_keys("functions.key", readers.key_path)),
         "batch": Key("batch", _request_keys("functions.batch", readers.keys_path)),
         "facts": Key("facts", one_or_more(_fact)),
+        "gauges": Key("gauges", one_or_more(_part("functions.gauges"))),
     },
     "functions.key": {
         "argument": Key("argument", readers.key_path, required="where the key is, such as request.request_id"),
@@ -492,6 +494,14 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     "functions.facts.key": {
         "argument": Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
         "cut": Key("cut", readers.expression),
+    },
+    "functions.gauges": {
+        "argument": Key("argument", readers.key_path, required="where the value is, such as self.cache.usage"),
+        "name": Key("name", readers.number_name, required="the name of the number, such as cache.usage"),
+        "unit": Key("unit", readers.number_name),
+        "kind": Key("kind", one_of(*model.NUMBERS)),
+        "record": Key("record", one_of("value", "size")),
+        "every": Key("every_ns", readers.duration("1s", least="10ms")),
     },
     "layers": {
         "match": Key("match", one_or_more(readers.layer_pattern)),

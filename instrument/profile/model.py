@@ -24,6 +24,7 @@ TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
 CLOCKS: tuple[str, ...] = ("monotonic", "tsc")
 RECORDED: tuple[str, ...] = ("size", "type", "value")
+NUMBERS: tuple[str, ...] = ("gauge", "counter", "histogram")
 KEEPS: tuple[str, ...] = ("last", "sum", "max", "list")
 DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
 DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
@@ -120,6 +121,22 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnGauge:
+    """A number of the service that is read at calls: the path of its value (`argument`), its `name` and `unit`.
+
+    `kind` is one of `NUMBERS`. A gauge is read at most once in `every_ns`; of a counter and a histogram each value
+    counts. `record` is `value` or `size`.
+    """
+
+    argument: str
+    name: str
+    unit: str = "1"
+    kind: str = "gauge"
+    record: str = "value"
+    every_ns: int = 10**9
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionRule:
     """A rule of functions to instrument: the `module:qualname` patterns that select functions or exclude them.
 
@@ -132,7 +149,7 @@ class FunctionRule:
     The first call of a function with `first_request` is the first request of the view `startup`. A function with
     `metrics` has a metric of its calls' times. The items of a function with `gen_ai` are generated. `key` reads the key
     of a span's request, `batch` those of a span that serves several. `facts` are of
-    requests. `engine` is the imported engine's package whose preset has the rule.
+    requests, `gauges` of the service. `engine` is the imported engine's package whose preset has the rule.
     """
 
     match: tuple[str, ...]
@@ -150,6 +167,7 @@ class FunctionRule:
     key: RequestKeys | None = None
     batch: RequestKeys | None = None
     facts: tuple[Fact, ...] = ()
+    gauges: tuple[OwnGauge, ...] = ()
     engine: str = field(default="", compare=False)
     line: int = field(default=0, compare=False)
     place: str = field(default="", compare=False)

@@ -192,6 +192,7 @@ request_attribute = spelled(
     lambda text: f"http.request.header.{text.lower()}",
 )
 attribute_name = spelled(ATTRIBUTE_SYNTAX, "the name of an attribute, of at most 256 characters")
+number_name = spelled(r"[!-~]{1,64}", "a name of at most 64 printable characters without spaces")
 folder_path = spelled(
     FOLDER_SYNTAX,
     "a folder, with a '/' in it, at most 1000 characters and no braces",

@@ -146,7 +146,7 @@ class Recorder(Readback):
         self._memory_bytes = self._disk_bytes = 0
         self.facts: Mapping[str, Any] = {}
         """The facts of the last session in the memory."""
-        self._begun_ns = 0
+        self.session_ns = 0
         self._is_off = False
         self.shapes_noted = 0
         self.call_counts = CallCounts(self)
@@ -313,7 +313,7 @@ class Recorder(Readback):
                     self.attach(-1, False, memory.private_head(room_bytes))
                     self._memory_bytes = room_bytes
         self.reset(ring_bytes)
-        self._begun_ns, self._is_off = time.monotonic_ns(), False
+        self.session_ns, self._is_off = time.monotonic_ns(), False
         self.write_facts(facts)
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
@@ -322,7 +322,7 @@ class Recorder(Readback):
             from instrument.recording import memory
 
             state = OFF if self._is_off else RUNNING
-            memory.write_owner(self.memory, state, {**facts, "begun_ns": self._begun_ns})
+            memory.write_owner(self.memory, state, {**facts, "begun_ns": self.session_ns})
         self.facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
@@ -357,7 +357,7 @@ class Recorder(Readback):
             self.begin(self._memory_bytes, self.facts, folder, self._disk_bytes)
         else:
             self.reset()
-            self._begun_ns = time.monotonic_ns()
+            self.session_ns = time.monotonic_ns()
             if self._memory_of is not None:
                 self.write_facts(self.facts)
                 if not self.no_memory and self.memory_fd < 0:

@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording import memory_layout as layout
+from instrument.recording import numbers as own_numbers
 from instrument.recording.claim import duplicate
 from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.mapped_facts import (
@@ -35,6 +37,7 @@ from instrument.recording.mapped_facts import (
     records,
     site_of,
 )
+from instrument.recording.numbers import Cell
 from instrument.recording.paths import CallTree
 from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, value_of
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
@@ -82,7 +85,7 @@ _HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
 ROWS = _type(layout.ROW)
 """A row, as `instrument.recording.rows.PACKED_ROW`."""
 _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
-_INTERVAL, _SAMPLE = _type(layout.INTERVAL), _type(layout.SAMPLE)
+_INTERVAL, _SAMPLE, _NUMBER = _type(layout.INTERVAL), _type(layout.SAMPLE), _type(layout.NUMBER)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
 _FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
 
@@ -91,6 +94,12 @@ _FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
 def _ring_type(object_bytes: int) -> np.dtype[np.void]:
     """Return the type of a ring, which follows the `object_bytes` of its recorder's object."""
     return _type(layout.RING, layout.STRIDES["rings"], object_bytes)
+
+
+def _cells(records: Records) -> list[Cell]:
+    rows = records[(records["at_ns"] > 0) & (records["at_ns"] < FARTHEST_NS) & np.isfinite(records["value"])]
+    cells = map(own_numbers.cell_of, rows["name"].tolist(), rows["at_ns"].tolist(), rows["value"].tolist())
+    return [cell for cell in cells if cell is not None]
 
 
 class _Ring(NamedTuple):
@@ -494,7 +503,7 @@ class Mapped:
         return int(self._read_head()["settled_ns"])
 
     def samples(self, since_ns: int = 0) -> list[Sample]:
-        """Return the newest readings of gauges, from a time on, the oldest first."""
+        """Return the newest readings of gauges and numbers, from a time on, the oldest first."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.SAMPLES), self._parts["samples"].used
         table = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
@@ -502,11 +511,13 @@ class Mapped:
             table = self._newest("samples", _SAMPLE, slots)
         sound = (table["at_ns"] >= max(since_ns, 1)) & (table["at_ns"] < FARTHEST_NS) & (table["device"] >= HOST)
         sound &= (table["device"] < MOST_DEVICES) & np.isfinite(table["value"])
-        return [
+        samples = [
             Sample(name, int(row["device"]), int(row["at_ns"]), value_of(name, row["value"], row["is_reported"]))
             for row in table[sound]
             if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]
+        values = own_numbers.samples_of(*numbers_in(self), since_ns=since_ns)
+        return sorted([*samples, *values], key=attrgetter("at_ns")) if values else samples
 
     def _newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
         """Return the slots of a ring in order, without the slot that is written next: it may be half written."""
@@ -643,3 +654,13 @@ def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> t
         if (lines["thread_id"] == ring.thread_id).any():
             names.setdefault(ring.thread_id, ring.name)
     return lines, buckets, names
+
+
+def numbers_in(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
+    """Return former values of the service's own numbers, and the newest value of each."""
+    mapped._read_head()
+    part, first = mapped._parts["numbers"], layout.NUMBERS
+    if not part.used or part.slots < first + layout.NEWEST_NUMBERS:
+        return [], []
+    data = mapped._bytes(part.offset + first * part.stride, layout.NEWEST_NUMBERS * part.stride)
+    return _cells(mapped._newest("numbers", _NUMBER, first)), _cells(np.frombuffer(data, _NUMBER))

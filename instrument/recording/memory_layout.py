@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-MAGIC, VERSION = b"instrrec", 6
+MAGIC, VERSION = b"instrrec", 7
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -28,10 +28,10 @@ begun its own recording; a session runs with its recording switched off."""
 
 PARTS = (
     "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",
-    "samples", "rows",
+    "samples", "numbers", "rows",
 )  # fmt: skip
 """The parts in order. Each slot of `frames` has one of `attributes`. Slots of `text`, `facts` and `details` are bytes.
-`details`, `intervals` and `samples` are rings, whose `used` counts the slots that were ever written."""
+`details`, `intervals`, `samples` and `numbers` are rings, whose `used` counts the slots that were ever written."""
 
 REASONS = (
     "scope closed before a scope inside it",
@@ -119,11 +119,14 @@ INTERVAL = _in_order(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="
 """Device time of a span. A stream is an address, or a small number."""
 SAMPLE = _in_order(at_ns="q", device="i", is_reported="I", value="d", name="40s")
 """A reading of a gauge; `is_reported` is 0 if the device does not report it."""
+NUMBER = _in_order(at_ns="q", value="d", name="112s")
+"""A number of the service's own: its newest value within an interval. `name` is a name, a unit and a kind, each on a
+line."""
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
     "frames": FRAME.size, "attributes": 512, "facts": 1, "details": 1, "intervals": INTERVAL.size,
-    "samples": SAMPLE.size, "rows": ROW.size,
+    "samples": SAMPLE.size, "numbers": NUMBER.size, "rows": ROW.size,
 }  # fmt: skip
 
 
@@ -142,6 +145,8 @@ INTERVAL_SHARE = 8
 """The memory of rings as a multiple of the memory of device intervals."""
 SAMPLES = 131_072
 """The most readings of gauges: an hour with one GPU. They take 8 MiB."""
+NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
+"""Former values of the service's own numbers that are kept, in a ring; and numbers, whose newest values follow it."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """The bytes of the export state, at the end of a recording; only its exporter writes them. See
 `instrument.recording.export_checkpoint`."""
@@ -177,6 +182,7 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
         "details": detail_bytes(ring_bytes) // share,
         "intervals": interval_slots(ring_bytes),
         "samples": SAMPLES // share,
+        "numbers": NUMBERS + NEWEST_NUMBERS,
         # Rings have sizes of powers of two, which leave holes.
         "rows": (ring_bytes + ring_bytes // 4) // ROW.size + 64 * SMALL_RINGS // share,
     }

@@ -253,7 +253,7 @@ class Gauge:
     grows: bool = False
 
 
-GAUGES: Mapping[str, Gauge] = {
+GAUGES: dict[str, Gauge] = {
     "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups"),
     "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before"),
     "process_memory": Gauge("bytes", "resident memory of the process"),
@@ -286,7 +286,7 @@ GAUGES: Mapping[str, Gauge] = {
     "nvlink_sent": Gauge("bytes/s", "over all NVLinks from the device, mean since the reading before"),
     "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before"),
 }
-"""Every gauge by its name: first those of the host, then those of a GPU."""
+"""Every gauge by its name: those of the host, those of a GPU, and the service's own numbers that a reader has met."""
 
 HOST = -1
 """The device of samples that are of the host."""

@@ -274,6 +274,8 @@ class Recorded:
 
         Takes 0.3 us a span; on any thread while the session runs. Objects of the spans are made on demand.
         """
+        from instrument.recording.mapped import numbers_in
+        from instrument.recording.numbers import samples_of
         from instrument.trace.columns import DeviceIntervals
         from instrument.trace.of_recording import NO_DETAIL
         from instrument.trace.trace import SpanViews, Trace
@@ -292,7 +294,10 @@ class Recorded:
             window=stretch.window,
             cost=self.account.cost_of(columns.calls(), columns.timed(), window_ns, self.lasted_ns()),
             held_from_ns=stretch.held_from_ns,
-            samples=self.gauges.samples(stretch.start_ns, stretch.end_ns),
+            samples=[
+                *self.gauges.samples(stretch.start_ns, stretch.end_ns),
+                *samples_of(*numbers_in(RECORDER.mapped()), since_ns=stretch.start_ns, until_ns=stretch.end_ns),
+            ],
             gpus=self.gauges.gpus(),
             startup=self._startup_in(stretch),
             own_notes=self.account.own_notes(),

@@ -1,0 +1,144 @@
+"""Numbers of the service's own: gauges, counters and histograms, set in code or read at calls by rules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from otlp_collectors import collecting, take
+from otlp_receiver import free_port
+
+import instrument
+from instrument.instrumentors.own_gauges import GaugeReader
+from instrument.profile.keys import loads
+from instrument.recorder import own_numbers as numbers
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.mapped import numbers_in
+from instrument.recording.numbers import metrics_of, samples_of
+from instrument.runtime.faults import FAULTS
+
+
+@pytest.fixture
+def session() -> Iterator[None]:
+    """A session that records."""
+    instrument.start(loads("agent: off"))
+    yield
+    instrument.stop()
+    FAULTS.clear()
+
+
+def newest() -> dict[str, float]:
+    """The newest values by the names on timelines."""
+    return {
+        sample.name: sample.value for sample in samples_of(*numbers_in(RECORDER.mapped())) if sample.value is not None
+    }
+
+
+def test_numbers_have_their_newest_value_and_begin_anew_with_a_session(session: None) -> None:
+    usage, hits, sizes = instrument.gauge("t.usage"), instrument.counter("t.hits", "{hit}"), instrument.histogram("t.n")
+    assert usage is instrument.gauge("t.usage")
+    for value in (0.25, 0.5, 0.75):
+        usage.set(value)
+        hits.add(2)
+        sizes.record(value * 100)
+    assert newest() == {"t.usage": 0.75, "t.hits": 6, "t.n.sum": 150}
+    counted, distribution = metrics_of(numbers_in(RECORDER.mapped())[1])
+    assert (counted.name, counted.unit, counted.kind, counted.series) == ("t.hits", "{hit}", "counter", {(): 6})
+    (values,) = distribution.series.values()
+    assert (values.count, values.sum_ns) == (3, 150 * 10**9)
+    instrument.stop()
+    usage.set(1)
+    instrument.start(loads("agent: off"))
+    assert newest() == {}
+    hits.add()
+    assert newest() == {"t.hits": 1}
+
+
+def test_a_value_that_is_no_number_is_counted_and_harms_nothing(session: None) -> None:
+    instrument.gauge("t.usage").set("full")  # type: ignore[arg-type]
+    instrument.counter("t.hits").add(None)  # type: ignore[arg-type]
+    instrument.histogram("t.n").record(float("nan"))
+    instrument.gauge("t" * 200).set(1)
+    assert newest() == {}
+    assert RECORDER.counts()[numbers.REFUSED] == 4
+
+
+def test_a_gauge_by_rule_is_read_at_most_once_in_its_interval(session: None) -> None:
+    read = []
+
+    class Cache:
+        @property
+        def usage(self) -> float:
+            read.append(1)
+            return 0.5
+
+        def step(self, items: list[int]) -> SimpleNamespace:
+            return SimpleNamespace(hits=len(items), stats=None)
+
+    rule = "{argument: self.usage, name: r.usage, every: 1h}, {argument: items, record: size, name: r.items}"
+    rule += ", {argument: return.hits, name: r.hits, kind: counter}, {argument: return.stats.n, name: r.none}"
+    (parsed,) = loads(f'functions: [{{match: "m:f", gauges: [{rule}]}}]').functions
+    reader = GaugeReader(Cache.step, parsed)
+    assert reader.missing == []
+    assert reader.of_call is not None
+    assert reader.of_result is not None
+    for _ in range(3):
+        cache, items = Cache(), [1, 2]
+        reader.of_call((cache, items), {})
+        reader.of_result(cache.step(items))
+    assert newest() == {"r.usage": 0.5, "r.items": 2, "r.hits": 6}
+    assert len(read) == 1
+
+
+SERVICE = """
+import instrument, time, urllib.request
+
+def step(cache):
+    instrument.counter("cache.hits", "{hit}").add(3)
+    instrument.histogram("prompt.tokens").record(17)
+
+for _ in range(5):
+    step({"usage": 0.5})
+with urllib.request.urlopen("http://127.0.0.1:PORT/metrics") as answer:
+    open("scraped", "wb").write(answer.read())
+"""
+
+PROFILE = """
+service: shop
+functions:
+  - {match: "__main__:step", kind: request, gauges: {argument: cache.usage, name: cache.usage}}
+export:
+  recording: {path: "traces/{service}.npz"}
+  otlp: {endpoint: "http://127.0.0.1:%d"}
+  prometheus: {listen: "127.0.0.1:%d"}
+"""
+
+
+def test_numbers_are_in_files_on_timelines_and_at_collectors(tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "service.py").write_text(SERVICE.replace("PORT", str(port)))
+    command = [sys.executable, "-m", "instrument"]
+    with collecting(take) as collector:
+        (tmp_path / "profile.yaml").write_text(PROFILE % (collector.server_port, port))
+        run = [*command, "run", "--profile", "profile.yaml", "--", "service.py"]
+        subprocess.run(run, cwd=tmp_path, check=True, timeout=200, capture_output=True)
+        sent = {metric.name: metric for metric in collector.metrics}
+    assert [point.as_double for point in sent["cache.usage"].gauge.data_points] == [0.5]
+    assert sent["cache.hits"].sum.data_points[-1].as_double == 15
+    (tokens,) = sent["prompt.tokens"].exponential_histogram.data_points
+    assert (tokens.count, tokens.sum) == (5, 85)
+    scraped = (tmp_path / "scraped").read_text()
+    assert "cache_hits_total 15.0" in scraped
+    assert "prompt_tokens_ratio_count 5.0" in scraped
+    assert "cache_usage_ratio" in scraped
+    convert = [*command, "convert", "traces/shop.npz", "--to", "chrome", "-o", "trace.json"]
+    subprocess.run(convert, cwd=tmp_path, check=True, timeout=200, capture_output=True)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
+    assert any("cache.usage" in name for name in tracks)
+    assert any("cache.hits" in name for name in tracks)
