@@ -45,6 +45,7 @@ FAMILIES: Mapping[str, Family] = {
     "frameworks": _family(
         "frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"
     ),
+    "logs": _family("log_records", "LogRecords", "logging structlog"),
     "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
 """The family of each key of a profile, in the order in which they attach."""
@@ -71,7 +72,7 @@ def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
 def awaited(profile: Profile) -> frozenset[str] | None:
     """Return the packages whose import starts the recording in a process, None if it must record at once."""
     awaited_packages: set[str] = set()
-    for key in FAMILIES:
+    for key in FAMILIES.keys() - {"logs"}:  # which record nothing by themselves
         packages = packages_of(profile, key) if rules_of(profile, key) else frozenset()
         if packages is None:
             return None

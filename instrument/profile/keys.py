@@ -440,6 +440,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "engines": Key("engines", one_of("auto", "off")),
         "frameworks": Key("frameworks", _frameworks),
         "requests": Key("requests", _requests),
+        "logs": Key("logs", one_of("auto", "off")),
         "startup": Key("startup", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", readers.capture)),

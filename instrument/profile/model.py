@@ -434,8 +434,8 @@ class Profile:
 
     `loaders` is `auto`, for the data loaders of the frameworks that the service imports, or `off`. So are `phases`, for
     torch's training loops (forward, backward, optimizer), and `comm`, for torch.distributed. `startup` is `auto` for
-    imports and the loading and compiling of models. With `engines: auto` the rules of an engine's preset are added when
-    the service imports it. `agent` is `auto`, for one per run, or `off`.
+    imports and the loading and compiling of models, `logs` for trace ids in log records. With `engines: auto` the rules
+    of an engine's preset are added when the service imports it. `agent` is `auto`, for one per run, or `off`.
 
     `preset` is the preset that the file names; its values are in the other fields, as if they were in the file.
     `source` is the file's path, or the name passed to `loads`. `origins` has the source of each setting that a variable
@@ -460,6 +460,7 @@ class Profile:
     engines: str = "off"
     frameworks: tuple[FrameworkRule, ...] = ()
     requests: tuple[RequestsRule, ...] = ()
+    logs: str = "off"
     startup: str = "off"
     schedule: Schedule | None = None
     capture: Capture = field(default_factory=Capture)
