@@ -450,6 +450,7 @@ PROGRAM = """
 import sys
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
+from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 
 selection = Selection(loads("layers: [{type: [Linear, Sequential]}]"))
@@ -461,7 +462,7 @@ model(torch.ones(1, 2))
 RECORDER.begin(1 << 24, {})
 RECORDER.on = True
 model(torch.ones(1, 2))
-print([(site.name, site.instance, dict(site.attributes)) for site in RECORDER.call_counts.by_site()])
+print([(site.name, site.instance, dict(site.attributes)) for site in calls_by_site(RECORDER)])
 RECORDER.on = False
 from torch._dynamo.eval_frame import OptimizedModule
 assert hasattr(OptimizedModule.__call__, "__wrapped__")

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from array import array
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from readback import snapshot_of, spans_in
 from tallies import Tally, Totals, of_all_threads
 
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.recording.paths import NOT_BELOW, CallTree, shaped
+from instrument.recording.paths import NOT_BELOW, CallTree
 from instrument.recording.spans import Cost, Origin, Site
 from instrument.recording.tally import LARGEST, TOTALS
 from instrument.report.cost_view import cost
@@ -159,16 +158,6 @@ def test_what_asks_again_while_a_site_is_asked_about_comes_to_the_same() -> None
     assert sorted(tree.nodes([0, 1])) == [0, 1, 2, 3]
 
 
-@given(
-    st.dictionaries(st.sampled_from(SITES), st.sampled_from(["scope", "plain", "method"])),
-    st.lists(st.integers(0, len(SITES) - 1), max_size=20),
-)
-def test_shapes_of_nodes_are_those_of_their_sites(shapes: dict[Site, str], site_of: list[int]) -> None:
-    numbers, names = shaped(SITES, shapes, "scope", array("i", site_of))
-    assert [names[number] for number in numbers] == [shapes.get(SITES[site], "scope") for site in site_of]
-    assert names == tuple(dict.fromkeys(shapes.get(site, "scope") for site in SITES))
-
-
 # -------------------------------------------------------------------- of a process that runs
 
 VIEWS = {"events": events, "classes": classes, "ops": ops, "instances": instances}
@@ -232,22 +221,6 @@ def test_views_that_are_asked_for_again_leave_nothing_more_in_the_call_tree(make
         return len(recorder.tally().tree._said)
 
     assert look() == look()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_every_call_is_one_of_the_shape_of_its_sites_probe(make_recorder: Any, seed: int) -> None:
-    """Also where two sites are one place, and their probes are of two shapes: no line tells whose its calls were."""
-    chance = random.Random(seed)
-    recorder = make_recorder()
-    shapes = {site: chance.choice(["plain", "method", "generator"]) for site in chance.sample(SITES, 6)}
-    for site, shape in shapes.items():
-        recorder.note_shape(site, shape)
-    record(recorder, chance)
-    expected = Counter[str]()
-    for site, calls in recorder.call_counts.by_site().items():
-        expected[shapes.get(site, "scope")] += calls
-    assert Counter(recorder.call_counts.by_shape()) == expected
-    assert expected.total() == recorder.calls
 
 
 def test_the_time_without_a_missing_span_is_known_without_making_spans(make_recorder: Any) -> None:

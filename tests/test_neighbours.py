@@ -345,6 +345,7 @@ DDTRACE = """
 import sys, served
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
+from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 selection = Selection(loads('functions: [{match: "served_late:f"}, {match: "served:g"}]', environ={}))
 undo = selection.attach()
@@ -353,7 +354,7 @@ RECORDER.on = True
 import served_late
 before = served_late.f
 assert (served_late.f(1), served.g(2)) == (1, 2)
-assert sorted(site.name for site in RECORDER.call_counts.by_site()) == ["f", "g"]
+assert sorted(site.name for site in calls_by_site(RECORDER)) == ["f", "g"]
 assert [verdict.state for verdict in selection.verdicts()] == ["attached", "attached"]
 undo()
 assert not hasattr(served_late.f, "__instrument__") and not hasattr(served.g, "__instrument__")

@@ -31,6 +31,7 @@ from trees import outline, tree
 from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
 from instrument.recorder import recorder as recorder_module
 from instrument.recorder import wrapping
+from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import Ticks
 from instrument.recorder.wrapping import bare_of
 from instrument.recording.histogram import bucket
@@ -1568,7 +1569,7 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
     for path, totals in expected.items():
         calls[path[-1]] += totals.calls
     found = Counter[object]()
-    for site, called in recorder.call_counts.by_site().items():
+    for site, called in calls_by_site(recorder).items():
         found[site.key] += called
     assert found == calls
 

@@ -20,6 +20,7 @@ from instrument import chrome, profiled, scope
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.keys import loads
+from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import UNTIMED, Cost, DeviceInterval, Origin, Site, Span
 from instrument.report.cost_view import InstrumentationCost, SiteCost, cost
@@ -141,7 +142,7 @@ def test_a_muted_site_is_named_once() -> None:
         def busy() -> None: ...
 
         busy()
-        (site,) = RECORDER.call_counts.by_site()
+        (site,) = calls_by_site(RECORDER)
         assert RECORDER.mute(site)
         for _ in range(3):
             busy()

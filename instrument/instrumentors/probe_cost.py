@@ -317,6 +317,6 @@ class Costs:
         shape_of = self._recorder.shapes.get
         return [added_ns[shape_of(site, "scope")] for site in sites]
 
-    def sum_ns(self, calls: Mapping[str, int]) -> float:
-        """Return the time that spans add, from their counts by the shape of the probe."""
-        return sum(count * self.by_shape[shape].added_ns for shape, count in calls.items())
+    def sum_ns(self, calls: Mapping[Site, int]) -> float:
+        """Return the time that spans add, from their counts by site."""
+        return sum(count * self.of(site).added_ns for site, count in calls.items())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from instrument import native
 from instrument.recorder import span_attributes, wrapping
 from instrument.recording.memory_layout import HEADER, REASONS
-from instrument.recording.paths import CallTree, shaped
+from instrument.recording.paths import CallTree
 from instrument.recording.rows import NODE, Row
 from instrument.recording.spans import AttributeValue, Site
 from instrument.runtime.faults import FAULTS
@@ -93,7 +93,6 @@ class SiteCore(Core):
     renamed: dict[Site, dict[str, Site]]  # by the place's own site
     place_of: dict[Site, Site]
     shapes: dict[Site, str]
-    shapes_noted: int
     _counters: dict[Site, Any]
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
 
@@ -102,7 +101,6 @@ class SiteCore(Core):
         if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
             return False
         self.shapes[site] = shape
-        self.shapes_noted += 1  # last, so that a reader that sees one number twice has seen the shape
         return True
 
     def may_mute(self, site: Site, function: Any = None, shape: str = "") -> None:
@@ -244,34 +242,8 @@ class Readback(SiteCore):
         return total
 
 
-class CallCounts:
-    """The calls of a recorder by site and by the shape of its probe, without numpy."""
-
-    def __init__(self, recorder: Readback) -> None:
-        self._recorder = recorder
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew, with a new tree of call paths."""
-        # The number of shapes noted and of nodes; the number of each node's shape, and the shapes' names.
-        self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
-
-    def by_site(self) -> dict[Site, int]:
-        """Return the calls of each site, on all threads together."""
-        tree = self._recorder.paths()
-        calls_of = self._recorder.calls_by(tree.site_of, len(tree.sites))
-        return {site: calls for site, calls in zip(tree.sites, calls_of, strict=False) if calls}
-
-    def by_shape(self) -> dict[str, int]:
-        """Return the calls of probes by shape, as `measure_costs` names them."""
-        of_nodes, names = self._shapes_by_node()
-        return dict(zip(names, self._recorder.calls_by(of_nodes, len(names)), strict=False))
-
-    def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
-        """Return the number of each call path's shape, and the names of shapes."""
-        tree, noted = self._recorder.paths(), self._recorder.shapes_noted
-        if self._shapes_of_nodes[:2] != (noted, len(tree)):
-            site_of = tree.site_of
-            numbers, names = shaped(tree.sites, self._recorder.shapes, "scope", site_of)
-            self._shapes_of_nodes = noted, len(site_of), numbers, names
-        return self._shapes_of_nodes[2:]
+def calls_by_site(recorder: Readback) -> dict[Site, int]:
+    """Return the calls of each site, on all threads together. It does without numpy."""
+    tree = recorder.paths()
+    calls_of = recorder.calls_by(tree.site_of, len(tree.sites))
+    return {site: calls for site, calls in zip(tree.sites, calls_of, strict=False) if calls}

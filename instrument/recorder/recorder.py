@@ -22,7 +22,7 @@ from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.model import KINDS, PHASES, Limits
 from instrument.recorder import core, span_attributes, wrapping
-from instrument.recorder.core import CallCounts, Readback
+from instrument.recorder.core import Readback
 from instrument.recorder.outcomes import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING
 from instrument.recording.paths import OVERFLOW, CallTree
@@ -148,8 +148,6 @@ class Recorder(Readback):
         """The facts of the last session in the memory."""
         self.session_ns = 0
         self._is_off = False
-        self.shapes_noted = 0
-        self.call_counts = CallCounts(self)
 
     def __reduce__(self) -> str:
         """Pickle the recorder by its name: a wrapper that is copied into another process records there."""
@@ -277,7 +275,6 @@ class Recorder(Readback):
         with self._reading:
             self._reset(ring_bytes)
             self._paths = CallTree()
-            self.call_counts.forget()
         self.renamed.clear()
         self.place_of.clear()
         self._manual_open = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -132,15 +132,6 @@ class CallTree:
         if added:
             column = self._columns[more] = column + added
         return column
-
-
-def shaped(
-    sites: list[Site], shapes: Mapping[Site, str], otherwise: str, site_of: array[int]
-) -> tuple[array[int], tuple[str, ...]]:
-    """Return the number of each node's shape, by `site_of`, and the shapes."""
-    of_site = list(map(shapes.get, sites, itertools.repeat(otherwise)))
-    number_by_shape = {name: number for number, name in enumerate(dict.fromkeys(of_site))}
-    return array("i", [number_by_shape[of_site[site]] for site in site_of]), tuple(number_by_shape)
 
 
 class Located(NamedTuple):

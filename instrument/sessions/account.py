@@ -14,6 +14,7 @@ from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.startup import ImportTimes
 from instrument.instrumentors.verdict import Verdict, marks_of, without_others
+from instrument.recorder.core import calls_by_site
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board
@@ -104,18 +105,15 @@ class SessionDiagnostics:
 
     def mean_ns(self) -> float:
         """Return the mean cost of a call."""
-        calls = self.recorder.call_counts.by_shape()
+        calls = calls_by_site(self.recorder)
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
         return (probes_ns + self.pairs_ns()) / counted if counted else 0.0
 
     def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
         """Return the cost in a window, from the spans of each site and the count of spans timed on a device. Our
         threads are assumed to work evenly over `session_ns`."""
-        shapes: Counter[str] = Counter()
-        for site, count in calls.items():
-            shapes[self.recorder.shapes.get(site, "scope")] += count
-        spans = shapes.total()
-        probes_ns = self.costs.sum_ns(shapes) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
+        spans = sum(calls.values())
+        probes_ns = self.costs.sum_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
         mean_ns = probes_ns / spans if spans else 0.0
         threads_ns = sum(self.threads_ns().values()) * window_ns // max(session_ns, 1)
         return Cost(spans, mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
@@ -226,7 +224,7 @@ class SessionDiagnostics:
         """Return the verdicts on rules and targets up to now, with calls: on all, or only on those that are awake."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
-        for site, called in self.recorder.call_counts.by_site().items() if verdicts else ():
+        for site, called in calls_by_site(self.recorder).items() if verdicts else ():
             calls[site.key] += called
         for site, passed in self.recorder.muted_calls().items():
             calls[site.key] += passed

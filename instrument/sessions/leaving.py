@@ -13,6 +13,7 @@ from functools import partial
 
 from instrument.clock import LEAST_S, Deadline
 from instrument.instrumentors.verdict import marks_of, report_to_check
+from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.spans import COLLECTION
@@ -245,6 +246,6 @@ class Leaving:
     def _has_little_to_report(self) -> bool:
         """Return True if only garbage collections were recorded here, and rules are active in other processes. Such a
         process is a parent of workers, whose own report would wrongly say that nothing was recorded."""
-        called = RECORDER.call_counts.by_site()
+        called = calls_by_site(RECORDER)
         other_marks = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
         return bool(called and other_marks) and all(site == COLLECTION for site in called)

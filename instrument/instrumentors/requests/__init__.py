@@ -17,6 +17,7 @@ from instrument.instrumentors.requests.exchange import CURRENT, PORT, Exchange, 
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import SERVERS, RequestsRule
 from instrument.profile.presets import ENGINES
+from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import LazyModule
@@ -292,7 +293,7 @@ class Requests:
     def has_begun(self) -> bool:
         """Return True if a request has begun, by this rule or by a rule for functions."""
         has_met = any(exchanges.sites() for exchanges in self._exchanges)
-        return has_met or any(site.kind == "request" for site in self._recorder.call_counts.by_site())
+        return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
         """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
@@ -307,7 +308,7 @@ class Requests:
         """Return the verdict on one rule, and verdicts on requests that it did not record or name."""
         met = {name: kind for name, kind in self._met.items() if kind in SERVERS}
         lacking = [text for text in self._met.values() if " " in text]
-        sites, calls_of = exchanges.sites(), self._recorder.call_counts.by_site()
+        sites, calls_of = exchanges.sites(), calls_by_site(self._recorder)
         calls = sum(calls_of.get(site, 0) for site in sites)
         if lacking:
             verdict = Verdict(rule.text, "unreachable", why="; ".join(lacking))
