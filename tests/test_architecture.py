@@ -355,10 +355,10 @@ LINES_AND_FILES = {
     "proposal": (1_403, 5),
     "recorder": (2_736, 11),
     "recording": (4_159, 20),
-    "report": (14_748, 50),
+    "report": (14_751, 50),
     "runtime": (2_689, 18),
     "sessions": (6_831, 25),
-    "trace": (10_290, 36),
+    "trace": (10_299, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

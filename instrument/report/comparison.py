@@ -30,7 +30,7 @@ from instrument.recording.histogram import percentiles_of
 from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect, p99_limits
 from instrument.report.endpoint_times import EndpointTimes
 from instrument.report.request_groups import ENDPOINT, complete_requests, joined_requests, request_groups
-from instrument.report.requests_view import requests
+from instrument.report.requests_view import request_table
 from instrument.report.section import Section, View
 from instrument.report.table import bounded, in_unit, name_of_site, safe, wrapped
 from instrument.report.view import Options, Recording
@@ -507,10 +507,11 @@ def _slowest(before: Sequence[Recording], after: Sequence[Recording], options: O
 def _groups(runs: Sequence[Recording], options: Options) -> dict[str, list[EndpointTimes]]:
     """Return the times of each group of requests, per run."""
     by_name: dict[str, list[EndpointTimes]] = defaultdict(list)
-    by = options.requests_by
+    all_rows = replace(options, rows=None, most=None)
     for recording in runs:
-        times_of_run = requests(recording, Options(requests_by=by, at_most=options.at_most))
-        for times in times_of_run.endpoints if by in ("", ENDPOINT) else times_of_run.groups:
+        table = recording.once(request_table)
+        is_by_endpoint = options.requests_by in ("", ENDPOINT)
+        for times in table.endpoints(all_rows, {}) if is_by_endpoint else table.groups(recording.columns, all_rows):
             by_name[times.name].append(times)
     return by_name
 

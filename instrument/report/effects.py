@@ -85,27 +85,29 @@ class Effect:
 
     def interval(self, level: float) -> tuple[float, float]:
         """Return the limits of the change. `level` is the probability that it is outside of them (Welch's t)."""
-        width = self.error * float(student().isf(level / 2, self.freedom))
+        width = -self.error * float(special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
     def detectable(self, level: float) -> float:
         """Return the smallest change that is detected with the probability `POWER`."""
-        by_level, by_power = student().isf([level / 2, 1 - POWER], self.freedom).tolist()
-        width = self.error * (by_level + by_power)
+        width = -self.error * float(sum(special().stdtrit(self.freedom, [level / 2, 1 - POWER])))
         return math.expm1(min(width, MOST_LOGARITHM))
 
 
-def student() -> Any:
-    """Return Student's t distribution. Raises `InstrumentError` without scipy."""
-    return _stats().t
-
-
-def _stats() -> Any:
+def special() -> Any:
+    """Return the functions of scipy, which load faster than its distributions. Raises `InstrumentError` without it."""
     try:
-        from scipy import stats  # type: ignore[import-untyped]
+        from scipy import special as functions  # type: ignore[import-untyped]
     except ImportError as problem:
         raise InstrumentError(f"scipy is not installed; install it with: pip install '{EXTRA}'") from problem
-    return stats
+    return functions
+
+
+def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
+    """Return the smallest number of successes that is not exceeded with a probability of at least `ratio`."""
+    functions = special()
+    number: int = math.ceil(functions.bdtrik(ratio, count, chance))
+    return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
 
 
 def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
@@ -115,9 +117,9 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
     """
     if not len(values):
         return None, None
-    limits = _stats().quantile_test(values, p=0.99).confidence_interval(0.95)
-    low, high = (None if math.isnan(limit) else int(limit) for limit in limits)
-    return low, high
+    count, ordered = len(values), np.sort(values)
+    low, high = _binomial_quantile(0.025, count, 0.99) - 1, _binomial_quantile(0.975, count, 0.99)
+    return int(ordered[low]) if low >= 0 else None, int(ordered[high]) if high < count else None
 
 
 class _Matched:

@@ -17,12 +17,13 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, FACTS, KEY
-from instrument.trace.columns import Bools, Columns, Int32s, Int64s
+from instrument.trace.columns import Attributes, Bools, Columns, Int32s, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, nearest, rows_of, tops
 from instrument.trace.groups import counts_up_to, running_most
@@ -261,19 +262,27 @@ def _top(parts: Mapping[int, int], request: int) -> int:
 
 
 def _served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
-    rows = trace.attributes.having(BATCH_KEYS)
-    of_rows = [batch_keys(value) for value in trace.attributes.values(BATCH_KEYS, rows)]
-    sizes = np.array([len(keys_of_row) for keys_of_row in of_rows], dtype=np.int64)
-    weights = [
-        batch_weights(value, len(keys_of_row))
-        for value, keys_of_row in zip(trace.attributes.values(BATCH_WEIGHTS, rows), of_rows, strict=True)
-    ]
-    keys = tuple(chain.from_iterable(of_rows))
-    batch = np.repeat(rows, sizes)
+    batch, weights, keys = _members(trace.attributes)
     key_of = np.array([numbers.get(key, NONE) for key in keys], dtype=np.int64)
     request = place_of[bound.at(key_of, trace.start_ns[batch])]
-    flat = np.fromiter(chain.from_iterable(weights), np.int64, len(keys))
-    return merge_repeated(Served(batch, request, flat, keys))
+    return merge_repeated(Served(batch, request, weights, keys))
+
+
+_members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]]] = WeakKeyDictionary()
+"""The members of the batches by the attributes of their trace. A file is joined before its spans move, and after."""
+
+
+def _members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
+    """Return the batch, the weight and the key of each member of all batches."""
+    if (members := _members_of.get(attributes)) is None:
+        rows = attributes.having(BATCH_KEYS)
+        of_rows = [batch_keys(value) for value in attributes.values(BATCH_KEYS, rows)]
+        weights = map(batch_weights, attributes.values(BATCH_WEIGHTS, rows), map(len, of_rows))
+        keys = tuple(chain.from_iterable(of_rows))
+        flat = np.fromiter(chain.from_iterable(weights), np.int64, len(keys))
+        batch = np.repeat(rows, np.array([len(keys_of_row) for keys_of_row in of_rows], dtype=np.int64))
+        members = _members_of[attributes] = batch, flat, keys
+    return members
 
 
 def _foreign(served: Served, of: Int64s) -> Int64s:
