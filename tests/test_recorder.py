@@ -559,6 +559,52 @@ def test_a_scope_that_is_entered_and_dropped_ends_then_and_one_begun_by_start_go
     assert recorder.open_rows() == []
 
 
+def test_scopes_of_one_name_are_apart_where_they_are_nested_held_muted_or_older_than_a_reset(recorder: Any) -> None:
+    for _ in range(2):
+        with recorder.scope("one") as outer, recorder.scope("one") as inner:
+            assert outer is not inner
+    outer.__exit__(None, None, None)  # has ended
+    bound = outer.__enter__
+    assert (bound.__name__, outer.__exit__.__name__) == ("__enter__", "__exit__")
+    assert bound.__self__ is outer
+    assert not callable(outer)
+    with pytest.raises(TypeError):
+        type(outer).__enter__(recorder)
+    with recorder.scope("one") as crossed:
+        assert crossed not in (outer, inner)
+        crossed.annotate(tokens=3)
+    assert tree(recorder) == "one\n  one\none\n  one\none"
+    assert [span.attributes for span in spans_in(recorder)].count({"tokens": 3}) == 1
+    assert sum(row.totals.calls for row in recorder.tally().rows()) == 5
+
+    made = recorder.scope("one")
+    recorder.mute(recorder.user_sites["one"])
+    with made, recorder.scope("one"):
+        assert recorder.open_rows() == []
+    recorder.unmute(made._site)
+    with recorder.scope("one"):
+        assert len(recorder.open_rows()) == 1
+        held = recorder.scope("one")
+        recorder.reset()
+    for _ in range(2):
+        with held, recorder.scope("two"):
+            pass
+    assert tree(recorder) == "one\none\n  two\none\n  two"
+    assert recorder.open_rows() == []
+
+
+def test_requests_opened_as_scopes_end_each_with_a_frame_of_its_own(recorder: Any) -> None:
+    opened = recorder.make_scope("request", kind="request")
+    for _ in range(3):
+        with opened, recorder.scope("inside"):
+            pass
+    assert tree(recorder) == "\n".join(["request\n  inside"] * 3)
+    assert len({span.root_id for span in spans_in(recorder)}) == 3
+    gc.collect()
+    with opened, recorder.scope("inside"):
+        assert len(recorder.open_rows()) == 2
+
+
 def test_a_generator_moved_to_another_thread_leaves_both_threads_clean(recorder: Any) -> None:
     leaf = wrapped(recorder, "leaf")(lambda: None)
 

@@ -97,7 +97,7 @@ execute(PyObject *made)
 #endif
     if (ready_stand_ins() < 0)
         return -1;
-    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &CarriedType, &ScopeMethodType, &BoundMethodType};
+    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &CarriedType, &ScopeMethodType, &EnterType, &ExitType};
     for (size_t i = 0; i < sizeof(own_types) / sizeof(own_types[0]); i++)
         if (PyType_Ready(own_types[i]) < 0)
             return -1;
@@ -105,8 +105,8 @@ execute(PyObject *made)
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyModule_AddType(made, types[i]) < 0)
             return -1;
-    if (add_scope_method("__enter__", (vectorcallfunc)enter_unbound, (vectorcallfunc)enter_bound) < 0 ||
-        add_scope_method("__exit__", (vectorcallfunc)exit_unbound, (vectorcallfunc)exit_bound) < 0)
+    if (add_scope_method("__enter__", (vectorcallfunc)enter_unbound, offsetof(Scope, enter)) < 0 ||
+        add_scope_method("__exit__", (vectorcallfunc)exit_unbound, offsetof(Scope, exit)) < 0)
         return -1;
     PyType_Modified(&ScopeType);
     struct {

@@ -404,17 +404,6 @@ call_known_otherwise(Function *self, path_t *path, PyObject *const *args, size_t
     return call_in_any_span(self, path->site, path, args, nargsf, names);
 }
 
-/* Whether the step from a parent is known, for the site was met there before. */
-static inline int
-find_known_step(const path_t *path, const node_t *parent, node_t **step)
-{
-    *step = path->steps[0];
-    if (__builtin_expect(path->parents[0] == parent, 1))
-        return 1;
-    *step = path->steps[1];
-    return path->parents[1] == parent;
-}
-
 /* Call a function of Python's inside a span that is timed by the monotonic clock alone, below one that is open or the
  * root, at a path where it was met before: what most calls are. All others go the other way. Neither the function nor
  * its recorder is looked at after the call, so that neither needs a reference for it. */
@@ -430,31 +419,13 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     if (ring->context_version != ring->state->context_ver || is_stack_used_up(ring))
         goto otherwise;
     Current *current = ring->current;
-    frame_t *above = current->top, *frame = free_frames;
+    frame_t *frame = free_frames;
     if (frame == NULL)
         goto otherwise;
-    node_t *node;
-    if (above != NULL) {
-        if (!is_open_and_no_fold(above) || !find_known_step(path, above->node, &node))
-            goto otherwise;
-        frame->span_id = next_identity(core);
-        frame->parent_id = above->span_id;
-        frame->root_id = above->root_id;
-        frame->request = Py_XNewRef(above->request);
-    } else {
-        if (current->base != NULL || current->link_id != 0 || !find_known_step(path, &core->root, &node))
-            goto otherwise;
-        frame->root_id = frame->span_id = next_identity(core);
-        frame->parent_id = 0;
-        frame->request = NULL;
-    }
-    free_frames = frame->above;
-    frame->above = above;
-    frame->node = node;
-    frame->ring = ring;
-    frame->task = current->task;
-    frame->children_ns = 0;
-    set_flags(frame, OPEN);
+    frame_t *next = frame->above;
+    if (!place_below_top(core, ring, current, path, frame))
+        goto otherwise;
+    free_frames = next;
     Py_INCREF(ring);
     Py_INCREF(current);
     current->top = frame;
@@ -462,9 +433,8 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     struct timespec begin, end; /* two, or the address of one would be kept over the call */
     begin_frame(frame, read_monotonic_into(&begin));
     /* Read again, for registers are few and hold the arguments while the clock is read. */
-    node = frame->node;
+    node_t *node = frame->node;
     ring = frame->ring;
-    core = current->core;
     totals_t *totals = node->totals;
     __builtin_prefetch(totals, 1);
     PyFunctionObject *wrapped = (PyFunctionObject *)self->wrapped;
@@ -477,15 +447,21 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     __builtin_prefetch(node);
     __builtin_prefetch(ring, 1);
     __builtin_prefetch(&current->top, 1);
-    int64_t end_ns = read_monotonic_into(&end);
-    if (__builtin_expect(result == NULL || current->top != frame || ring->rows == NULL ||
-                         ((uintptr_t)frame->published | (uintptr_t)frame->attributes) != 0, 0))
-        return end_otherwise(core, ring, current, frame, end_ns, result);
-    count_against_above(current, frame, ring, end_ns);
+    int64_t end_ns = read_monotonic_into(&end), total_ns = end_ns - frame->start_ns;
+    if (__builtin_expect(total_ns < 0 || result == NULL || current->top != frame || ring->rows == NULL ||
+                         node->ring_number != ring->number || ((uintptr_t)frame->published | (uintptr_t)frame->attributes) != 0, 0))
+        return end_otherwise(current->maker, ring, current, frame, end_ns, result);
+    if (frame->above != NULL) /* or there was nothing that it was copied under, either */
+        count_against_above(current, frame, ring, end_ns);
     current->top = frame->above;
-    store_plain(core, ring, frame, end_ns);
+    totals = node->totals;
+    write_row(ring, frame, end_ns, total_ns, NULL, 0);
+    if (count_call(&current->maker, totals, frame, total_ns, total_ns, frame->is_inner))
+        count_all_waiting(current->maker, totals);
     Py_XDECREF(frame->request);
-    release_frame(frame);
+    frame->start_ns = 0; /* as `release_frame`, of one that is kept */
+    frame->above = free_frames;
+    free_frames = frame;
     Py_DECREF(current);
     Py_DECREF(ring);
     return result;

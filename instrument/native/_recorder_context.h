@@ -326,7 +326,7 @@ follow(Core *core, Ring *ring, PyThreadState *state)
             return NULL;
         }
         memset((char *)current + sizeof(PyObject), 0, sizeof(Current) - sizeof(PyObject));
-        current->core = core;
+        current->core = current->maker = core;
         current->next = core->currents;
         if (current->next != NULL)
             current->next->previous = current;

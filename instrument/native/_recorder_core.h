@@ -15,7 +15,10 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
     self->passes = PyDict_New();
     self->variable = PyContextVar_New("instrument_current", NULL);
     self->ended = empty_ring(self);
-    if (self->rings == NULL || self->counts == NULL || self->user_sites == NULL || self->passes == NULL ||
+    self->named = new_lines(NAMES_AT_HAND * sizeof(known_t));
+    if (self->named == NULL && !PyErr_Occurred())
+        PyErr_NoMemory();
+    if (self->named == NULL || self->rings == NULL || self->counts == NULL || self->user_sites == NULL || self->passes == NULL ||
         self->variable == NULL || self->ended == NULL)
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -75,9 +78,11 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->ended);
     Py_XDECREF(self->variable);
     HELD_BY_CORE(LET_GO)
+    if (self->named != NULL)
+        Py_DECREF(Core_forget_names(self, NULL));
     for (int i = 0; self->named != NULL && i < NAMES_AT_HAND; i++)
-        Py_XDECREF(self->named[i].name);
-    PyMem_Free(self->named);
+        Py_XDECREF(self->named[i].instance);
+    free_lines(self->named);
     Py_XDECREF(self->no_scope);
     Py_XDECREF(self->told_sites);
     for (uint32_t i = 0; i < self->node_count; i++) {
@@ -245,6 +250,7 @@ static PyMethodDef Core_methods[] = {
      "What awaits something for an open span, which learns how long it was suspended: stepped_in(frame, awaitable)."},
     {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
+    {"forget_names", (PyCFunction)Core_forget_names, METH_NOARGS, "Ask for the sites of scopes anew."},
     {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
     {"calls_by", (PyCFunction)Core_calls_by, METH_VARARGS, "Calls by group of nodes, on all threads together."},
     {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "Sites and parents of the nodes from a number on."},
@@ -304,9 +310,10 @@ Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
         PyErr_SetString(PyExc_TypeError, "scope_type is a kind of Scope");
         return -1;
     }
-    Scope *scope = (Scope *)((PyTypeObject *)value)->tp_alloc((PyTypeObject *)value, 0);
+    Scope *scope = empty_scope((PyTypeObject *)value);
     if (scope == NULL)
         return -1;
+    Py_DECREF(Core_forget_names(self, NULL));
     keep_scopes_of((PyTypeObject *)value);
     Py_XSETREF(self->no_scope, scope);
     Py_XSETREF(self->scope_type, Py_NewRef(value));

@@ -203,6 +203,7 @@ typedef struct current {
     char is_told; /* whether the loop reports its tasks, so that only requests are published all the same */
     PyObject *context; /* weak reference to the context that this belongs to */
     struct core *core; /* NULL once the core is gone */
+    struct core *maker; /* the core that was */
     struct current *previous, *next; /* all of a core's */
     uint64_t published_id; /* the span that a copy of the context would find now, 0 for `base` */
     uint64_t link_root;
@@ -261,12 +262,25 @@ typedef struct {
     int64_t first_ticks, first_ns; /* the pair that the calibration began with */
 } ticks_t;
 
-/* A scope's name, and its site, as long as `version` is that of the sites by name. */
+/* Where a site was met last: the steps to its nodes from two parents. */
 typedef struct {
-    PyObject *name;
     PyObject *site; /* borrowed */
+    node_t *parents[2], *steps[2];
+} path_t;
+
+/* The site of a method's instance, or of a scope's name, as long as `version` is that of the dict that has it: one cache
+ * line instead of a dozen. */
+typedef struct known {
+    PyObject *instance; /* borrowed; a name is not */
     uint64_t version;
-} named_t;
+    path_t path; /* without a site: the instance passes */
+    union {
+        struct known *before; /* after the last: the smaller table before this one */
+        Scope *scope; /* of a name: what is handed out for it, again as soon as nobody has it; or NULL */
+    };
+} known_t;
+
+_Static_assert(sizeof(known_t) == LINE, "what is known of an instance is one cache line");
 
 typedef struct core {
     PyObject_HEAD
@@ -310,7 +324,7 @@ typedef struct core {
     Scope *no_scope; /* what `scope` gives where there is no memory for one */
     PyObject *user_sites; /* sites of scopes of kind user, by name; of a muted one a scope that is handed out again */
     PyObject *scope_type;
-    named_t *named; /* by the address of the name, or NULL */
+    known_t *named; /* sites of scopes by the address of the name */
     PyObject *passes; /* what counts the calls of each muted site */
 } Core;
 
@@ -321,25 +335,6 @@ typedef struct {
     uint64_t calls;
     uint64_t cut; /* spans of generators that were ended early */
 } Pass;
-
-/* Where a site was met last: the steps to its nodes from two parents. */
-typedef struct {
-    PyObject *site; /* borrowed */
-    node_t *parents[2], *steps[2];
-} path_t;
-
-/* What a method knows of an instance as long as `version` is that of its `sites`: one cache line instead of a dozen. */
-typedef struct known {
-    PyObject *instance; /* borrowed */
-    uint64_t version;
-    path_t path; /* without a site: the instance passes */
-    union {
-        struct known *before; /* after the last: the smaller table before this one */
-        uint64_t unused;
-    };
-} known_t;
-
-_Static_assert(sizeof(known_t) == LINE, "what is known of an instance is one cache line");
 
 typedef struct {
     PyObject_HEAD
@@ -365,12 +360,22 @@ typedef struct {
     PyObject *weak_references;
 } Function;
 
+/* `__enter__` or `__exit__` of a scope that is a part of it, and that a `with` binds: up to Python 3.13 the bound methods
+ * of C functions cost more than the span. It holds the scope while somebody holds it. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+} BoundMethod;
+
 struct scope {
     PyObject_HEAD
     Core *core;
     PyObject *site; /* NULL, as is core: begins nothing */
     PyObject *attributes;
     Frame *frame;
+    Frame *spare; /* for the next span, or NULL */
+    path_t *path; /* of its site, where it is that of a name that is known, and has no attributes; else `no_path` */
+    BoundMethod enter, exit;
 };
 
 typedef struct stretch {
@@ -421,9 +426,9 @@ static uint64_t last_uid, last_ring;
 static THREAD_LOCAL struct {
     uint64_t uid;
     Ring *ring;
+    Stepped *stepping; /* the innermost that runs on this thread, or NULL */
 } at_hand;
 static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
-static THREAD_LOCAL Stepped *stepping; /* the innermost that runs on this thread, or NULL */
 static frame_t *free_frames;
 static uint32_t frame_count;
 /* Objects that are free. Each holds nothing, but is known to the collector, with the reference that is here. */
@@ -435,6 +440,7 @@ static uint32_t free_frame_object_count, free_scope_count, free_stepped_count;
  * and how many are kept without a look at that: none as long as there are such. */
 static uint32_t frame_object_count, frame_objects_elsewhere, frame_objects_kept = OBJECTS_KEPT;
 static PyTypeObject *free_scope_type; /* that they are of */
+static path_t no_path;
 /* What is done to each thing that an object holds, where a list of these is written once. */
 #define VISIT(field) Py_VISIT(self->field);
 #define LET_GO(field) Py_XDECREF(self->field);

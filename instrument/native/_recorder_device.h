@@ -103,10 +103,10 @@ Core_count_device(Core *self, PyObject *args)
         count_waiting(self, totals);
     if (totals == NULL || host_ns < 0 || device_ns < 0 || elapsed_ns < host_ns || times_of(totals, from) == 0)
         Py_RETURN_FALSE;
-    add_time(self, &totals->device_ns, device_ns);
+    add_time(&self, &totals->device_ns, device_ns);
     if (elapsed_ns == host_ns)
         Py_RETURN_TRUE;
-    add_time(self, &totals->beyond_ns, elapsed_ns - host_ns);
+    add_time(&self, &totals->beyond_ns, elapsed_ns - host_ns);
     count_bucket(self, totals, bucket_of((uint64_t)elapsed_ns), 1);
     chunk_t *chunk = totals->chunks[from >> 6];
     if (chunk->low[from & 63]-- == 0)

@@ -41,7 +41,7 @@ Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyO
         return NULL;
     Py_INCREF(self);
     Py_INCREF(core);
-    Frame *frame = open_frame(core, self->site, values, OPEN);
+    Frame *frame = open_frame(core, self->site, NULL, values, OPEN);
     Py_XDECREF(values);
     PyObject *result = NULL, *type = NULL, *raised = NULL, *traceback = NULL;
     if (frame != NULL || lose(core) == 0) {
@@ -54,7 +54,7 @@ Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyO
             PyErr_Fetch(&type, &raised, &traceback);
             PyErr_NormalizeException(&type, &raised, &traceback);
         }
-        if (close_frame(core, frame, raised, 0) < 0) { /* a signal handler raised: in place of what the call raised */
+        if (close_frame(core, frame, raised, 0, 0) < 0) { /* a signal handler raised: in place of what the call raised */
             Py_CLEAR(result);
             Py_XDECREF(type);
             Py_XDECREF(raised);

@@ -101,8 +101,8 @@ follow_steps(frame_t *frame)
     Frame *self = (Frame *)frame->self;
     if (self == NULL || self->stepped != NULL || !is_stepped_in(frame->task))
         return;
-    self->stepped = (Stepped *)Py_NewRef((PyObject *)stepping);
-    self->waited_before_ns = stepping->waited_ns - self->waited_before_ns;
+    self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand.stepping);
+    self->waited_before_ns = at_hand.stepping->waited_ns - self->waited_before_ns;
 }
 
 static int finish(Stretch *, PyObject *);
@@ -131,7 +131,7 @@ resume(Stretch *self)
             PyErr_SetString(PyExc_RecursionError, "the C stack is used up by steps of instrumented generators");
             return -1;
         }
-        self->frame = open_frame(core, self->site, self->attributes, OPEN);
+        self->frame = open_frame(core, self->site, NULL, self->attributes, OPEN);
         if (self->frame == NULL) {
             self->lost = 1;
             if (lose(core) < 0)

@@ -160,10 +160,12 @@ Core_reset(Core *self, PyObject *argument)
         ((Ring *)PyList_GET_ITEM(old_rings, i))->context_version = NO_VERSION;
     self->counted->ended_rows = self->counted->ended_too_short = 0;
     memset(self->counted->reasons, 0, sizeof(self->counted->reasons));
+    forget_paths_of_names(self);
     mark_moving(self);
     PyDict_Clear(self->counts);
     Py_DECREF(old_ended);
     free_rings(old_rings); /* last: it may run code of the host's */
+    Py_DECREF(Core_forget_names(self, NULL));
     PyDict_Clear(self->user_sites);
     for (uint32_t i = 0; old_sites != NULL && old_sites[i] != NULL; i++)
         Py_DECREF(old_sites[i]);
@@ -196,6 +198,7 @@ Core_attach(Core *self, PyObject *args)
     memory_t *memory = map_memory(fd, is_file, head != NULL ? &own : NULL), *before = self->memory;
     if (memory == NULL)
         return NULL;
+    Py_DECREF(Core_forget_names(self, NULL));
     use_frames_of(memory);
     while (self->spare != NULL) {
         node_t *node = self->spare;

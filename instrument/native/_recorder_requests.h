@@ -11,7 +11,7 @@ Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
     if (state == -1 && PyErr_Occurred())
         return NULL;
     PyObject *attributes = nargs > 1 && args[1] != Py_None ? args[1] : NULL;
-    Frame *frame = args[0] == Py_None ? NULL : open_frame(self, args[0], attributes, (char)state);
+    Frame *frame = args[0] == Py_None ? NULL : open_frame(self, args[0], NULL, attributes, (char)state);
     if (frame != NULL)
         return (PyObject *)frame;
     if (lose(self) < 0)
@@ -53,7 +53,7 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
     }
     if (nargs > 3 && PyDict_Check(args[3]) && take_attributes(self, (Frame *)args[0], args[3]) < 0)
         return NULL;
-    if (close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True) < 0)
+    if (close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True, 0) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -120,7 +120,7 @@ Core_close_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
     }
     PyObject *error = args[4] == Py_None && number >= FIRST_OF_SERVER ? PyObject_Str(status) : Py_NewRef(args[4]);
     PyErr_Clear(); /* for want of memory: then it is none */
-    int failed = take_attributes(self, (Frame *)args[0], given) < 0 || close_frame(self, (Frame *)args[0], error, 1) < 0;
+    int failed = take_attributes(self, (Frame *)args[0], given) < 0 || close_frame(self, (Frame *)args[0], error, 1, 0) < 0;
     Py_XDECREF(error);
     if (failed)
         return NULL;

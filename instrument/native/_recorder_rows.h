@@ -72,33 +72,33 @@ fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t start_ns,
     row->task = (uint32_t)(frame->task >> 4);
 }
 
-/* Write the row of a span, and count it. */
+/* Has the compiler read anew what comes next, not keep it in registers, which are few. */
+#define READ_ANEW() __atomic_signal_fence(__ATOMIC_SEQ_CST)
+
+/* Write the row of a span that took so long, unless it is too short for one. */
 static inline __attribute__((always_inline)) void
-write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error, uint64_t rare,
-          uint64_t moved_bytes)
+write_row(Ring *ring, const frame_t *frame, int64_t end_ns, int64_t total_ns, PyObject *error, uint64_t rare)
 {
-    node_t *node = frame->node;
-    int64_t start_ns = frame->start_ns, total_ns = end_ns - start_ns, children_ns = frame->children_ns;
-    if (__builtin_expect(total_ns < 0, 0)) { /* the time stamp counters of two processors may differ by a little */
-        end_ns = start_ns;
-        total_ns = 0;
-    }
-    if (error == NULL && __builtin_expect(total_ns < node->min_ns, 0) && children_ns == 0 && !frame->has_rows) {
+    if (error == NULL && __builtin_expect(total_ns < frame->node->min_ns, 0) && frame->children_ns == 0 && !frame->has_rows) {
         ring->too_short++;
-    } else {
-        uint64_t head = ring->head;
-        row_t *row = &ring->rows[head & ring->mask];
-        row->rare = rare;
-        fill_row(row, frame, node, start_ns, end_ns, children_ns);
-        /* A reader in another process finds a row whole as soon as it is counted. */
-        __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
-        __builtin_prefetch(row + 1, 1);
-    }
-    totals_t *totals = node->totals;
-    if (__builtin_expect(node->ring_number != ring->number, 0) && (totals = find_totals_here(ring, node)) == NULL) {
-        count(core, NOT_TALLIED);
         return;
     }
+    READ_ANEW();
+    uint64_t head = ring->head;
+    row_t *row = &ring->rows[head & ring->mask];
+    row->rare = rare;
+    fill_row(row, frame, frame->node, frame->start_ns, end_ns, frame->children_ns);
+    /* A reader in another process finds a row whole as soon as it is counted. */
+    __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
+    __builtin_prefetch(row + 1, 1);
+}
+
+/* Count a call. Returns whether its bucket was the last there was room for: `count_all_waiting` is to come next. `core` is
+ * where the recorder is found, or NULL, if it is needed. */
+static inline __attribute__((always_inline)) int
+count_call(Core *const *core, totals_t *totals, const frame_t *frame, int64_t total_ns, int64_t active_ns, int is_inner)
+{
+    int64_t start_ns = frame->start_ns;
     if (total_ns < totals->min_ns)
         totals->min_ns = total_ns;
     if (total_ns > totals->max_ns)
@@ -108,29 +108,15 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
         totals->first_total_ns = total_ns;
     }
     totals->calls++;
-    if (error != NULL)
-        totals->errors++;
-    if (moved_bytes != 0)
-        totals->moved_bytes += moved_bytes;
-    if (!frame->is_inner)
+    if (!is_inner)
         add_time(core, &totals->total_ns, total_ns);
-    int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - children_ns;
+    int64_t own_ns = active_ns - frame->children_ns;
     if (__builtin_expect(own_ns >= 0, 1))
         add_time(core, &totals->self_ns, own_ns);
-    size_t waiting = totals->waiting_count;
-    totals->waiting_count++;
+    uint32_t waiting = totals->waiting_count;
+    totals->waiting_count = (uint16_t)(waiting + 1);
     totals->waiting[waiting] = (uint16_t)bucket_of((uint64_t)total_ns);
-    if (__builtin_expect(waiting == BUCKETS_WAITING - 1, 0))
-        count_all_waiting(core, totals);
-}
-
-/* Store a span that has neither an error nor attributes: what most are. */
-static inline __attribute__((always_inline)) void
-store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
-{
-    if (__builtin_expect(ring->rows == NULL, 0)) /* reset meanwhile, and no memory for a new one */
-        return;
-    write_row(core, ring, frame, end_ns, -1, NULL, 0, 0);
+    return __builtin_expect(waiting == BUCKETS_WAITING - 1, 0);
 }
 
 /* How long what is awaited around an open span has been suspended since the span began. */
@@ -195,10 +181,35 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         return;
     int was_cancelled = frame->attributes != NULL && error == NULL && frame->node->is_request &&
                         PyDict_Check(frame->attributes) && PyDict_GetItem(frame->attributes, str_outcome) != NULL;
-    write_row(core, ring, frame, end_ns, active_ns, error, rare, moved_bytes);
-    totals_t *totals = own_waited_ns > 0 || was_cancelled ? totals_here(ring, frame->node) : NULL;
-    if (totals != NULL && own_waited_ns > 0)
-        add_time(core, &totals->waiting_ns, own_waited_ns);
-    if (totals != NULL && was_cancelled)
-        totals->cancelled++;
+    if (end_ns < frame->start_ns) /* the time stamp counters of two processors may differ by a little */
+        end_ns = frame->start_ns;
+    int64_t total_ns = end_ns - frame->start_ns;
+    write_row(ring, frame, end_ns, total_ns, error, rare);
+    totals_t *totals = totals_here(ring, frame->node);
+    if (totals == NULL) {
+        count(core, NOT_TALLIED);
+        return;
+    }
+    if (count_call(&core, totals, frame, total_ns, active_ns < 0 ? total_ns : active_ns, frame->is_inner))
+        count_all_waiting(core, totals);
+    totals->errors += error != NULL;
+    totals->moved_bytes += moved_bytes;
+    totals->cancelled += (uint64_t)was_cancelled;
+    if (own_waited_ns > 0)
+        add_time(&core, &totals->waiting_ns, own_waited_ns);
+}
+
+/* Store a span that has neither an error nor attributes, nor waited: what most are. */
+static inline void
+store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
+{
+    int64_t total_ns = end_ns - frame->start_ns;
+    node_t *node = frame->node;
+    if (__builtin_expect(ring->rows == NULL || total_ns < 0 || node->ring_number != ring->number, 0)) {
+        store(core, ring, frame, end_ns, -1, 0, NULL);
+        return;
+    }
+    write_row(ring, frame, end_ns, total_ns, NULL, 0);
+    if (count_call(&core, node->totals, frame, total_ns, total_ns, frame->is_inner))
+        count_all_waiting(core, node->totals);
 }

@@ -151,6 +151,25 @@ Core_bind(Core *self, PyObject *key)
 
 /* ------------------------------------------------------------------ scopes */
 
+static PyObject *enter_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
+static PyObject *exit_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
+static PyTypeObject EnterType, ExitType;
+
+/* A scope without anything; NULL with an exception. Its methods have no references as long as nobody has bound them. */
+static Scope *
+empty_scope(PyTypeObject *type)
+{
+    Scope *self = (Scope *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->path = &no_path;
+        Py_SET_TYPE(&self->enter, &EnterType);
+        Py_SET_TYPE(&self->exit, &ExitType);
+        self->enter.vectorcall = (vectorcallfunc)enter_bound;
+        self->exit.vectorcall = (vectorcallfunc)exit_bound;
+    }
+    return self;
+}
+
 static PyObject *
 Scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -158,7 +177,7 @@ Scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *core, *site, *attributes = Py_None;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|O:Scope", words, &CoreType, &core, &site, &attributes))
         return NULL;
-    Scope *self = (Scope *)type->tp_alloc(type, 0);
+    Scope *self = empty_scope(type);
     if (self == NULL)
         return NULL;
     self->core = (Core *)Py_NewRef(core);
@@ -174,6 +193,7 @@ Scope_traverse(Scope *self, visitproc visit, void *arg)
     Py_VISIT(self->site);
     Py_VISIT(self->attributes);
     Py_VISIT(self->frame);
+    Py_VISIT(self->spare);
     return 0;
 }
 
@@ -184,23 +204,72 @@ end_dropped(Scope *self)
 {
     PyObject *type, *raised, *traceback;
     PyErr_Fetch(&type, &raised, &traceback);
-    if (close_frame(self->core, self->frame, NULL, 0) < 0)
+    if (close_frame(self->core, self->frame, NULL, 0, 0) < 0)
         PyErr_WriteUnraisable(NULL);
     PyErr_Restore(type, raised, traceback);
 }
 
-/* As a frame that is given up. */
+static inline known_t *
+place_of_path(path_t *path)
+{
+    return (known_t *)((char *)path - offsetof(known_t, path));
+}
+
+/* A scope is of its name no more. One that nobody has is given up. */
 static void
-Scope_dealloc(Scope *self)
+part_with_scope(Scope *scope)
+{
+    if (scope == NULL)
+        return;
+    scope->path = &no_path;
+    Py_CLEAR(scope->spare);
+    if (scope->core == NULL)
+        Py_DECREF(scope);
+}
+
+/* Let no scope go a way that is known. Runs no code of the host's. */
+static void
+forget_paths_of_names(Core *core)
+{
+    for (int i = 0; i < NAMES_AT_HAND; i++) {
+        core->named[i].version = 0;
+        core->named[i].path = (path_t){0};
+    }
+}
+
+/* Let the sites of scopes be asked for anew by their names, also those of scopes that are there. */
+static PyObject *
+Core_forget_names(Core *self, PyObject *Py_UNUSED(none))
+{
+    forget_paths_of_names(self);
+    for (int i = 0; i < NAMES_AT_HAND; i++) {
+        Scope *scope = self->named[i].scope;
+        self->named[i].version = 0; /* again: what is given up may run code of the host's */
+        self->named[i].scope = NULL;
+        part_with_scope(scope);
+    }
+    Py_RETURN_NONE;
+}
+
+/* As a frame that is given up. */
+static SELDOM void
+give_up_scope(Scope *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     Py_SET_REFCNT(self, 1);
     if (self->frame != NULL && self->frame->frame->state == OPEN)
         end_dropped(self);
+    if (self->path != &no_path) {
+        known_t *place = place_of_path(self->path);
+        place->scope = NULL;
+        place->version = 0;
+        self->path = &no_path;
+    }
     Py_CLEAR(self->core);
     Py_CLEAR(self->site);
     Py_CLEAR(self->attributes);
     Py_CLEAR(self->frame);
+    Py_CLEAR(self->spare);
     if (type == free_scope_type && free_scope_count < OBJECTS_KEPT) {
         free_scopes[free_scope_count++] = self;
         return;
@@ -209,6 +278,20 @@ Scope_dealloc(Scope *self)
     type->tp_free((PyObject *)self);
     if (free_scope_type != NULL && PyType_IsSubtype(type, free_scope_type))
         Py_DECREF(type); /* made in Python: each object of it holds it */
+}
+
+/* That of a name waits for the next call, without the recorder, which may go meanwhile. */
+static void
+Scope_dealloc(Scope *self)
+{
+    if (self->path == &no_path || self->frame != NULL) {
+        give_up_scope(self);
+        return;
+    }
+    Core *core = self->core;
+    self->core = NULL;
+    Py_SET_REFCNT(self, 1);
+    Py_DECREF(core);
 }
 
 /* Scopes of a kind that Python code has made of ours are given up as ours are, for it has added methods alone. */
@@ -222,14 +305,14 @@ keep_scopes_of(PyTypeObject *type)
 }
 
 /* A scope of a site, of which it takes the reference; NULL without memory, with an exception. */
-static inline Scope *
+static Scope *
 new_scope(Core *core, PyObject *site)
 {
     PyTypeObject *type = core->scope_type != NULL ? (PyTypeObject *)core->scope_type : &ScopeType;
     Scope *scope;
     if (type == free_scope_type && free_scope_count > 0) {
         scope = free_scopes[--free_scope_count];
-    } else if ((scope = (Scope *)type->tp_alloc(type, 0)) == NULL) {
+    } else if ((scope = empty_scope(type)) == NULL) {
         Py_DECREF(site);
         return NULL;
     }
@@ -238,8 +321,8 @@ new_scope(Core *core, PyObject *site)
     return scope;
 }
 
-static PyObject *
-Scope_enter(Scope *self, PyObject *Py_UNUSED(none))
+static SELDOM PyObject *
+enter_otherwise(Scope *self)
 {
     if (self->site != NULL && self->core->on && self->frame == NULL) {
         Pass *pass = pass_of(self->core, self->site);
@@ -247,22 +330,104 @@ Scope_enter(Scope *self, PyObject *Py_UNUSED(none))
             count_passed(pass);
             return Py_NewRef((PyObject *)self);
         }
-        self->frame = open_frame(self->core, self->site, self->attributes, OPEN);
+        Py_CLEAR(self->spare);
+        self->frame = open_frame(self->core, self->site, self->path != &no_path ? self : NULL, self->attributes, OPEN);
         if (self->frame == NULL && lose(self->core) < 0)
             return NULL;
     }
     return Py_NewRef((PyObject *)self);
 }
 
-static PyObject *
-Scope_exit(Scope *self, PyObject *const *args, Py_ssize_t nargs)
+/* Begin the span of a scope: fast where its name was met here before, and nothing else is to be done. */
+static inline __attribute__((always_inline)) PyObject *
+Scope_enter(Scope *self)
+{
+    const path_t *path = self->path;
+    Frame *open = self->spare;
+    Core *core = self->core;
+    if (open == NULL || !is_on_and_nothing_else(core) || at_hand.uid != core->uid)
+        return enter_otherwise(self);
+    Ring *ring = at_hand.ring;
+    Current *current = ring->current;
+    frame_t *frame = open->frame;
+    if (ring->context_version != ring->state->context_ver ||
+        (current->eager && !publishes_requests_alone(core, current)) ||
+        !place_below_top(core, ring, current, path, frame))
+        return enter_otherwise(self);
+    if (at_hand.stepping != NULL)
+        note_stepping(open);
+    Py_INCREF(ring);
+    Py_INCREF(open); /* the chain's */
+    self->spare = NULL;
+    self->frame = open;
+    current->top = frame;
+    begin_frame(frame, read_monotonic());
+    Py_INCREF(self);
+    return (PyObject *)self;
+}
+
+static SELDOM PyObject *
+exit_otherwise(Scope *self, PyObject *error, int64_t end_ns)
 {
     Frame *frame = self->frame;
     self->frame = NULL;
-    int closed = frame == NULL ? 0 : close_frame(self->core, frame, nargs > 1 ? args[1] : NULL, 0);
+    int failed = frame == NULL ? 0 : close_frame(self->core, frame, error, 0, end_ns);
     Py_XDECREF(frame);
-    if (closed < 0)
+    if (failed)
         return NULL;
+    Py_RETURN_NONE;
+}
+
+/* What few ends have to do besides: a request may run code of the host's as it goes. */
+static SELDOM PyObject *
+exit_with(Core *core, totals_t *full, PyObject *request)
+{
+    if (full != NULL)
+        count_all_waiting(core, full);
+    Py_XDECREF(request);
+    Py_RETURN_NONE;
+}
+
+/* End it: fast where it is the innermost span of the context that runs now, nothing is to be said but its times, and nobody
+ * else has its Frame, which is kept. After the clock is read nothing is called but what comes last. */
+static inline __attribute__((always_inline)) PyObject *
+Scope_exit(Scope *self, PyObject *error)
+{
+    if (self->frame == NULL || error != Py_None)
+        return exit_otherwise(self, error, 0);
+    int64_t end_ns = read_clock(self->core);
+    Core *core = self->core;
+    Frame *open = self->frame;
+    frame_t *frame = open->frame;
+    Ring *ring = at_hand.ring;
+    if (frame->ring != ring || Py_REFCNT(open) != 2 || ring->context_version != ring->state->context_ver)
+        return exit_otherwise(self, Py_None, end_ns);
+    Current *current = ring->current;
+    int64_t total_ns = end_ns - frame->start_ns;
+    if (total_ns < 0 || current->top != frame || !is_open_as_begun(frame) || frame->node->ring_number != ring->number ||
+        ((uintptr_t)frame->attributes | (uintptr_t)frame->published | (uintptr_t)frame->pair | (uintptr_t)open->stepped |
+         (uint64_t)open->children_waited_ns) != 0 ||
+        (current->eager && (current->published_id == frame->span_id || !publishes_requests_alone(core, current))))
+        return exit_otherwise(self, Py_None, end_ns);
+    count_against_above(current, frame, ring, end_ns);
+    current->top = frame->above;
+    READ_ANEW();
+    write_row(ring, frame, end_ns, total_ns, NULL, 0);
+    READ_ANEW();
+    totals_t *totals = frame->node->totals;
+    int is_full = count_call(&self->core, totals, frame, total_ns, total_ns, 0);
+    READ_ANEW();
+    open = self->frame;
+    PyObject *request = frame->request;
+    self->frame = NULL;
+    self->spare = open;
+    Py_SET_REFCNT(open, 1); /* no more the chain's */
+    Py_SET_REFCNT(ring, Py_REFCNT(ring) - 1); /* its thread has another reference */
+    frame->ring = NULL;
+    frame->start_ns = 0;
+    frame->request = NULL;
+    if (is_full || request != NULL)
+        return exit_with(self->core, is_full ? totals : NULL, request != (PyObject *)open ? request : NULL);
     Py_RETURN_NONE;
 }
 
@@ -282,59 +447,36 @@ static PyMethodDef Scope_methods[] = {
     {NULL},
 };
 
-/* `__enter__` and `__exit__`, as a class has them and bound to a scope. A `with` binds both, and up to Python 3.13 the
- * bound methods of C functions that it makes and gives up cost more than the span. The last ones are kept. */
+/* `__enter__` and `__exit__`, as a class has them. */
 typedef struct {
     PyObject_HEAD
-    vectorcallfunc vectorcall, bound;
+    vectorcallfunc vectorcall;
     const char *name;
+    size_t at; /* of the bound one in a scope */
 } ScopeMethod;
 
-typedef struct bound {
-    PyObject_HEAD
-    vectorcallfunc vectorcall;
-    Scope *scope;
-    const char *name;
-    struct bound *next; /* while it is free */
-} BoundMethod;
-
-static BoundMethod *free_bound;
-static uint32_t free_bound_count;
-static PyTypeObject BoundMethodType;
+static SELDOM PyObject *
+get_otherwise(ScopeMethod *self, PyObject *scope)
+{
+    if (scope == NULL || scope == Py_None)
+        return Py_NewRef((PyObject *)self);
+    if (!PyObject_TypeCheck(scope, &ScopeType))
+        return PyErr_Format(PyExc_TypeError, "%s() of a scope asked of %R", self->name, Py_TYPE(scope));
+    BoundMethod *bound = (BoundMethod *)((char *)scope + self->at);
+    if (Py_REFCNT(bound) == 0)
+        Py_INCREF(scope);
+    Py_SET_REFCNT(bound, Py_REFCNT(bound) + 1);
+    return (PyObject *)bound;
+}
 
 static PyObject *
 ScopeMethod_get(ScopeMethod *self, PyObject *scope, PyObject *Py_UNUSED(owner))
 {
-    if (scope == NULL || scope == Py_None)
-        return Py_NewRef((PyObject *)self);
-    if (Py_TYPE(scope) != free_scope_type && !PyObject_TypeCheck(scope, &ScopeType))
-        return PyErr_Format(PyExc_TypeError, "%s() of a scope asked of %R", self->name, Py_TYPE(scope));
-    BoundMethod *bound = free_bound;
-    if (bound != NULL) {
-        free_bound = bound->next;
-        free_bound_count--;
-        (void)PyObject_Init((PyObject *)bound, &BoundMethodType);
-    } else if ((bound = PyObject_New(BoundMethod, &BoundMethodType)) == NULL) {
-        return NULL;
-    }
-    bound->vectorcall = self->bound;
-    bound->name = self->name;
-    bound->scope = (Scope *)Py_NewRef(scope);
-    return (PyObject *)bound;
-}
-
-static void
-BoundMethod_dealloc(BoundMethod *self)
-{
-    Scope *scope = self->scope;
-    if (free_bound_count < OBJECTS_KEPT) {
-        self->next = free_bound;
-        free_bound = self;
-        free_bound_count++;
-    } else {
-        PyObject_Free(self);
-    }
-    Py_DECREF(scope); /* last: it may run code of the host's */
+    BoundMethod *bound = (BoundMethod *)((char *)scope + self->at);
+    if (scope == NULL || Py_TYPE(scope) != free_scope_type || Py_REFCNT(bound) != 0)
+        return get_otherwise(self, scope);
+    Py_SET_REFCNT(bound, 1);
+    return Py_INCREF(scope), (PyObject *)bound;
 }
 
 /* The scope that a method is called on in its class; NULL with an exception. */
@@ -348,29 +490,35 @@ scope_of_call(ScopeMethod *self, PyObject *const *args, size_t nargsf)
 }
 
 static PyObject *
-enter_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py_UNUSED(names))
-{
-    Scope *scope = scope_of_call(self, args, nargsf);
-    return scope == NULL ? NULL : Scope_enter(scope, NULL);
-}
-
-static PyObject *
-exit_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py_UNUSED(names))
-{
-    Scope *scope = scope_of_call(self, args, nargsf);
-    return scope == NULL ? NULL : Scope_exit(scope, args + 1, PyVectorcall_NARGS(nargsf) - 1);
-}
-
-static PyObject *
 enter_bound(BoundMethod *self, PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(nargsf), PyObject *Py_UNUSED(names))
 {
-    return Scope_enter(self->scope, NULL);
+    Scope *scope = (Scope *)((char *)self - offsetof(Scope, enter));
+    __asm__("" : "+r"(scope)); /* or both addresses take a register */
+    return Scope_enter(scope);
 }
 
 static PyObject *
 exit_bound(BoundMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py_UNUSED(names))
 {
-    return Scope_exit(self->scope, args, PyVectorcall_NARGS(nargsf));
+    Scope *scope = (Scope *)((char *)self - offsetof(Scope, exit));
+    __asm__("" : "+r"(scope));
+    if ((nargsf & 2) != 0) /* two or three, as a `with` gives */
+        return Scope_exit(scope, args[1]);
+    return exit_otherwise(scope, PyVectorcall_NARGS(nargsf) > 1 ? args[1] : Py_None, 0);
+}
+
+static PyObject *
+enter_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Scope *scope = scope_of_call(self, args, nargsf);
+    return scope == NULL ? NULL : enter_bound(&scope->enter, args, nargsf, names);
+}
+
+static PyObject *
+exit_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Scope *scope = scope_of_call(self, args, nargsf);
+    return scope == NULL ? NULL : exit_bound(&scope->exit, args + 1, PyVectorcall_NARGS(nargsf) - 1, names);
 }
 
 static PyMemberDef ScopeMethod_members[] = {
@@ -390,33 +538,52 @@ static PyTypeObject ScopeMethodType = {
     .tp_members = ScopeMethod_members,
 };
 
-static PyMemberDef BoundMethod_members[] = {
-    {"__name__", T_STRING, offsetof(BoundMethod, name), READONLY, NULL},
-    {"__self__", T_OBJECT, offsetof(BoundMethod, scope), READONLY, NULL},
-    {NULL},
-};
+static PyObject *
+BoundMethod_name(PyObject *Py_UNUSED(self), void *name)
+{
+    return PyUnicode_FromString(name);
+}
 
-static PyTypeObject BoundMethodType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.BoundMethod",
-    .tp_basicsize = sizeof(BoundMethod),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_doc = "Such a method, bound to a scope.",
-    .tp_dealloc = (destructor)BoundMethod_dealloc,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(BoundMethod, vectorcall),
-    .tp_members = BoundMethod_members,
-};
+static PyObject *
+BoundMethod_self(PyObject *self, void *at)
+{
+    return Py_NewRef((PyObject *)((char *)self - (size_t)at));
+}
+
+#define BOUND_METHOD(Type, field, name)                                                                     \
+    static void Type##_dealloc(BoundMethod *self)                                                           \
+    {                                                                                                       \
+        Scope *scope = (Scope *)((char *)self - offsetof(Scope, field));                                    \
+        Py_DECREF(scope); /* it may run code of the host's */                                               \
+    }                                                                                                       \
+    static PyGetSetDef Type##_getset[] = {                                                                  \
+        {"__name__", BoundMethod_name, NULL, NULL, name},                                                   \
+        {"__self__", BoundMethod_self, NULL, NULL, (void *)offsetof(Scope, field)},                         \
+        {NULL},                                                                                             \
+    };                                                                                                      \
+    static PyTypeObject Type = {                                                                            \
+        PyVarObject_HEAD_INIT(NULL, 0).tp_name = "instrument.native._recorder.BoundMethod",                 \
+        .tp_basicsize = sizeof(BoundMethod),                                                                \
+        .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,                                        \
+        .tp_doc = "Such a method, bound to a scope.",                                                       \
+        .tp_dealloc = (destructor)Type##_dealloc,                                                           \
+        .tp_call = PyVectorcall_Call,                                                                       \
+        .tp_vectorcall_offset = offsetof(BoundMethod, vectorcall),                                          \
+        .tp_getset = Type##_getset,                                                                         \
+    }
+
+BOUND_METHOD(EnterType, enter, "__enter__");
+BOUND_METHOD(ExitType, exit, "__exit__");
 
 /* Give the class of scopes a method. */
 static int
-add_scope_method(const char *name, vectorcallfunc unbound, vectorcallfunc bound)
+add_scope_method(const char *name, vectorcallfunc unbound, size_t at)
 {
     ScopeMethod *method = PyObject_New(ScopeMethod, &ScopeMethodType);
     if (method == NULL)
         return -1;
     method->vectorcall = unbound;
-    method->bound = bound;
+    method->at = at;
     method->name = name;
     int failed = PyDict_SetItemString(ScopeType.tp_dict, name, (PyObject *)method);
     Py_DECREF(method);
@@ -526,24 +693,33 @@ Core_new_span(Core *self, PyObject *site)
 }
 
 /* Where a name is kept that is at hand. */
-static inline named_t *
+static inline known_t *
 place_of_name(const Core *core, PyObject *name)
 {
     return &core->named[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
 }
 
-/* Keep a name, and its site. The address of a text identifies it while there is a reference. */
+/* Let the scope of a name's site be handed out again for it, if that can be. The address of a text identifies it while there
+ * is a reference. */
 static void
-keep_name(Core *core, PyObject *name, PyObject *site)
+keep_name(Core *core, PyObject *name, Scope *scope)
 {
-    if (core->named == NULL) /* not where no one reports changes of the sites by name */
-        core->named = follow_changes(core->user_sites) ? PyMem_Calloc(NAMES_AT_HAND, sizeof(named_t)) : NULL;
-    if (core->named == NULL)
+    if (Py_TYPE(scope) != free_scope_type || !follow_changes(core->user_sites)) /* or no one reports changes of the sites */
         return;
-    named_t *place = place_of_name(core, name);
-    place->site = site;
+    known_t *place = place_of_name(core, name);
+    if (place->scope != NULL && place->path.site == scope->site && place->instance == name) {
+        place->version = version_of(core->user_sites);
+        return; /* it is in use */
+    }
+    PyObject *before = place->instance;
+    Scope *scope_before = place->scope;
+    place->instance = Py_NewRef(name);
+    place->path = (path_t){.site = scope->site};
     place->version = version_of(core->user_sites);
-    Py_XSETREF(place->name, Py_NewRef(name));
+    place->scope = scope;
+    scope->path = &place->path;
+    part_with_scope(scope_before); /* this and the next line may run code of the host's */
+    Py_XDECREF(before);
 }
 
 /* scope(name, key=) or scope(name, batch=), where the name is known and the keys are plain. NULL with an exception or,
@@ -571,30 +747,22 @@ scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
     return scope;
 }
 
-/* scope(name): a scope whose name is known costs a dict lookup; everything else goes the long way in Python. */
-static PyObject *
-Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+/* scope(name): of a site that is known by its name; all else goes the long way in Python. */
+static SELDOM PyObject *
+scope_otherwise(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
-    if (nargs == 1 && names == NULL && self->named != NULL) {
-        const named_t *place = place_of_name(self, args[0]);
-        if (place->name == args[0] && place->version == version_of(self->user_sites)) {
-            Scope *scope = new_scope(self, Py_NewRef(place->site));
-            return scope != NULL ? (PyObject *)scope : no_scope(self);
-        }
-    }
     if (nargs == 1 && names == NULL && PyUnicode_CheckExact(args[0]) && self->scope_type != NULL) {
         PyObject *site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
         if (site != NULL) {
-            PyTypeObject *type = (PyTypeObject *)self->scope_type;
-            if (Py_TYPE(site) == type) { /* of a muted one: handed out again as long as nobody has it */
-                if (Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
-                    return Py_NewRef(site);
-                site = ((Scope *)site)->site;
-            } else {
-                keep_name(self, args[0], site);
-            }
-            Scope *scope = new_scope(self, Py_NewRef(site));
-            return scope != NULL ? (PyObject *)scope : no_scope(self);
+            int is_muted = Py_TYPE(site) == (PyTypeObject *)self->scope_type;
+            if (is_muted && Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
+                return Py_NewRef(site); /* handed out again as long as nobody has it */
+            Scope *scope = new_scope(self, Py_NewRef(is_muted ? ((Scope *)site)->site : site));
+            if (scope == NULL)
+                return no_scope(self);
+            if (!is_muted)
+                keep_name(self, args[0], scope);
+            return (PyObject *)scope;
         }
         if (PyErr_Occurred())
             return NULL;
@@ -610,6 +778,20 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
     if (scope == NULL && PyErr_ExceptionMatches(PyExc_MemoryError))
         return no_scope(self);
     return scope;
+}
+
+/* The same of a name that is at hand, whose scope nobody has. */
+static PyObject *
+Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    if (nargs != 1 || names != NULL)
+        return scope_otherwise(self, args, nargs, names);
+    const known_t *place = place_of_name(self, args[0]);
+    Scope *scope = place->scope;
+    if (place->instance != args[0] || place->version != version_of(self->user_sites) || scope->core != NULL)
+        return scope_otherwise(self, args, nargs, names);
+    scope->core = (Core *)Py_NewRef((PyObject *)self);
+    return (PyObject *)scope; /* and its reference */
 }
 
 PyDoc_STRVAR(scope_doc,

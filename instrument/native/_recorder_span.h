@@ -160,6 +160,14 @@ set_flags(frame_t *frame, char state)
     memcpy(&frame->state, flags, sizeof flags); /* and `below_fold`, `has_rows`, `is_inner`, as one number */
 }
 
+/* Whether a span is open as it began, and none of these is set. */
+static inline int
+is_open_as_begun(const frame_t *frame)
+{
+    static const char expected[] = {OPEN, 0, 0, 0};
+    return memcmp(&frame->state, expected, sizeof expected) == 0;
+}
+
 /* Whether a span is open, as those of functions and scopes are, and no step to a node that is not below led to it. */
 static inline int
 is_open_and_no_fold(const frame_t *frame)
@@ -221,6 +229,47 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         frame->is_inner = (char)is_open_around(current, current->top, ring, frame->node);
 }
 
+/* Whether the step from a parent is known, for the site was met there before. */
+static inline int
+find_known_step(const path_t *path, const node_t *parent, node_t **step)
+{
+    *step = path->steps[0];
+    if (__builtin_expect(path->parents[0] == parent, 1))
+        return 1;
+    *step = path->steps[1];
+    return path->parents[1] == parent;
+}
+
+/* The same for a span below one that is open, or the root, at a path where its site was met before: what most are. 0 for
+ * any other, of which the frame may say anything. */
+static inline __attribute__((always_inline)) int
+place_below_top(Core *core, Ring *ring, const Current *current, const path_t *path, frame_t *frame)
+{
+    frame_t *above = current->top;
+    node_t *node;
+    if (above != NULL) {
+        if (!is_open_and_no_fold(above) || !find_known_step(path, above->node, &node))
+            return 0;
+        frame->span_id = next_identity(core);
+        frame->parent_id = above->span_id;
+        frame->root_id = above->root_id;
+        frame->request = Py_XNewRef(above->request);
+    } else {
+        if (((uintptr_t)current->base | current->link_id) != 0 || !find_known_step(path, &core->root, &node))
+            return 0;
+        frame->root_id = frame->span_id = next_identity(core);
+        frame->parent_id = 0;
+        frame->request = NULL;
+    }
+    frame->above = above;
+    frame->node = node;
+    frame->ring = ring;
+    frame->task = current->task;
+    frame->children_ns = 0;
+    set_flags(frame, OPEN);
+    return 1;
+}
+
 /* From now on the span is open, also for readers in other processes: all else that it has is written before. */
 static inline void
 begin_frame(frame_t *frame, int64_t now_ns)
@@ -264,18 +313,28 @@ with_link(const Current *current, PyObject *attributes)
     return both != NULL ? both : Py_NewRef(attributes);
 }
 
-static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere);
+static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, int64_t end_ns);
 
 /* Whether what begins now in a task is awaited by what is stepped. A task that begins at once (an eager one) is not. */
 static inline int
 is_stepped_in(uint64_t task)
 {
-    return stepping != NULL && stepping->is_running && (stepping->task == 0 || stepping->task == task);
+    return at_hand.stepping != NULL && at_hand.stepping->is_running && (at_hand.stepping->task == 0 || at_hand.stepping->task == task);
 }
 
-/* NULL with an exception, or without one where the reason has been counted: see `lose`. */
+/* A span that begins in what is stepped learns how long that waits. */
+static inline void
+note_stepping(Frame *self)
+{
+    if (is_stepped_in(self->frame->task)) {
+        self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand.stepping);
+        self->waited_before_ns = at_hand.stepping->waited_ns;
+    }
+}
+
+/* `scope`: that begins, or NULL. NULL with an exception, or without one where the reason has been counted: see `lose`. */
 static Frame *
-open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
+open_frame(Core *core, PyObject *site, const Scope *scope, PyObject *attributes, char state)
 {
     Frame *self = new_frame_object();
     if (self == NULL)
@@ -292,7 +351,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
         Py_DECREF(self);
         return NULL;
     }
-    identify(core, ring, current, frame, site, NULL, state);
+    identify(core, ring, current, frame, site, scope != NULL ? scope->path : NULL, state);
     Py_INCREF(ring);
     int is_request = frame->node == core->overflow ? kind_is(site, str_request) : frame->node->is_request;
     if (is_request && !is_open_request(frame->request)) {
@@ -318,10 +377,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     if (frame->attributes != NULL && core->memory != NULL && !frame->node->is_copy)
         tell_attributes(core, frame);
     Py_INCREF(self); /* the chain's */
-    if (is_stepped_in(frame->task)) {
-        self->stepped = (Stepped *)Py_NewRef((PyObject *)stepping);
-        self->waited_before_ns = stepping->waited_ns;
-    }
+    note_stepping(self);
     Py_INCREF(current);
     current->top = frame;
     publish_begun(core, current, frame);
@@ -330,7 +386,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     if (is_timed_on_device(core, frame) && begin_on_device(core, frame, NULL) < 0) {
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
-        if (close_frame(core, self, Py_None, 0) < 0)
+        if (close_frame(core, self, Py_None, 0, 0) < 0)
             PyErr_Clear(); /* of two that handlers raised, the first */
         PyErr_Restore(type, raised, traceback);
         Py_DECREF(self);
@@ -515,13 +571,14 @@ is_no_error(Core *core, frame_t *ended, PyObject *error)
     return status >= 0 && status < FIRST_OF_SERVER;
 }
 
-/* End a span with an exception, or the name of an error, or None. `anywhere`: it is no mistake that it ends before what
+/* End a span with an exception, or the name of an error, or None, at a time, or if that is 0 now. `anywhere`: it is no mistake that it ends before what
  * is inside it, or in another context. -1 with an exception of the host's, else 0: what could not be recorded has been
  * counted. */
 static int
-close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
+close_frame(Core *core, Frame *self, PyObject *error, int anywhere, int64_t end_ns)
 {
-    int64_t end_ns = read_clock(core);
+    if (end_ns == 0)
+        end_ns = read_clock(core);
     frame_t *frame = self->frame;
     if (frame->state == CLOSED) {
         count(core, ENDED_TWICE);

@@ -63,7 +63,7 @@ end_own(Stepped *self, PyObject *error)
     Frame *own = self->own;
     if (own == NULL)
         return 0;
-    int failed = own->frame->state == CLOSED ? 0 : close_frame(self->core, own, error, 0);
+    int failed = own->frame->state == CLOSED ? 0 : close_frame(self->core, own, error, 0, 0);
     leave_stepped(own);
     self->own = NULL;
     Py_DECREF(own);
@@ -155,7 +155,7 @@ begin_own(Stepped *self)
         return 0;
     }
     int is_too_deep = at_hand.uid == self->core->uid && is_stack_used_up(at_hand.ring);
-    Frame *own = is_too_deep ? NULL : open_frame(self->core, self->site, self->attributes, OPEN);
+    Frame *own = is_too_deep ? NULL : open_frame(self->core, self->site, NULL, self->attributes, OPEN);
     if (own == NULL) {
         if (is_too_deep)
             PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented coroutines");
@@ -188,8 +188,8 @@ begin_step(Stepped *self, Stepped **around)
         self->waited_ns += read_clock(self->core) - self->suspended_ns;
         self->suspended_ns = 0;
     }
-    *around = stepping;
-    stepping = (Stepped *)Py_NewRef((PyObject *)self);
+    *around = at_hand.stepping;
+    at_hand.stepping = (Stepped *)Py_NewRef((PyObject *)self);
     self->is_running = 1;
     return 0;
 }
@@ -200,8 +200,8 @@ static inline PySendResult
 end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
 {
     /* Where greenlets have taken turns meanwhile it may be another one: that stays sound, and finds nobody who runs. */
-    Stepped *innermost = stepping;
-    stepping = around;
+    Stepped *innermost = at_hand.stepping;
+    at_hand.stepping = around;
     self->is_running = 0;
     if (ended == PYGEN_NEXT) {
         self->suspended_ns = read_clock(self->core);
@@ -393,8 +393,8 @@ Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
         end_step(self, around, PYGEN_ERROR, &result);
         return NULL;
     }
-    Stepped *innermost = stepping;
-    stepping = around;
+    Stepped *innermost = at_hand.stepping;
+    at_hand.stepping = around;
     self->is_running = 0;
     int failed = end_own(self, closed);
     leave_awaited(self);

@@ -128,15 +128,16 @@ count_all_waiting(Core *core, totals_t *totals)
     totals->waiting_count = 0;
 }
 
-/* Add to a sum of times, which stays at its largest value instead of turning negative. Without a core it is not reported. */
-static inline void
-add_time(Core *core, int64_t *sum, int64_t more)
+/* Add to a sum of times, which stays at its largest value instead of turning negative. Where there is no core at `core` it
+ * is not reported. */
+static inline __attribute__((always_inline)) void
+add_time(Core *const *core, int64_t *sum, int64_t more)
 {
     *sum = (int64_t)((uint64_t)*sum + (uint64_t)more);
     if (__builtin_expect(*sum < 0, 0)) { /* as neither was */
         *sum = INT64_MAX;
-        if (core != NULL)
-            count(core, SATURATED);
+        if (*core != NULL)
+            count(*core, SATURATED);
     }
 }
 
@@ -165,11 +166,11 @@ add_totals(Core *core, totals_t *into, const totals_t *from)
     into->errors += from->errors;
     into->cancelled += from->cancelled;
     into->moved_bytes += from->moved_bytes;
-    add_time(core, &into->total_ns, from->total_ns);
-    add_time(core, &into->self_ns, from->self_ns);
-    add_time(core, &into->waiting_ns, from->waiting_ns);
-    add_time(core, &into->device_ns, from->device_ns);
-    add_time(core, &into->beyond_ns, from->beyond_ns);
+    add_time(&core, &into->total_ns, from->total_ns);
+    add_time(&core, &into->self_ns, from->self_ns);
+    add_time(&core, &into->waiting_ns, from->waiting_ns);
+    add_time(&core, &into->device_ns, from->device_ns);
+    add_time(&core, &into->beyond_ns, from->beyond_ns);
 }
 
 static void

@@ -131,6 +131,7 @@ class SiteCore(Core):
         if site not in self._counters:
             self._counters[site] = native.MODULE.Pass(self)
         self.passes[site] = self._counters[site]
+        self.forget_names()  # also for scopes that were made and have not begun
         self._turn(site, self._counters[site])
         return True
 
