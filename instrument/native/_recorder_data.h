@@ -341,7 +341,7 @@ typedef struct {
     vectorcallfunc vectorcall;
     Core *core;
     PyObject *wrapped;
-    /* Of a method whose instances have sites of their own: {identity: site or None}, what tells that of an instance
+    /* Of a method whose instances have sites of their own: {identity: site or None}, what finds that of an instance
      * which is not there yet. `evaluate` sets what evaluates Python's frames and returns what did: a compiler of the
      * host's must not take `decide` for its own. */
     PyObject *sites;
@@ -441,7 +441,7 @@ static uint32_t free_frame_object_count, free_scope_count, free_stepped_count;
 static uint32_t frame_object_count, frame_objects_elsewhere, frame_objects_kept = OBJECTS_KEPT;
 static PyTypeObject *free_scope_type; /* that they are of */
 static path_t no_path;
-/* What is done to each thing that an object holds, where a list of these is written once. */
+/* What is done to each thing that an object holds, where a list of them is written once. */
 #define VISIT(field) Py_VISIT(self->field);
 #define LET_GO(field) Py_XDECREF(self->field);
 #define CLEAR(field) Py_CLEAR(self->field);

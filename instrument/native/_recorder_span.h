@@ -27,7 +27,7 @@ leave_stepped(Frame *self)
         Py_DECREF(around);
 }
 
-/* A frame that is given up is kept for the next span. What it holds is let go of while it is whole and held: code of the
+/* A frame that is given up is kept for the next span. What it refers to is let go of while it is whole: code of the
  * host's may run, and the collector look at it. */
 static void
 Frame_dealloc(Frame *self)
@@ -160,7 +160,7 @@ set_flags(frame_t *frame, char state)
     memcpy(&frame->state, flags, sizeof flags); /* and `below_fold`, `has_rows`, `is_inner`, as one number */
 }
 
-/* Whether a span is open as it began, and none of these is set. */
+/* Whether a span is open as it began, and no flag is set. */
 static inline int
 is_open_as_begun(const frame_t *frame)
 {

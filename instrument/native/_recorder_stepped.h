@@ -272,10 +272,16 @@ Stepped_send(Stepped *self, PyObject *value)
     return as_of_iterator(ended, result);
 }
 
+/* The end of an iterator without a result needs no exception, whose making costs more than the span. */
 static PyObject *
 Stepped_next(Stepped *self)
 {
-    return Stepped_send(self, Py_None);
+    PyObject *result;
+    PySendResult ended = Stepped_step(self, Py_None, &result);
+    if (ended != PYGEN_RETURN || result != Py_None)
+        return as_of_iterator(ended, result);
+    Py_DECREF(result);
+    return NULL;
 }
 
 /* Return the stand-in for the coroutine that a function has given, inside a span of a site. Return the coroutine itself where
