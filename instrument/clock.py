@@ -1,6 +1,6 @@
 """The two clocks of a process: CLOCK_MONOTONIC, which times spans, and the wall clock; the deadline of a session's end.
 
-One deadline is for all that an end waits for, so the limits of its waits do not add up.
+All waits of an end share one deadline, so their time-outs do not add up.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def test_values_that_reach_python_are_copies_that_wait(recorder: Recorder, attac
     ]
 
 
-def test_what_came_from_numpy_is_a_copy_when_it_moves(recorder: Recorder, attached: Any) -> None:
+def test_data_of_numpy_is_a_copy_once_it_moves(recorder: Recorder, attached: Any) -> None:
     attached(CopyRule())
     numpy = pytest.importorskip("numpy")
     torch.from_numpy(numpy.ones(5)).to(NAME)
@@ -152,7 +152,7 @@ def test_a_model_is_the_sum_of_its_parameters_copies(recorder: Recorder, attache
         ((torch.empty(0, dtype=torch.float16),), {"copy": True}, True),
     ],
 )
-def test_non_blocking_is_understood_wherever_it_stands(
+def test_non_blocking_is_understood_wherever_it_is(
     recorder: Recorder, attached: Any, args: Any, kwargs: Any, sync: bool
 ) -> None:
     attached(CopyRule(DIRECTIONS))
@@ -169,7 +169,7 @@ def test_copies_of_one_call_that_wait_and_that_do_not_are_counted_apart(recorder
     assert {one.label: one.calls for one in view.copies} == {"GpuMemcpy": 3, "GpuMemcpyAsync": 1, "GpuMemcpySync": 2}
 
 
-def test_what_moves_nothing_is_no_copy(recorder: Recorder, attached: Any) -> None:
+def test_a_call_that_moves_no_data_is_no_copy(recorder: Recorder, attached: Any) -> None:
     x, there = torch.ones(3), torch.ones(3).to(NAME)
     attached(CopyRule())
     assert x.to("cpu") is x
@@ -353,7 +353,7 @@ def test_a_torch_without_a_device_is_left_as_it_is_unless_host_copies_are_asked_
         copies.undo()
 
 
-def test_what_torch_copies_unseen_is_named_once(recorder: Recorder) -> None:
+def test_unseen_copies_of_torch_are_named_once(recorder: Recorder) -> None:
     copies = Copies([CopyRule(text="first"), CopyRule(text="second")], recorder)
     copies.imported(torch)
     torch.ones(2).to(NAME)

@@ -224,7 +224,7 @@ if __name__ == "__main__":
     "method",
     ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)],
 )
-def test_of_several_processes_the_last_one_prints_one_report_of_all(method: str) -> None:
+def test_the_last_of_several_processes_prints_one_report_of_all(method: str) -> None:
     done = run(MULTIPROCESSING, method)
     assert (done.returncode, done.stderr.count("Summary of shop")) == (0, 1), done.stderr
     (row,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
@@ -234,7 +234,7 @@ def test_of_several_processes_the_last_one_prints_one_report_of_all(method: str)
 
 
 @pytest.mark.slow
-def test_what_many_spans_come_to_is_read_from_the_memory_of_processes_that_have_left() -> None:
+def test_totals_of_many_spans_are_read_from_the_memory_of_ended_processes() -> None:
     done = run("""
         import multiprocessing
         import engine
@@ -266,7 +266,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.slow
-def test_of_many_workers_that_had_many_spans_and_ended_few_files_are_kept_while_the_run_goes_on() -> None:
+def test_ended_workers_with_many_spans_leave_few_files_while_the_run_goes_on() -> None:
     service = begin(RECYCLED_WITH_MANY_SPANS)
     left = until(lambda: [path for path in run_folder.found() if run_folder.paths_in(path, "before-*-left.npz")])
     until(lambda: len([*left[0].glob("*-left.npz")]) <= ENDED)
@@ -297,7 +297,7 @@ def test_a_worker_that_ends_before_others_prints_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_report_says_of_who_had_told_of_itself_before_others_came_that_it_did() -> None:
+def test_a_report_names_the_process_that_printed_its_own_report_before_others_joined() -> None:
     done = run("""
         import engine, instrument
         engine.step(1)
@@ -314,7 +314,7 @@ def test_a_report_says_of_who_had_told_of_itself_before_others_came_that_it_did(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("goes_on", ["", "os.fork() and os.wait() or engine.step(1)"], ids=["alone", "with others"])
-def test_a_report_tells_also_of_those_who_ended_under_an_agent_that_was_killed(goes_on: str) -> None:
+def test_a_report_names_processes_that_ended_under_a_killed_agent(goes_on: str) -> None:
     service = begin(f"""
         import engine, os, sys
         for x in range(20):
@@ -579,7 +579,7 @@ sys.exit(main(["agent", "--socket", sys.argv[1]]))
 
 
 @pytest.mark.slow
-def test_what_a_killed_agent_was_about_to_save_of_a_process_is_awaited_and_told_by_the_next_one(
+def test_the_next_agent_awaits_and_reports_a_capture_that_a_killed_one_had_begun(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "beside" / "agent.sock"
@@ -681,7 +681,7 @@ def test_captures_of_other_services_and_those_that_a_report_is_still_to_be_made_
     assert sorted(path.name for path in folder.iterdir()) == sorted([names[0], names[2], names[4]])
 
 
-def test_what_an_agent_notes_of_a_process_holds_no_secret_of_its_collector(folder: Path) -> None:
+def test_an_agents_note_on_a_process_has_no_secret_of_the_collector(folder: Path) -> None:
     other = subprocess.Popen(["sleep", "60"])
     started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
     export = {"endpoint": "https://ada:opensesame@collector", "headers": [["authorization", "Bearer opensesame"]]}
@@ -767,7 +767,7 @@ def test_the_report_of_a_run_is_where_the_service_wrote_its_errors_also_where_a_
 
 
 @pytest.mark.slow
-def test_the_report_of_a_run_is_told_also_where_who_waited_for_it_has_gone() -> None:
+def test_the_report_of_a_run_is_printed_even_if_the_waiting_process_has_gone() -> None:
     Path("main.py").write_text(
         "import subprocess, sys, engine\n"
         "from instrument import clock\nfrom instrument.sessions import leaving\n"
@@ -904,7 +904,7 @@ HOSTILE = [
 ]
 
 
-def test_what_is_no_packet_is_refused_and_the_agent_goes_on() -> None:
+def test_malformed_packets_are_refused_and_the_agent_goes_on() -> None:
     service = begin("import sys; print('ready', flush=True); sys.stdin.readline()")
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
@@ -1017,7 +1017,7 @@ def command(*words: str) -> str:
     return done.stdout
 
 
-def test_ps_tells_of_runs_and_processes(service: subprocess.Popen[str]) -> None:
+def test_ps_reports_runs_and_processes(service: subprocess.Popen[str]) -> None:
     (agent,) = agents()
     head, titles, row, *_ = command("ps").splitlines()
     assert head.endswith(f", agent {agent}")
@@ -1044,7 +1044,7 @@ def test_live_shows_requests_in_flight_with_where_they_are(service: subprocess.P
     assert {place["name"] for place in seen["places"]} == {"GET /fast", "step"}
 
 
-def test_live_draws_its_screen_anew_until_it_is_told_to_end(service: subprocess.Popen[str]) -> None:
+def test_live_redraws_its_screen_until_it_is_interrupted(service: subprocess.Popen[str]) -> None:
     pytest.importorskip("rich")
     ours, theirs = pty.openpty()
     words = [*INSTRUMENT, "live", str(service.pid), "--every", "0.1"]
@@ -1061,7 +1061,7 @@ def test_live_draws_its_screen_anew_until_it_is_told_to_end(service: subprocess.
     os.close(ours)
 
 
-def test_each_look_tells_of_what_came_since_the_one_before(service: subprocess.Popen[str]) -> None:
+def test_each_look_reports_what_came_since_the_one_before(service: subprocess.Popen[str]) -> None:
     (folder,) = run_folder.found()
     looking = subprocess.Popen(
         [*INSTRUMENT, "live", folder.name, "--json", "--every", "0.2"], stdout=subprocess.PIPE, text=True
@@ -1146,7 +1146,7 @@ def test_a_process_that_has_recorded_nothing_says_that_it_hears_later() -> None:
     waiting.communicate("\n", timeout=240)
 
 
-def test_who_asks_for_a_run_that_there_is_not_is_told_which_there_are() -> None:
+def test_a_request_for_an_unknown_run_gets_the_list_of_runs() -> None:
     done = subprocess.run([*INSTRUMENT, "live", "no-such", "--once"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "there is not a run, a service or a process named no-such; the runs are: " in done.stderr
@@ -1220,7 +1220,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_those_that_ended_are_counted_and_a_rate_is_of_the_time_that_each_process_has_lived() -> None:
+def test_ended_processes_are_counted_and_rates_are_over_the_time_that_each_lived() -> None:
     service = begin(RECYCLED)
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
@@ -1293,7 +1293,7 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
     assert told.partition("Processes:")[2].count("in order") >= 2
 
 
-def test_who_was_killed_for_want_of_memory_is_said_to_be(tmp_path: Path) -> None:
+def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path) -> None:
     from instrument.agent import departure
     from instrument.agent.processes import Process, Run, oom_kills
 

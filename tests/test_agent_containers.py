@@ -44,7 +44,7 @@ def first(source: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_namespaces
-def test_as_the_first_process_it_outlives_a_service_that_is_killed_and_says_what_became_of_it() -> None:
+def test_the_first_process_of_a_container_outlives_a_killed_service_and_reports_its_end() -> None:
     done = first("""
         import engine, os, signal
         from instrument import scope
@@ -62,7 +62,7 @@ def test_as_the_first_process_it_outlives_a_service_that_is_killed_and_says_what
 
 @pytest.mark.slow
 @needs_namespaces
-def test_as_the_first_process_it_passes_exit_code_and_output_on_and_reaps_who_lost_its_parent() -> None:
+def test_the_first_process_of_a_container_keeps_exit_code_and_output_and_reaps_orphans() -> None:
     done = first("""
         import engine, os, sys, time
         def state(pid):
@@ -90,7 +90,7 @@ def test_as_the_first_process_it_passes_exit_code_and_output_on_and_reaps_who_lo
 
 @needs_namespaces
 @pytest.mark.slow
-def test_as_the_first_process_it_hands_signals_on() -> None:
+def test_the_first_process_of_a_container_forwards_signals() -> None:
     done = first("""
         import engine, os, signal, sys, time
         engine.step(1)
@@ -113,7 +113,7 @@ def beside(*words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to_end(
+def test_an_agent_next_to_services_serves_one_after_the_other_until_it_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
@@ -145,7 +145,7 @@ def test_an_agent_beside_services_serves_one_after_the_other_until_it_is_told_to
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_an_agent_beside_services_that_begins_again_tells_of_those_that_ended_before(
+def test_an_agent_next_to_services_that_begins_again_reports_those_that_ended_before(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
@@ -180,7 +180,7 @@ def test_an_agent_beside_services_that_begins_again_tells_of_those_that_ended_be
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [False, True], ids=["memory", "files"])
-def test_of_a_run_that_was_killed_with_its_agent_ps_says_what_there_is_to_be_done(kept: bool) -> None:
+def test_ps_names_the_remedy_for_a_run_that_was_killed_with_its_agent(kept: bool) -> None:
     if kept:
         Path("rings").mkdir(mode=0o700)
         Path("profile.yaml").write_text(f"{PROFILE}\nlimits: {{ring_dir: {Path('rings').absolute()}}}\n")
@@ -231,7 +231,7 @@ def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> N
 
 
 @pytest.mark.slow
-def test_of_an_agent_that_is_stopped_whoever_asks_is_told_its_number_and_that_it_does_not_answer() -> None:
+def test_commands_report_the_pid_of_a_stopped_agent_that_does_not_answer() -> None:
     service = begin("import engine; engine.step(1); print('ready', flush=True); input()")
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
@@ -288,7 +288,7 @@ def test_an_agent_that_goes_on_after_another_has_taken_its_place_prints_and_remo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "limits: {ring: 1MiB, ring_dir: ./rings}\n"], ids=["memory", "files"])
-def test_an_agent_that_takes_over_tells_of_those_that_ended_in_between(where: str) -> None:
+def test_an_agent_that_takes_over_reports_those_that_ended_in_between(where: str) -> None:
     Path("profile.yaml").write_text(PROFILE + where)
     service = begin("""
         import engine, os, sys
@@ -403,7 +403,7 @@ def test_the_manifest_has_both_forms_and_names_what_there_is() -> None:
 
 @needs_namespaces
 @pytest.mark.slow
-def test_the_first_process_of_a_container_begins_its_agent_anew_which_tells_how_the_service_ended() -> None:
+def test_the_first_process_of_a_container_begins_its_agent_anew_which_reports_how_the_service_ended() -> None:
     done = first(f"""{ASK}
 import engine, signal
 engine.step(1)
@@ -423,7 +423,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_verbs_find_an_agent_beside_the_service_and_take_a_service_by_its_name(
+def test_verbs_find_an_agent_next_to_the_service_and_take_a_service_by_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"

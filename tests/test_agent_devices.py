@@ -97,7 +97,7 @@ def told(span: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_what_the_agent_sends_of_a_device_is_what_a_process_would_send_itself(collector: Collector) -> None:
+def test_the_agent_sends_the_same_device_times_as_a_process_would(collector: Collector) -> None:
     source = f"""{SERVICE}
 stream = torch.cuda.Stream()
 torch.work(300 * MS)
@@ -144,7 +144,7 @@ print(running.losses())
         assert all(own[span.parent_span_id].name + " (device)" == span.name for span in spans if "(dev" in span.name)
 
 
-def test_what_a_killed_process_had_of_a_device_is_sent_and_what_had_not_come_is_counted(collector: Collector) -> None:
+def test_device_times_of_a_killed_process_are_sent_and_missing_ones_counted(collector: Collector) -> None:
     service = begin_with_file(f"""{SERVICE}
 for _ in range(5):
     serve(5)

@@ -92,7 +92,7 @@ def has_ended(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("collector", "requests"), [(refusing, 10), (swallowing, 6000), (dripping, 10)])
-def test_an_agent_that_is_told_to_end_has_ended_in_five_seconds_and_tells_what_is_lost(
+def test_an_agent_ends_within_five_seconds_of_a_request_and_reports_its_losses(
     collector: Callable[[], AbstractContextManager[int]], requests: int
 ) -> None:
     Path("engine.py").write_text(ENGINE)
@@ -185,7 +185,7 @@ leaving.EXIT_LIMIT_NS = 600 * 10**9
 
 
 @pytest.mark.slow
-def test_who_ends_after_another_that_waited_for_the_collector_in_vain_waits_but_a_moment() -> None:
+def test_a_process_waits_only_briefly_after_another_waited_for_the_collector_in_vain() -> None:
     Path("main.py").write_text(WORKERS_ONE_BY_ONE)
     Path("engine.py").write_text(ENGINE)
     with swallowing() as port:
@@ -227,7 +227,7 @@ def test_an_agent_that_loses_the_right_to_descriptors_ends_with_its_run_and_leav
 
 
 @pytest.mark.slow
-def test_what_a_killed_worker_lost_in_its_export_is_in_a_report_that_goes_into_a_pipe() -> None:
+def test_a_report_into_a_pipe_has_the_export_losses_of_a_killed_worker() -> None:
     Path("engine.py").write_text(ENGINE)
     Path("main.py").write_text(SERVICE % 10)
     with collecting(refuse_with(400)) as server:

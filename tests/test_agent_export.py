@@ -136,7 +136,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_agent_tells_the_metrics_of_requests_too_and_the_process_has_no_thread_for_them(
+def test_the_agent_reports_the_metrics_of_requests_too_and_the_process_has_no_thread_for_them(
     collector: Collector,
 ) -> None:
     profile(collector, "requests: auto")
@@ -175,7 +175,7 @@ with make_server("127.0.0.1", 0, shop.app, handler_class=WSGIRequestHandler) as 
 
 
 @pytest.mark.slow
-def test_of_a_request_that_two_processes_serve_both_parts_are_kept_where_one_is_slow(collector: Collector) -> None:
+def test_a_slow_part_of_a_request_keeps_its_part_in_the_other_process(collector: Collector) -> None:
     profile(collector, "requests: auto\ncapture: {sample: 0.0, slow: 1s}")
     Path("shop.py").write_text("""
 import time
@@ -235,7 +235,7 @@ def told(span: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_what_the_agent_sends_is_what_a_process_would_send_itself(collector: Collector) -> None:
+def test_the_agent_sends_the_same_as_a_process_would(collector: Collector) -> None:
     source = f"""{SERVICE}
 import asyncio
 import instrument
@@ -377,7 +377,7 @@ def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> 
 
 
 @pytest.mark.slow
-def test_what_one_agent_has_not_exported_the_next_one_does_or_counts(collector: Collector) -> None:
+def test_the_next_agent_exports_or_counts_unexported_spans_of_the_last_one(collector: Collector) -> None:
     found = killed(begin(LOAD), collector, 2)
     assert found["exported"] >= 2 * EXPORTED, found  # the rest is counted, more of it on a slow machine
 
@@ -497,7 +497,7 @@ def test_an_exporter_that_is_killed_has_another_one_in_its_place(collector: Coll
 
 
 @pytest.mark.slow
-def test_of_nine_agents_that_are_killed_every_span_is_exported_or_counted(collector: Collector) -> None:
+def test_every_span_is_exported_or_counted_after_kills_of_nine_agents(collector: Collector) -> None:
     found = killed(begin(LOAD), collector, 9)
     assert found["exported"] >= 9 * EXPORTED, found  # the rest is counted, more of it on a slow machine
 
@@ -598,7 +598,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_what_a_service_records_while_it_drains_is_exported_by_an_agent_that_had_sigterm_too(
+def test_an_agent_with_sigterm_still_exports_spans_of_a_service_that_drains(
     collector: Collector,
 ) -> None:
     service = begin(DRAINS)
@@ -612,7 +612,7 @@ def test_what_a_service_records_while_it_drains_is_exported_by_an_agent_that_had
     assert collector.connections == 1
 
 
-def test_what_a_process_recorded_before_it_was_killed_is_exported(collector: Collector) -> None:
+def test_rows_from_before_a_kill_are_exported(collector: Collector) -> None:
     done = run(f"{SERVICE}\nimport signal\nfor x in range(100): serve(x)\nos.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
     until(lambda: not run_folder.found())
@@ -620,7 +620,7 @@ def test_what_a_process_recorded_before_it_was_killed_is_exported(collector: Col
 
 
 @pytest.mark.slow
-def test_what_a_process_left_in_a_file_as_its_run_had_no_agent_is_exported_or_counted_by_the_next_one(
+def test_the_next_agent_exports_or_counts_rows_that_a_process_without_an_agent_left_in_a_file(
     collector: Collector,
 ) -> None:
     profile(collector, "  summary: {to: stderr}\nlimits: {ring: 1MiB, ring_dir: ./rings}")
@@ -678,7 +678,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_what_is_unsent_of_a_process_that_ended_in_order_is_reported_where_its_agent_is_killed() -> None:
+def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_its_agent() -> None:
     def never(handler: Handler, _: int) -> None:
         time.sleep(60)
 
@@ -938,7 +938,7 @@ def test_a_request_of_twenty_seconds_has_its_stages_and_its_batches_their_links(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("emit", ["", pytest.param(", kind: request", marks=pytest.mark.slow)])
-def test_what_an_engine_did_for_a_slow_request_is_kept_with_it(collector: Collector, emit: str) -> None:
+def test_engine_work_of_a_slow_request_is_kept_with_it(collector: Collector, emit: str) -> None:
     spans = served_by_two(collector, 0.0, emit)
     own = {span.span_id: span for span in spans}
     assert Counter(span.name for span in spans) == {

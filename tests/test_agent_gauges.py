@@ -107,7 +107,7 @@ def end(service: subprocess.Popen[str]) -> str:
         ),
     ],
 )
-def test_beside_an_agent_a_service_has_the_thread_for_control_alone_unless_it_cuts_windows(
+def test_next_to_an_agent_a_service_has_the_thread_for_control_alone_unless_it_cuts_windows(
     profile: str, alone: list[str], beside_an_agent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
@@ -128,7 +128,7 @@ def test_beside_an_agent_a_service_has_the_thread_for_control_alone_unless_it_cu
 
 
 @pytest.mark.slow
-def test_the_agent_tells_of_a_process_all_that_it_reads_of_itself() -> None:
+def test_the_agent_reports_all_that_a_process_reads_of_itself() -> None:
     told: dict[str, dict[str, list[Any]]] = {}
     for agent in ("off", "auto"):
         service = serve(f"{FUNCTIONS}{GAUGES}agent: {agent}\n")
@@ -255,7 +255,7 @@ def test_a_driver_that_hangs_keeps_the_gauge_thread_alone_and_its_silence_is_nam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
-def test_where_an_agent_is_killed_the_next_one_reads_the_gauges_of_its_processes(hangs: bool) -> None:
+def test_the_next_agent_reads_the_gauges_of_a_killed_agents_processes(hangs: bool) -> None:
     service = serve(FUNCTIONS + GAUGES)
     do(service, "until(samples); until(lambda: threads() == ['instrument-control'])")
     (agent,) = agents()
@@ -284,7 +284,7 @@ class cuda:
 """
 
 
-def test_what_the_allocator_of_torch_tells_the_process_alone_is_told_with_the_rest() -> None:
+def test_gauges_of_torchs_allocator_from_the_process_are_reported_with_the_agents() -> None:
     service = serve(FUNCTIONS + GAUGES)
     do(service, f"import types; exec({TORCH!r}, found := types.ModuleType('torch').__dict__); 0")
     do(service, "sys.modules['torch'] = types.SimpleNamespace(**found)")
@@ -329,7 +329,7 @@ def test_an_agent_of_another_container_leaves_gauges_to_the_process_which_says_w
     path.parent.rmdir()
 
 
-def test_what_cannot_be_used_of_what_a_process_says_of_its_gauges_leaves_them_to_it(gauges: Answers) -> None:
+def test_unusable_settings_of_gauges_leave_them_to_the_process(gauges: Answers) -> None:
     for facts in ({"host_ns": "soon"}, [1], {"host_ns": 10**6, "environ": 5}, {"host_ns": float("inf")}):
         gauges.ask(1, {"gauges": facts})
         assert list(gauges.next(1)) == ["yours"]

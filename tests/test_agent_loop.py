@@ -81,7 +81,7 @@ def facts(run: str) -> dict[str, Any]:
     return {"pid": os.getpid(), "started": clock.start_ticks(clock.STAT), "run": run, "records": True}
 
 
-def test_who_joins_is_heard_before_what_others_say_after_that(agent: Agent) -> None:
+def test_a_join_is_read_before_later_messages_of_others(agent: Agent) -> None:
     first, second = agent.caller(), agent.caller()
     with first, second:
         packets.send(first, {"join": facts("one")})
@@ -144,7 +144,7 @@ def test_a_process_says_goodbye_before_it_joins_for_its_next_session(agent: Agen
     os.close(memory)
 
 
-def test_a_process_that_ends_before_it_has_joined_the_next_agent_is_told_of_by_that_one(
+def test_the_next_agent_reports_a_process_that_ended_before_it_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -172,7 +172,7 @@ def test_a_process_that_ends_before_it_has_joined_the_next_agent_is_told_of_by_t
     assert said[0].startswith(f"instrument: process {other.pid} of shop ended without a goodbye")
 
 
-def test_what_was_left_for_the_report_of_a_run_of_which_nobody_comes_back_is_removed_and_named(
+def test_files_for_the_report_of_an_abandoned_run_are_removed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,7 +194,7 @@ def test_what_was_left_for_the_report_of_a_run_of_which_nobody_comes_back_is_rem
     assert said[0].startswith("instrument: no report covers 9 of the processes of the run gone, which ended under")
 
 
-def test_ps_tells_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_path: Path) -> None:
+def test_ps_reports_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as other:
         started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
         told = {"run": "one", "service": "shop", "generation": 1, "digest": "0"}
@@ -215,7 +215,7 @@ def test_ps_tells_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_
     assert (shown.pid, shown.state, shown.up_ns) == (other.pid, VANISHED, None)
 
 
-def test_who_was_hung_up_on_is_told_so_also_while_the_agent_has_a_recording_read() -> None:
+def test_a_dropped_process_gets_a_message_even_while_the_agent_reads_a_recording() -> None:
     selector = selectors.DefaultSelector()
     jobs = Jobs(selector)
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)

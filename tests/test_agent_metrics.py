@@ -167,7 +167,7 @@ def check(collector: Collector, preference: str, by_status: dict[int, int]) -> N
 
 
 @pytest.mark.slow
-def test_what_a_process_had_counted_that_was_killed_is_at_the_collector(collector: Collector, preference: str) -> None:
+def test_counts_of_a_killed_process_reach_the_collector(collector: Collector, preference: str) -> None:
     service = started()
     do(service, "ask 200 20", "ask 404 5")
     assert service.stdin is not None
@@ -183,9 +183,7 @@ def test_what_a_process_had_counted_that_was_killed_is_at_the_collector(collecto
 
 
 @pytest.mark.slow
-def test_what_an_exporter_had_counted_that_was_killed_the_next_one_goes_on_with(
-    collector: Collector, preference: str
-) -> None:
+def test_the_next_exporter_continues_the_counts_of_a_killed_one(collector: Collector, preference: str) -> None:
     service = started()
     do(service, "ask 200 10", "ask 404 5", "flush", "ask 404 2")
     (agent,) = agents()
@@ -223,7 +221,7 @@ def test_the_next_agent_goes_on_with_the_metrics_of_one_that_was_killed(collecto
     assert len(read) == len(set(read)) > 1
 
 
-def test_a_scrape_of_a_process_whose_agent_counts_tells_all_with_their_status(collector: Collector) -> None:
+def test_a_scrape_of_a_process_whose_agent_counts_reports_all_with_their_status(collector: Collector) -> None:
     service = started()
     do(service, "ask 200 10", "ask 404 5", "flush", "ask 503 2")
     assert service.stdin is not None
@@ -273,7 +271,7 @@ else:
 
 
 @pytest.mark.slow
-def test_each_session_of_a_process_that_stops_and_starts_has_its_metrics_told(collector: Collector) -> None:
+def test_each_session_of_a_process_that_stops_and_starts_has_its_metrics_reported(collector: Collector) -> None:
     Path("engine.py").write_text(ENGINE)
     Path("main.py").write_text(RESTARTS)
     Path("profile.yaml").write_text(PROFILE % collector.server_port)
@@ -287,7 +285,7 @@ def test_each_session_of_a_process_that_stops_and_starts_has_its_metrics_told(co
     until(lambda: told() == [3, 5, 7])
 
 
-def test_what_waits_in_executors_can_be_told_to_others() -> None:
+def test_waiting_work_of_executors_is_published() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: None).result()
         facts = MeteredFacts(0, queued=queued_tasks())
@@ -298,7 +296,7 @@ def test_what_waits_in_executors_can_be_told_to_others() -> None:
 
 
 @pytest.mark.parametrize("name", ["start_ns", "losses"])
-def test_numbers_without_an_end_in_what_a_process_tells_are_taken_as_not_told(name: str) -> None:
+def test_infinite_numbers_from_a_process_count_as_missing(name: str) -> None:
     told = export_facts.facts_as_json(Ids(), {}, Capture(), 1)
     told["metered"][name] = {"losses": {"x": float("inf")}, "start_ns": float("inf")}[name]
     assert export_facts.facts_from(json.loads(json.dumps(told))) is None

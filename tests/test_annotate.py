@@ -417,7 +417,7 @@ def test_attributes_of_a_frame_are_set_as_they_are_and_late_ones_are_counted(rec
     assert recorder.counts() == {"span annotated that is not open": 1}
 
 
-def test_what_is_annotated_is_in_trace_files_and_at_the_collector(recording: Any, tmp_path: Path) -> None:
+def test_annotations_are_in_trace_files_and_at_the_collector(recording: Any, tmp_path: Path) -> None:
     with instrument.scope("request", kind="request") as request:
         with instrument.scope("work"):
             instrument.annotate(tokens=3, finish="stop", scores=[0.5, 1.0])

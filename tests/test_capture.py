@@ -230,7 +230,7 @@ def test_trees_without_a_request_come_at_once_though_their_root_stays_open(recor
     assert [span.site.name for spans in kept.read() for span in spans] == ["serve"]
 
 
-def test_the_limit_bounds_what_stands_out_and_refills_with_time(recorder: Any) -> None:
+def test_the_limit_bounds_notable_requests_and_refills_with_time(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=0.0, errors=True, limit=Rate(2, 60 * 10**9)))
     for _ in range(5):
         serve(recorder, error=True)
@@ -242,7 +242,7 @@ def test_the_limit_bounds_what_stands_out_and_refills_with_time(recorder: Any) -
     assert taken == [False, False, True, False, True, False]
 
 
-def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Any) -> None:
+def test_spans_shortly_before_a_failure_are_kept_with_it(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=0.0, errors=True))
     long_ago = serve(recorder)
     just_before = serve(recorder)
@@ -298,7 +298,7 @@ def test_all_conditions_must_hold_for_the_requests_own_span(recorder: Any) -> No
     assert root.attributes == {"a": 1}
 
 
-def test_what_is_kept_for_its_attributes_counts_against_the_limit(recorder: Any) -> None:
+def test_requests_kept_for_their_attributes_count_against_the_limit(recorder: Any) -> None:
     kept = Kept(recorder, Capture(**NOTHING, where=(Where("a", (("=", 1),)),), limit=Rate(2, 3600 * 10**9)))
     for _ in range(5):
         frame = recorder.open(REQUEST, {"a": 1})
@@ -378,7 +378,7 @@ HALF_AS_LONG_AGAIN = Capture(sample=0.0, slow_over=PercentileThreshold(0.99, 1.5
 
 
 @pytest.mark.parametrize("look_every", [1, 7, 500, 10_000])
-def test_of_5000_requests_those_that_are_slow_for_their_endpoint_are_kept_and_hardly_another(
+def test_requests_that_are_slow_for_their_endpoint_are_kept_and_hardly_any_other_of_5000(
     timed: Timed, look_every: int
 ) -> None:
     chance = random.Random(5)
@@ -451,7 +451,7 @@ def test_early_requests_wait_in_bounded_memory(timed: Timed, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_of_5000_recorded_requests_all_slow_ones_are_kept_and_others_only_where_they_were_as_slow(
+def test_all_slow_requests_of_5000_are_kept_and_only_others_as_slow(
     make_recorder: Any,
 ) -> None:
     recorder = make_recorder(1 << 26)

@@ -116,7 +116,7 @@ sys.exit(3 if child else 0)
 
 
 @pytest.mark.slow
-def test_a_command_runs_as_it_would_and_its_processes_tell_what_was_called() -> None:
+def test_a_command_runs_as_it_would_and_its_processes_report_what_was_called() -> None:
     write("p.yaml", 'functions: [{match: "checked:**"}, {match: "json.tool:main"}]\nexport: {summary: {to: s.txt}}')
     write("main.py", MAIN)
     done = check("p.yaml", "--", "main.py", "--json", "x")
@@ -253,7 +253,7 @@ def test_a_typo_names_the_nearest_target(rule: str, says: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_rule_that_calls_the_script_itself_by_its_file_is_told_its_name() -> None:
+def test_a_rule_that_names_the_script_by_its_file_gets_the_name_to_use() -> None:
     write("p.yaml", 'functions: [{match: "main:work"}]')
     write("main.py", "def work():\n    return 1\nwork()")
     done = check("p.yaml", "--", "main.py")
@@ -282,7 +282,7 @@ def test_a_command_that_never_imports_a_misspelt_module_names_the_nearest_one() 
         (["bad.yaml", "--", "main.py"], {}, "bad.yaml:1:1"),
     ],
 )
-def test_what_cannot_be_checked_is_one_clear_error(arguments: list[str], environ: dict[str, str], says: str) -> None:
+def test_an_impossible_check_is_one_clear_error(arguments: list[str], environ: dict[str, str], says: str) -> None:
     write("p.yaml", 'functions: [{match: "checked:busy"}]')
     write("bad.yaml", "servce: x")
     write("main.py", "import checked")
@@ -294,7 +294,7 @@ def test_what_cannot_be_checked_is_one_clear_error(arguments: list[str], environ
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_to_check_alone_ends_the_command_and_its_verdicts_are_told(number: signal.Signals) -> None:
+def test_a_signal_to_check_alone_ends_the_command_and_its_verdicts_are_reported(number: signal.Signals) -> None:
     write("p.yaml", 'functions: [{match: "checked:busy"}]')
     write("main.py", "import checked, time\nchecked.busy(1)\nprint('ready', flush=True)\ntime.sleep(60)")
     command = [sys.executable, "-m", "instrument", "check", "p.yaml", "--", "main.py"]
@@ -311,7 +311,7 @@ def test_a_signal_to_check_alone_ends_the_command_and_its_verdicts_are_told(numb
     assert states(text) == {"checked:busy": "attached"}
 
 
-def test_of_many_targets_that_were_never_called_the_first_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_many_uncalled_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
     session = instrument.start(loads('functions: [{match: "many_late:*"}]', environ={}))
     assert session is not None

@@ -270,7 +270,7 @@ def test_a_gauge_and_a_stream_of_one_device_share_its_process(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2**63])
-def test_a_value_that_json_does_not_have_is_not_told(tmp_path: Path, value: float) -> None:
+def test_a_value_that_json_does_not_have_is_not_reported(tmp_path: Path, value: float) -> None:
     path = chrome.dump(tmp_path / "t.json", trace(samples=[Sample("power", 0, BASE_NS, value)]))
     assert counters(shown_whole(path)) == []
     assert list(chrome.load(path)[0].samples) == [Sample("power", 0, BASE_NS, None)]
@@ -334,7 +334,7 @@ def nest(sites: Sequence[Site]) -> Trace:
     return trace(*(span(at, at, 900 - at, site=site, parent=at - 1) for at, site in enumerate(sites, 1)))
 
 
-def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_refused_at_once(
+def test_a_file_that_nests_too_deep_is_refused_at_once_and_its_tally_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = chrome.dump(tmp_path / "trace.json", nest([Site(f"f{number}") for number in range(40)]))
@@ -353,7 +353,7 @@ def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_r
         chrome.read(path)
 
 
-def test_what_recurs_is_read_however_often_and_deep_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_and_deep_structures_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its call paths are short, also where the spans have many others around them."""
     monkeypatch.setattr(file, "LIMIT_LINKS", 200)
     original = nest([Site("walk")] * 40)
@@ -408,7 +408,7 @@ def test_kernels_and_allocations_of_earlier_versions_are_read(tmp_path: Path, al
     assert list(loaded.allocations) == watched["allocations"]
 
 
-def test_what_was_watched_beyond_all_times_is_refused(tmp_path: Path) -> None:
+def test_a_watched_time_beyond_all_times_is_refused(tmp_path: Path) -> None:
     watched = {"kernels": [Kernel("gemm", "kernel", 0, 7, BASE_NS, BASE_NS + 5)], "watched": (BASE_NS, BASE_NS + 9)}
     path = chrome.dump(tmp_path / "trace.json", trace(span(1, 0, 10), **watched))
     document = json.loads(path.read_text())
@@ -484,7 +484,7 @@ def test_lanes_carry_the_names_of_threads_streams_and_devices_in_their_order(tmp
     assert sorted({e["pid"] for e in found["traceEvents"]}) == [4711, 2**31, 2**31 + 1]
 
 
-def test_what_crosses_on_a_lane_goes_to_a_further_lane_that_says_so(tmp_path: Path) -> None:
+def test_crossing_slices_go_to_a_further_named_lane(tmp_path: Path) -> None:
     crossing = on_device(0, 10), on_device(5, 15), on_device(14, 20)
     found = dumped(
         tmp_path,
@@ -506,7 +506,7 @@ def test_what_crosses_on_a_lane_goes_to_a_further_lane_that_says_so(tmp_path: Pa
 
 
 @pytest.mark.parametrize("task_id", [0, 9])
-def test_what_a_moved_span_calls_stays_below_it(tmp_path: Path, task_id: int) -> None:
+def test_calls_of_a_moved_span_stay_below_it(tmp_path: Path, task_id: int) -> None:
     found = dumped(
         tmp_path,
         span(1, 0, 10, task_id=task_id),
@@ -520,7 +520,7 @@ def test_what_a_moved_span_calls_stays_below_it(tmp_path: Path, task_id: int) ->
     assert further == {1: 1, 2: 2, 3: 2, 4: 2, 5: 1, 6: 1}
 
 
-def test_the_work_of_a_request_in_its_task_lies_on_the_requests_row(tmp_path: Path) -> None:
+def test_the_work_of_a_request_in_its_task_is_on_the_requests_row(tmp_path: Path) -> None:
     request = Site("chat", "request")
     found = dumped(
         tmp_path,
@@ -700,7 +700,7 @@ def test_text_is_utf_8_without_escapes_but_for_control_characters(tmp_path: Path
     assert '"name":"é😀\\n"' in path.read_text()
 
 
-def test_files_are_private_and_leave_nothing_beside_them(tmp_path: Path) -> None:
+def test_files_are_private_and_leave_nothing_next_to_them(tmp_path: Path) -> None:
     path = chrome.dump(tmp_path / "new" / "folder" / "trace.json.gz", trace(span(1, 0, 1)))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert chrome.dump(path, trace()) == path
@@ -977,7 +977,7 @@ def test_a_file_with_any_value_replaced_loads_or_is_a_trace_error(tmp_path: Path
     assert len(again.spans) == len(loaded.spans)
 
 
-def test_what_is_no_file_is_a_trace_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_trace_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reasons = {"missing": "No such file", ".": "not a regular file", "pipe": "not a regular file", "a\0b": "null"}
     for name, said in reasons.items():

@@ -146,7 +146,7 @@ BAD_COLUMNS: list[Any] = [
 
 
 @pytest.mark.parametrize("value", BAD_COLUMNS, ids=repr)
-def test_what_is_no_columns_is_refused(tmp_path: Path, value: Any) -> None:
+def test_other_arrays_than_columns_are_refused(tmp_path: Path, value: Any) -> None:
     path = chrome.dump(tmp_path / "trace.json", trace_of(some(3)))
     document = json.loads(path.read_text())
     document["instrument"]["columns"] = value

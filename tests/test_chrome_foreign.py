@@ -121,9 +121,7 @@ def test_whatever_events_there_are_they_are_read_alike_in_blocks_of_any_size(
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 2)), max_size=40))
-def test_a_slice_lies_in_the_last_begun_of_those_that_hold_it(
-    tmp_path: Path, slices: list[tuple[int, int, int]]
-) -> None:
+def test_a_slice_is_in_the_newest_slice_around_it(tmp_path: Path, slices: list[tuple[int, int, int]]) -> None:
     """Whatever crosses what, and so in a copy of the file that we write."""
     path = tmp_path / "drawn.json"
     found = [{"ph": "X", "name": "f", "pid": 9, "tid": tid, "ts": at, "dur": dur} for at, dur, tid in slices]
@@ -260,7 +258,7 @@ UNSOUND: dict[str, tuple[str | bytes, list[Any], dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", UNSOUND)
 @pytest.mark.parametrize("block_bytes", [1 << 17, 7])
-def test_of_a_file_that_is_not_sound_what_is_sound_is_taken_and_the_rest_is_named(
+def test_the_sound_part_of_a_damaged_file_is_read_and_the_rest_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
 ) -> None:
     monkeypatch.setattr(chrome_events, "BLOCK_BYTES", block_bytes)
@@ -289,7 +287,7 @@ def test_the_first_byte_that_is_no_text_is_named_by_its_place_in_the_file(
 
 
 @pytest.mark.parametrize("base", ["0", "1778650000123456", "4398046511103", "4398046511105"])
-def test_a_slice_is_as_long_as_it_says_wherever_it_lies(tmp_path: Path, base: str) -> None:
+def test_a_slice_is_as_long_as_it_says_wherever_it_is(tmp_path: Path, base: str) -> None:
     """A float has no nanoseconds of the time since 1970: a sum of two would be off by a quarter of a microsecond."""
     path = tmp_path / "other.json"
     texts = [
@@ -443,7 +441,7 @@ def test_attributes_may_be_read_while_they_are_read(tmp_path: Path) -> None:
         (("outer", {"flops": 1000}), ("inner", {"flops": 7}), [1000, 7]),
     ],
 )
-def test_operations_count_for_the_outermost_that_tells_them(
+def test_operations_count_for_the_outermost_that_reports_them(
     tmp_path: Path, outer: Any, inner: Any, told: list[int]
 ) -> None:
     """Where torch tells shapes; a file in which nothing but arguments tells some is taken as it is."""

@@ -90,7 +90,7 @@ def test_its_operators_and_their_parts_are_its_operator_summary(exported: Trace)
     assert ours.items() >= {name: theirs[:6] for name, theirs in told.items() if "..." not in name}.items()
 
 
-def test_what_its_users_named_is_its_user_summary(exported: Trace) -> None:
+def test_the_user_summary_has_the_names_of_users(exported: Trace) -> None:
     (block,) = user(Recording.of_trace(exported), Options(threads="merged")).blocks
     ours = {row.name: cells(row.calls, row.cpu) for row in block.rows if row.cpu is not None}
     assert printed("UserDefined Summary")["DataPrepare"][:5] == ours["DataPrepare"]

@@ -64,7 +64,7 @@ def traces() -> list[Path]:
     return sorted(Path("traces").glob("*")) if Path("traces").exists() else []
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_reported() -> None:
     assert run("--version").stdout == f"instrument {instrument.__version__}\n"
 
 
@@ -75,7 +75,7 @@ print(step(1), sys.argv[1:], __name__, sys.path[0] or "cwd")
 """
 
 
-def test_run_is_the_host_with_a_summary_and_a_trace_beside_it(folder: Path) -> None:
+def test_run_is_the_host_with_a_summary_and_a_trace_next_to_it(folder: Path) -> None:
     write(folder / "main.py", MAIN)
     plain = subprocess.run([sys.executable, "main.py", "a", "--b"], capture_output=True, text=True, check=True)
     done = run("run", "--profile", "profile.yaml", "--", "main.py", "a", "--b")

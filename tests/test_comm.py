@@ -235,7 +235,7 @@ def test_undo_gives_back_the_very_same_methods_and_work_that_is_under_way_ends(
     assert [span.site.name for span in spans_in(recording)] == ["all_reduce"]
 
 
-def test_what_is_traced_and_what_is_off_leaves_no_span_and_no_fault(alone: Comm, recording: Recorder) -> None:
+def test_traced_code_and_switched_off_code_leave_no_span_and_no_fault(alone: Comm, recording: Recorder) -> None:
     @torch.compile(backend="eager")
     def reduced(x: Any) -> Any:
         dist.all_reduce(x)

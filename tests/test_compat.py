@@ -284,7 +284,7 @@ p.stop()
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert done.stdout.count("2 steps timed, the first 10 skipped") == 1
 
-    def test_what_it_is_asked_for_and_does_not_record_is_said_once(
+    def test_options_that_are_not_recorded_are_reported_once(
         self, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
     ) -> None:
         paddle._logged.clear()
@@ -343,7 +343,7 @@ p.stop()
         assert text.startswith("Window 0, steps 0 to 0")
         assert len(list(Path("log").iterdir())) == 1
 
-    def test_targets_that_are_none_are_told(self) -> None:
+    def test_targets_that_are_none_are_reported(self) -> None:
         for targets in ([], ["GPU"]):
             with pytest.raises(ProfileError, match=r"targets: found \[.*\]; allowed: a list of ProfilerTarget"):
                 paddle.Profiler(targets=targets)  # type: ignore[arg-type]
@@ -395,7 +395,7 @@ p.stop()
 
 
 class TestMiniCaffe:
-    def test_its_states_are_told_as_it_told_them(self) -> None:
+    def test_its_states_have_the_original_messages(self) -> None:
         with pytest.raises(StateError, match="the profiler is off; call enable"):
             minicaffe.disable()
         minicaffe.open_scope("while off")
@@ -618,7 +618,7 @@ dev.PrintTimeProfiling()
         assert float(forward.split()[-2]) > 0
         assert (backward, timed) == ("Backward Propagation Time : - sec", "Timed iterations: 1")
 
-    def test_beside_a_session_that_runs_on_a_second_measurement_has_nothing_of_the_first(
+    def test_next_to_a_session_that_runs_on_a_second_measurement_has_nothing_of_the_first(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         instrument.start(loads("", environ={}))
@@ -636,7 +636,7 @@ dev.PrintTimeProfiling()
             assert [line.split(" : ")[0] for line in lines[2:-1]] == [f"OP_ID0. {name}"]
             assert lines[-1] == f"Timed iterations: {iterations - 1}"
 
-    def test_bad_numbers_are_told(self) -> None:
+    def test_bad_numbers_are_reported(self) -> None:
         with pytest.raises(ProfileError, match="SetVerbosity: found 4; allowed: 0, 1, 2, 3"):
             singa.Device().SetVerbosity(4)
         with pytest.raises(ProfileError, match="SetSkipIteration: found -1; allowed: a whole number from 0"):
@@ -717,7 +717,7 @@ class TestTheano:
             theano.function([], object(), profile=True)
         instrument.stop()
 
-    def test_nothing_is_recorded_where_no_profile_is_asked_for_and_a_wrong_one_is_told(self) -> None:
+    def test_nothing_is_recorded_where_no_profile_is_asked_for_and_a_wrong_one_is_reported(self) -> None:
         assert theano.function(profile=False)(work) is work
         with pytest.raises(ProfileError, match="function: profile: found 7; allowed: True, False, a message, a Prof"):
             theano.function(profile=7)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def test_everything_names_every_key() -> None:
     assert keys_of(yaml.safe_load(uncommented(EVERYTHING))) == wanted
 
 
-def test_what_everything_leaves_off_loads_when_it_is_switched_on() -> None:
+def test_parts_that_the_profile_everything_leaves_off_load_when_switched_on() -> None:
     schedule = loads(uncommented(EVERYTHING), environ={}).schedule
     assert schedule == type(schedule)(record=4)  # type: ignore[misc]
 

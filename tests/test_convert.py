@@ -122,7 +122,7 @@ def hostile() -> Trace:
     return Trace(Origin(1, "shop", 0, 10**18, host="node"), 0, 100, spans, {7: "it's"})
 
 
-def test_what_is_in_names_is_never_part_of_a_statement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_never_part_of_a_statement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = file.dump(tmp_path / "hostile.npz", hostile())
     asked = "select name, error, thread, total_ns from spans order by start_ns"
     rows = json.loads(outcome(capsys, "query", path, asked, "--json"))
@@ -308,7 +308,7 @@ def test_no_input_is_written_over_and_several_want_a_name(
 
 
 @pytest.mark.parametrize("form", [form for form in convert_verb.FORMS if form not in ("otlp", "parquet")])
-def test_merge_writes_the_form_that_the_end_of_a_name_stands_for(form: str) -> None:
+def test_merge_writes_the_form_that_the_end_of_a_name_means(form: str) -> None:
     end, _ = convert_verb.FORMS[form]
     assert convert_verb.form_of(Path(f"all{end}")) == form
 

@@ -77,7 +77,7 @@ def test_a_wait_has_no_more_than_the_deadline_leaves_and_a_last_one_its_share(mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_end_is_over_in_time_beside_an_agent_and_a_collector_that_hang(
+def test_an_end_is_over_in_time_next_to_an_agent_and_a_collector_that_hang(
     folder: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("IMPATIENT", "1")

@@ -108,7 +108,7 @@ def test_a_class_that_a_decorators_object_holds_is_reached_by_its_own_name(
     assert "inherited" not in vars(held)
 
 
-def test_a_holder_with_slots_is_seen_through_and_a_name_that_is_not_there_is_told(
+def test_a_holder_with_slots_is_seen_through_and_a_name_that_is_not_there_is_reported(
     service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
 ) -> None:
     selection = select('functions: [{match: "deployed:Small.run"}, {match: "deployed:Small.absent"}]')

@@ -198,7 +198,7 @@ def test_nested_spans_of_one_stream_do_not_overlap_each_other(bench: Bench) -> N
     ]
 
 
-def test_an_inner_span_is_told_while_the_outer_one_is_open(bench: Bench) -> None:
+def test_an_inner_span_is_reported_while_the_outer_one_is_open(bench: Bench) -> None:
     _, outer = bench.begin()
     inner = bench.span(2 * MS)
     bench.settle(3 * MS)
@@ -217,7 +217,7 @@ def test_streams_finish_in_any_order(bench: Bench) -> None:
     assert bench.told(first) == ("overlapped", 0, 9 * MS)
 
 
-def test_what_ran_one_after_the_other_on_two_streams_is_exclusive(bench: Bench) -> None:
+def test_successive_work_on_two_streams_is_exclusive(bench: Bench) -> None:
     spans = []
     for stream in (bench.stream(), bench.stream(), bench.stream()):
         spans.append(bench.span(2 * MS, stream))
@@ -447,7 +447,7 @@ def test_a_clock_that_runs_off_is_followed(bench: Bench) -> None:
 
 @pytest.mark.parametrize("has_raw", [True, False], ids=["raw clock", "no raw clock"])
 @pytest.mark.parametrize("drift_ppm", [50, 200, 450, -600])
-def test_a_place_lies_within_its_uncertainty_however_the_clocks_drift(
+def test_a_place_is_within_its_uncertainty_however_the_clocks_drift(
     bench: Bench, drift_ppm: int, has_raw: bool
 ) -> None:
     bench.timer._raw = bench.fake.now_ns if has_raw else None
@@ -509,7 +509,7 @@ def test_a_device_too_busy_for_an_anchor_is_asked_at_a_walk(bench: Bench) -> Non
     assert abs(found.start_ns - span.start_ns) <= found.uncertainty_ns < 20 * MS
 
 
-def test_the_first_span_after_a_pause_is_held_against_a_fresh_anchor(bench: Bench) -> None:
+def test_the_first_span_after_a_pause_is_compared_with_a_fresh_anchor(bench: Bench) -> None:
     bench.fake.set_clock(0, drift_ppm=-80)
     first = bench.span(MS)
     bench.settle(2 * MS)
@@ -578,9 +578,7 @@ def test_a_thread_without_a_context_is_lent_one_for_the_moment(bench: Bench) -> 
     assert told[0] in ("exclusive", "launch-bound")
 
 
-def test_where_the_host_has_no_context_nothing_is_made(
-    fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_context_is_made_for_a_host_without_one(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resolver, "start", lambda self: None)
     timer = Timer(CudaDriver(), IntervalRing(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, 0))
@@ -1160,9 +1158,7 @@ def intervals_of(bench: Bench, span: Span) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("other_stream", [0, 7], ids=["default stream", "stream of its own"])
 @pytest.mark.parametrize("other_comes_first", [True, False])
-def test_where_two_frameworks_are_at_work_both_are_asked(
-    bench: Bench, other_comes_first: bool, other_stream: int
-) -> None:
+def test_both_of_two_active_frameworks_are_asked(bench: Bench, other_comes_first: bool, other_stream: int) -> None:
     """torch works on a side stream, another framework has one that is current and does nothing on it."""
     side, idle = bench.stream(), bench.stream() if other_stream else 0
     sources = [lambda: (0, idle), lambda: (0, side)]
@@ -1177,7 +1173,7 @@ def test_where_two_frameworks_are_at_work_both_are_asked(
     assert [device_ns for _, _, device_ns, _ in bench.totals.counted] == [50 * MS]
 
 
-def test_work_on_two_streams_of_one_span_is_told_of_both(bench: Bench) -> None:
+def test_work_on_two_streams_of_one_span_is_reported_both(bench: Bench) -> None:
     one, other = bench.stream(), bench.stream()
     bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]
     pair, span = bench.begin()
@@ -1189,7 +1185,7 @@ def test_work_on_two_streams_of_one_span_is_told_of_both(bench: Bench) -> None:
     assert [device_ns for _, _, device_ns, _ in bench.totals.counted] == [30 * MS]  # time that both share counts once
 
 
-def test_where_every_stream_ran_dry_the_first_one_is_told(bench: Bench) -> None:
+def test_the_first_of_several_idle_streams_is_reported(bench: Bench) -> None:
     one, other = bench.stream(), bench.stream()
     bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]
     pair, span = bench.begin()

@@ -448,7 +448,7 @@ def test_a_child_that_does_not_use_the_device_lives_on(card: Card, session: Any)
 
 
 @pytest.mark.parametrize("card", CARDS, indirect=True)
-def test_what_a_pair_costs_is_what_it_is_said_to(card: Card, session: Any) -> None:
+def test_a_pair_of_events_costs_what_the_report_says(card: Card, session: Any) -> None:
     """Told with the summary, as the best of some rounds: no less than that is seen, and not another order of size."""
     running = session()
 
@@ -536,7 +536,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @marked
 @pytest.mark.parametrize("first", ["cupy", "numba", "torch"])
-def test_torch_is_asked_for_its_stream_whoever_was_imported_first(first: str) -> None:
+def test_torch_is_asked_for_its_stream_in_any_order_of_imports(first: str) -> None:
     pytest.importorskip(first)
     done = run(ORDER.format(first=first))
     assert done.returncode == 0, done.stderr
@@ -635,7 +635,7 @@ def test_a_capture_on_another_thread_survives(real: Any) -> None:
 
 @marked
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
-def test_torch_profiler_runs_beside_it(real: Any) -> None:
+def test_torch_profiler_runs_at_the_same_time(real: Any) -> None:
     import torch
 
     running = real()

@@ -239,7 +239,9 @@ def test_before_torch_uses_its_device_nothing_is_asked_of_the_driver(
 
 
 @pytest.mark.parametrize("text", ["device: {cuda: off}", "state: CPU"])
-def test_who_asks_for_no_device_time_gets_none(torch: Any, session: Any, text: str, fake_driver: FakeDriver) -> None:
+def test_a_rule_without_device_gets_no_device_time(
+    torch: Any, session: Any, text: str, fake_driver: FakeDriver
+) -> None:
     running = session(text)
     torch.cuda.init()
     calls = fake_driver.called()
@@ -472,7 +474,7 @@ def test_an_open_span_alone_is_looked_at_twice_a_second(torch: Any, session: Any
     assert [span.device != () for span in settled(running).spans] == [True, True, True]
 
 
-def test_others_are_told_up_to_when_device_times_are_known(torch: Any, session: Any) -> None:
+def test_the_time_up_to_which_device_times_are_known_is_published(torch: Any, session: Any) -> None:
     running = session()
     mapped = Mapped(RECORDER.memory_fd)
     torch.cuda.init()
@@ -495,7 +497,7 @@ def test_others_are_told_up_to_when_device_times_are_known(torch: Any, session: 
     mapped.close()
 
 
-def test_what_a_device_has_not_come_to_by_the_end_is_dropped(torch: Any, session: Any, monkeypatch: Any) -> None:
+def test_device_work_that_is_unfinished_at_the_end_is_dropped(torch: Any, session: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(resolver, "STOP_NS", 10 * MS)
     running = session()
     torch.cuda.init()

@@ -115,7 +115,7 @@ def test_check_says_what_device_times_are_taken_by(run: Run, version: int, files
 
 
 @needs_fake
-def test_check_tells_the_same_in_its_document(run: Run) -> None:
+def test_the_document_of_check_has_the_same_content(run: Run) -> None:
     found = json.loads(run(*CHECK, "--json", files=bindings("13.0.3"), **environment()))["device"]
     assert found == {"driver": "13.0", "bindings": "13.0.3", "rocm": "", "problem": ""}
 
@@ -137,7 +137,7 @@ def test_a_torch_for_rocm_needs_no_cuda(run: Run) -> None:
     ['functions: [{match: "json:dumps"}]\n', PROFILE + "device: {cuda: off}\n", PROFILE + "state: CPU\n"],
     ids=["no rule asks", "off", "CPU alone"],
 )
-def test_where_nobody_asks_for_device_time_check_does_not_speak_of_it(run: Run, profile: str) -> None:
+def test_check_omits_device_time_if_no_rule_asks_for_it(run: Run, profile: str) -> None:
     assert "device: " not in run(*CHECK, profile=profile).partition("rules: ")[0]
     assert json.loads(run(*CHECK, "--json", profile=profile))["device"] is None
 

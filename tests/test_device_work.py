@@ -107,7 +107,7 @@ def test_a_method_works_where_the_model_of_its_object_is(timed: Any) -> None:
     assert devices(CallWork.of(timed, Service.build.__func__), type("Made", (), {"model": Module(Tensor(1))})) == (1,)  # type: ignore[attr-defined]
 
 
-def test_the_model_tells_more_than_the_tensors_that_are_on_their_way_to_it(timed: Any) -> None:
+def test_the_model_reports_more_than_the_tensors_that_are_on_their_way_to_it(timed: Any) -> None:
     work = CallWork.of(timed, Service.answer)
     service = Service(model=Module(Tensor(1)))
     assert devices(work, service, Tensor(0)) == (1,)
@@ -174,9 +174,7 @@ def test_objects_that_come_and_go_leave_nothing_behind(timed: Any) -> None:
 
 
 @pytest.mark.parametrize("torch", [None, Torch(1), Torch(initialised=False), SimpleNamespace()])
-def test_where_nothing_is_to_be_told_apart_nothing_is_told(
-    timed: Any, monkeypatch: pytest.MonkeyPatch, torch: Any
-) -> None:
+def test_a_call_is_not_examined_for_a_single_device(timed: Any, monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert CallWork.of(timed, Service.answer)((Service(model=Module(Tensor(1))),), {}) is None
 

@@ -103,7 +103,7 @@ def test_work_in_a_pool_or_a_thread_is_a_part_of_its_request(carrying: Any) -> N
     assert carrying.open_rows() == []
 
 
-def test_what_is_handed_over_runs_as_without_us(carrying: Any) -> None:
+def test_work_for_other_threads_runs_as_without_us(carrying: Any) -> None:
     def fail() -> None:
         raise KeyError("mine")
 

@@ -28,7 +28,7 @@ def state(number: int, **meter: Any) -> MeterState:
     return MeterState(3, number, {"number": number, **meter}, {"values": []}, {1: number})
 
 
-def test_what_was_written_last_is_read_by_the_next_one(place: ExportCheckpoint) -> None:
+def test_the_next_reader_gets_the_last_write(place: ExportCheckpoint) -> None:
     assert place.read_meter() is None
     for number in range(1, 4):
         assert place.write_meter(state(number))
@@ -43,7 +43,7 @@ def test_counts_that_are_numbers_of_numpy_are_written_as_any_others(place: Expor
     assert place.read_meter() == state(4)
 
 
-def test_of_what_was_being_written_the_state_before_is_left(place: ExportCheckpoint) -> None:
+def test_a_killed_writer_leaves_the_earlier_state(place: ExportCheckpoint) -> None:
     place.write_meter(state(1))
     place.write_meter(state(2))
     at = os.fstat(place.fileno()).st_size - memory_layout.EXPORT_BYTES - memory_layout.METER_BYTES
@@ -57,7 +57,7 @@ def test_a_state_without_room_leaves_the_one_before(place: ExportCheckpoint) -> 
     assert place.read_meter() == state(1)
 
 
-def test_a_meter_that_goes_on_tells_what_the_one_before_had_counted(make_recorder: Any) -> None:
+def test_a_meter_that_goes_on_reports_what_the_one_before_had_counted(make_recorder: Any) -> None:
     recorder = make_recorder()
     first = Meter(recorder, 7)
     one = first.snapshot(requests=True, marks=(), losses={"spans": 1}, costs_ns={"probes": 2e9}, queued={})

@@ -133,7 +133,7 @@ def test_one_recording_that_is_cut_short_keeps_no_other_from_its_export(table: T
     assert set(exporters()) - before == {child}
 
 
-def test_what_an_exporter_that_is_ended_has_not_read_is_counted(table: Table, make_recorder: Any) -> None:
+def test_unread_rows_of_an_ended_exporter_are_counted(table: Table, make_recorder: Any) -> None:
     recorder = make_recorder()
     if recorder.memory_fd < 0:
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
@@ -151,7 +151,7 @@ def test_what_an_exporter_that_is_ended_has_not_read_is_counted(table: Table, ma
     assert lives in table.left
 
 
-def test_what_is_unsent_of_a_process_that_has_ended_is_counted_where_its_agent_is_killed(
+def test_unsent_spans_of_an_ended_process_are_counted_after_a_kill_of_its_agent(
     tmp_path: Path, table: Table, make_recorder: Any
 ) -> None:
     recorder = make_recorder()
@@ -179,7 +179,7 @@ def test_what_is_unsent_of_a_process_that_has_ended_is_counted_where_its_agent_i
     assert not run_folder.unsent(tmp_path)
 
 
-def test_what_an_exporter_had_told_before_it_is_ended_is_heard(table: Table) -> None:
+def test_messages_of_an_exporter_before_its_end_are_read(table: Table) -> None:
     before = set(exporters())
     table.add()
     (child,) = set(exporters()) - before
@@ -191,7 +191,7 @@ def test_what_an_exporter_had_told_before_it_is_ended_is_heard(table: Table) -> 
     assert table.exports.problem
 
 
-def test_what_a_collector_does_not_take_waits_in_the_recording_and_its_newest_is_kept(make_recorder: Any) -> None:
+def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_the_newest(make_recorder: Any) -> None:
     recorder = make_recorder(1 << 20)
     if recorder.memory_fd < 0:
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
@@ -295,7 +295,7 @@ def test_a_process_hears_that_its_agent_has_no_descriptor_left_for_its_export(ta
     table.until(lambda: later in table.left)
 
 
-def test_what_a_process_left_that_ended_without_an_agent_is_counted(table: Table, make_recorder: Any) -> None:
+def test_rows_of_a_process_that_ended_without_an_agent_are_counted(table: Table, make_recorder: Any) -> None:
     recorder = make_recorder()
     gone = Process(
         run=Run("one"), pid=1, started=1, facts={"exports": True}, joined_ns=0, ended_ns=1, memory=copied(recorder)
@@ -314,7 +314,7 @@ def test_the_exporter_keeps_few_threads_for_collectors_that_no_process_has_any_m
     assert len(list(Path(f"/proc/{child}/task").iterdir())) <= 10
 
 
-def test_what_a_process_said_is_heard_though_it_has_closed_before_it_was_told_something() -> None:
+def test_messages_of_a_process_are_read_even_if_it_closed_before_the_answer() -> None:
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
     connection = Connection(ours)
     packets.send(theirs, {"goodbye": {}})

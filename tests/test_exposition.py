@@ -76,7 +76,7 @@ def serve(route: str, status: int, times: int) -> None:
     asyncio.run(all_of_them())
 
 
-def test_a_scrape_without_any_export_tells_requests_by_endpoint_and_status() -> None:
+def test_a_scrape_without_any_export_reports_requests_by_endpoint_and_status() -> None:
     start("requests: auto")
     serve("/items/{id}", 200, 7)
     serve("/items/{id}", 503, 2)
@@ -120,7 +120,7 @@ def ask_as(tenant: str, times: int, *, annotates: bool = False) -> None:
 
 
 @pytest.mark.parametrize("by", ["http.request.header.x-tenant", "tenant"])
-def test_requests_are_told_apart_by_tenant_in_metrics_and_in_a_view_up_to_a_limit(by: str) -> None:
+def test_requests_are_distinguished_by_tenant_in_metrics_and_in_a_view_up_to_a_limit(by: str) -> None:
     start(f"requests: {{by: {by}, at_most: 2}}")
     for tenant, times in (("ada", 3), ("bo", 2), ("cy", 4), ("di", 1), ("ada", 2)):
         ask_as(tenant, times, annotates=by == "tenant")
@@ -136,7 +136,7 @@ def test_requests_are_told_apart_by_tenant_in_metrics_and_in_a_view_up_to_a_limi
         assert re.search(r"^other +3 ", text, re.MULTILINE)
 
 
-def test_who_goes_on_counting_tells_the_same_tenants_apart() -> None:
+def test_a_later_exporter_keeps_the_same_tenants() -> None:
     before, after = (Meter(RECORDER, 0) for _ in range(2))
     for one in (before, after):
         one.by, one.at_most = "tenant", 1
@@ -157,7 +157,7 @@ def test_requests_that_the_rings_had_lost_before_the_first_scrape_are_counted() 
     assert sum(of(f"{REQUESTS}_count").values()) == 3_005
 
 
-def test_gauges_calls_losses_and_cost_are_told_by_the_names_that_they_have_in_prometheus() -> None:
+def test_gauges_calls_losses_and_cost_are_reported_by_the_names_that_they_have_in_prometheus() -> None:
     start("device: {cuda: off, nvml: off, host: 20ms}\nlimits: {ring: 64KiB}")
     for _ in range(3_000):
         with instrument.scope("work"):
@@ -184,7 +184,7 @@ def test_names_are_those_that_opentelemetry_gives_in_prometheus(name: str, unit:
     assert name_of(name, unit) == told
 
 
-def test_a_share_is_told_whichever_of_it_and_its_base_was_read_first() -> None:
+def test_a_share_is_reported_whichever_of_it_and_its_base_was_read_first() -> None:
     samples = [Sample("process_cpu", HOST, 1, 50.0), Sample("cores", HOST, 2, 4.0)]
     for read in (samples, samples[::-1]):
         lines = text_of(families_of_process(Metered(ORIGIN, None, read), "")).splitlines()
@@ -212,14 +212,14 @@ def test_each_duration_has_bounds_of_its_own_size(name: str, first: float, last:
     assert [count for _, count in buckets[-3:]] == [0, 1, 1]
 
 
-def test_what_one_process_tells_alone_says_so() -> None:
+def test_metrics_of_one_process_alone_are_marked_as_such() -> None:
     start("agent: off")
     assert "# HELP instrument_processes Processes that these metrics are of: this one alone, agent: off." in (
         instrument.prometheus()
     )
 
 
-def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrape_while_the_session_is_busy_reports_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from instrument.sessions import exporting
 
     monkeypatch.setattr(exporting, "SCRAPE_WAIT_S", 0.01)

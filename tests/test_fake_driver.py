@@ -440,7 +440,7 @@ def test_elapsed_time_is_counted_by_the_clock_of_the_device(fake_driver: FakeDri
     offset_ns=st.integers(-(10**12), 10**15),
     steps=st.lists(st.tuples(st.integers(0, 10**9), st.integers(1, 10**9)), min_size=1, max_size=5),
 )
-def test_an_event_is_done_at_the_very_nanosecond_that_is_told(
+def test_an_event_is_done_at_the_reported_nanosecond(
     fake_driver: FakeDriver, drift_ppm: int, offset_ns: int, steps: list[tuple[int, int]]
 ) -> None:
     fake_driver.reset()

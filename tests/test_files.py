@@ -87,7 +87,7 @@ def test_eight_processes_on_one_path_keep_within_the_disk_limit_and_each_keeps_i
     assert size_of(tmp_path / "traces") <= limit_bytes
 
 
-def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_counts(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_removed_and_files_being_written_count(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom instrument.runtime import atomic\n"
         "with atomic.replacing(Path(sys.argv[1])) as file:\n"

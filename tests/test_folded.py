@@ -83,7 +83,7 @@ def test_the_head_of_a_report_counts_all_requests_and_says_of_which_its_parts_ar
     assert "Processes: 9\n  8 that ended before\n  9 (in order)\n" in text
 
 
-def test_as_long_as_all_spans_of_ended_processes_are_held_nothing_is_missing(fold: Fold) -> None:
+def test_nothing_is_missing_while_all_spans_of_ended_processes_are_kept(fold: Fold) -> None:
     before = fold([worker(pid, at_ms=100 * pid) for pid in range(1, 9)])
     text = report([ReportedProcess("that ended before", before, True, 8)])
     assert "requests: 32; 8 of them ended with an error\n" in text
@@ -91,14 +91,14 @@ def test_as_long_as_all_spans_of_ended_processes_are_held_nothing_is_missing(fol
     assert "Not kept: nothing was lost." in text
 
 
-def test_an_endpoint_of_which_no_span_is_held_any_more_is_counted(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_of_which_no_span_is_kept_any_more_is_counted(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge, "SPANS_KEPT", 4)
     before = fold([worker(1, name="GET /old"), worker(2, at_ms=100)])
     text = report([ReportedProcess("that ended before", before, True, 2)])
     assert "requests: 8; 2 of them ended with an error; shown below: the newest 2" in text
 
 
-def test_what_is_folded_again_and_again_grows_no_further(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_folding_does_not_grow_the_file(fold: Fold, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, most in (("SPANS_KEPT", 8), ("SAMPLES_KEPT", 10), ("PATHS_KEPT", 6), ("NOTES_KEPT", 3)):
         monkeypatch.setattr(merge, name, most)
     before, sizes = "", []
@@ -133,7 +133,7 @@ def test_a_recording_that_cannot_be_read_is_counted_and_the_others_stay(tmp_path
     assert file.load(answer["path"]).counted().calls == 8
 
 
-def test_of_many_processes_those_that_ended_as_none_should_are_told_of_first(tmp_path: Path) -> None:
+def test_a_report_of_many_processes_lists_abnormal_ends_first(tmp_path: Path) -> None:
     path = saved(worker(1), tmp_path / "1.npz")
     parts = [ReportedProcess(f"{pid} (in order)", path if pid == 1 else "") for pid in range(1, 30)]
     parts.append(ReportedProcess("30 (without a goodbye (SIGKILL))", "", is_notable=True))
@@ -143,13 +143,13 @@ def test_of_many_processes_those_that_ended_as_none_should_are_told_of_first(tmp
     assert lines[-1].strip() == "and 18 more"
 
 
-def test_of_many_that_died_the_report_says_how_many_and_is_no_list_of_them(tmp_path: Path) -> None:
+def test_a_report_of_many_dead_processes_has_their_number_and_no_list(tmp_path: Path) -> None:
     paths = [saved(worker(pid, died=f"Process {pid} was gone."), tmp_path / f"{pid}.npz") for pid in range(1, 16)]
     text = report([ReportedProcess("x", path) for path in paths])
     assert "Process 1 was gone. Process 2 was gone. 12 more ended without a goodbye. Process 15 was gone." in text
 
 
-def test_a_note_of_many_processes_is_told_once_also_where_one_that_died_told_none(tmp_path: Path) -> None:
+def test_a_note_of_many_processes_is_reported_once_even_if_a_dead_one_had_none(tmp_path: Path) -> None:
     note = "1 target was never called: engine:hang"
     workers = [worker(1, died="Process 1 was gone."), *(replace(worker(pid), notes=[note]) for pid in range(2, 7))]
     paths = [saved(one, tmp_path / f"{one.origin.pid}.npz") for one in workers]
@@ -159,7 +159,7 @@ def test_a_note_of_many_processes_is_told_once_also_where_one_that_died_told_non
     assert f"Not observed: shop 2: {note}" in report([ReportedProcess("x", path) for path in paths[:2]])
 
 
-def test_the_cost_is_of_all_calls_also_of_those_who_ended_before_they_told_theirs(tmp_path: Path) -> None:
+def test_the_cost_is_of_all_calls_even_of_processes_that_ended_before_they_reported_theirs(tmp_path: Path) -> None:
     told = saved(replace(worker(1), cost=Cost(8, 100.0, 1, 0, 200.0)), tmp_path / "1.npz")
     gone = saved(worker(2, died="Process 2 was gone."), tmp_path / "2.npz")
     text = report([ReportedProcess("1 (in order)", told), ReportedProcess("2 (without a goodbye)", gone)])

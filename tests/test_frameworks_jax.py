@@ -66,7 +66,7 @@ def test_transfers_and_waits_are_spans_once_each(recorder: Recorder, select: Cal
     )
 
 
-def test_what_runs_while_jax_traces_records_nothing(recorder: Recorder, select: Callable[[str], Selection]) -> None:
+def test_code_that_jax_traces_records_nothing(recorder: Recorder, select: Callable[[str], Selection]) -> None:
     select(PROFILE)
     traced: list[None] = []
 
@@ -181,7 +181,7 @@ def test_undo_restores_the_very_same_functions_and_jax_keeps_its_own(select: Cal
     assert ([getattr(*place) for place in places], vars(ARRAY)["block_until_ready"]) == before
 
 
-def test_what_was_jitted_while_we_watched_works_after_the_end_and_records_in_no_other_session(
+def test_functions_jitted_in_a_session_work_after_it_and_record_in_no_other(
     recorder: Recorder, select: Callable[[str], Selection]
 ) -> None:
     selection = select(PROFILE)
@@ -203,7 +203,9 @@ def test_an_exception_passes_and_marks_the_span(recorder: Recorder, select: Call
     assert tree(recorder).endswith("fail !LookupError")
 
 
-def test_what_this_version_lacks_is_named(select: Callable[[str], Selection], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_missing_in_a_version_are_named(
+    select: Callable[[str], Selection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(jax, "block_until_ready")
     texts = [str(verdict) for verdict in select(PROFILE).verdicts() if verdict.state != "partly"]
     assert texts == [

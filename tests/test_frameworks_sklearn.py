@@ -178,7 +178,7 @@ def test_an_exception_passes_marks_the_span_and_the_next_call_records_again(
     ]
 
 
-def test_what_is_no_function_is_named_and_left_alone(select: Callable[[str], Selection]) -> None:
+def test_other_objects_than_functions_are_named_and_left_alone(select: Callable[[str], Selection]) -> None:
     class Odd(BaseEstimator):
         predict = len
         transform = None

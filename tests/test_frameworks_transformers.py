@@ -145,7 +145,7 @@ def test_undo_restores_the_very_same_methods_and_signatures_and_pickles_never_ch
     assert (vars(GenerationMixin)["generate"], vars(Pipeline)["__call__"]) == before[:2]
 
 
-def test_what_is_not_imported_is_named_where_it_was_asked_for_by_name(
+def test_packages_that_are_not_imported_are_named_if_the_profile_names_them(
     select: Callable[[str], Selection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(__import__("sys").modules, "transformers.pipelines.base")

@@ -354,7 +354,9 @@ def test_a_rule_finds_its_targets(module: types.ModuleType, match: str, found: l
         ("some_service:outer.nested", "it is made anew at each call of outer; use @profiled in the source"),
     ],
 )
-def test_what_cannot_be_replaced_is_named_with_the_reason(module: types.ModuleType, match: str, why: str) -> None:
+def test_targets_that_cannot_be_replaced_are_named_with_the_reason(
+    module: types.ModuleType, match: str, why: str
+) -> None:
     (found,) = find(module, match)
     assert found == Unreachable(match, why)
 
@@ -445,7 +447,7 @@ def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_lik
     assert ("some_service", module) in loaded_modules()
 
 
-def test_a_function_that_something_else_holds_is_told_by_its_references(module: types.ModuleType) -> None:
+def test_a_function_that_something_else_holds_is_reported_by_its_references(module: types.ModuleType) -> None:
     def held() -> list[str]:
         found = [thing for thing in find(module, "some_service:*") if isinstance(thing, Target)]
         return [target.qualname for target in found if references_elsewhere(target) > 0]

@@ -228,7 +228,7 @@ def test_power_is_the_energy_between_two_readings_where_the_device_counts_it(run
     assert done.output == "500.0\n"
 
 
-def test_what_a_device_does_not_have_is_told_once_as_none_and_not_asked_again(run: Run) -> None:
+def test_an_unsupported_gauge_is_reported_once_as_none_and_not_read_again(run: Run) -> None:
     done = run(
         """
         gpu GPU-aaaa 10 NVIDIA T4
@@ -264,7 +264,7 @@ def test_memory_of_the_process_is_known_only_where_nvml_knows_its_number(run: Ru
     assert run(FULL.replace("0.pid 0", "0.pid 4194305"), program).output == "None\n"
 
 
-def test_an_older_driver_tells_memory_by_its_older_call(run: Run) -> None:
+def test_an_older_driver_reports_memory_by_its_older_call(run: Run) -> None:
     done = run(FULL + "\n0.memory 13\n", "print(set(values(read(3), 'memory_used')))")
     assert done.output == "{5000000512}\n"
     assert done.calls[0]["memory"] == 1
@@ -380,7 +380,7 @@ def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expect
         ("MIG-", []),
     ],
 )
-def test_of_mig_instances_cuda_shows_the_first(variable: str | None, expected: list[NvmlDevice]) -> None:
+def test_cuda_shows_the_first_mig_instance(variable: str | None, expected: list[NvmlDevice]) -> None:
     assert visible_devices(variable, [A, SPLIT]) == expected
 
 
@@ -429,7 +429,7 @@ def test_gpus_of_several_models_may_be_numbered_otherwise_by_cuda_and_that_is_sa
         (999, "NVML: Unknown Error"),
     ],
 )
-def test_where_nvml_does_not_begin_one_line_says_why(run: Run, code: int, reason: str) -> None:
+def test_one_line_names_the_reason_if_nvml_does_not_start(run: Run, code: int, reason: str) -> None:
     done = run(
         f"init {code}\n",
         """
@@ -680,7 +680,7 @@ def test_processor_time_of_the_machine_counts_guests_once_and_waiting_for_disks_
 
 
 @pytest.mark.parametrize("stat", ["", "cpu  x y", "intr 1 2 3"])
-def test_what_proc_does_not_tell_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stat: str) -> None:
+def test_facts_missing_in_proc_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stat: str) -> None:
     made_proc(tmp_path, monkeypatch, stat, statm="torn")
     values = Host().read(time.monotonic_ns() + 1, rarely=True)
     assert [values[name] for name in ("system_cpu", "process_memory", "process_memory_peak")] == [None] * 3
@@ -688,7 +688,7 @@ def test_what_proc_does_not_tell_is_none(tmp_path: Path, monkeypatch: pytest.Mon
     assert Host().read(time.monotonic_ns() + 1, rarely=True)["process_memory_peak"] == 123 * 1024
 
 
-def test_without_proc_only_the_time_of_the_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_only_the_time_of_the_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_room, "PROC", tmp_path)
     values = Host().read(time.monotonic_ns() + 1, rarely=True)
     assert (values["system_cpu"], values["process_memory"]) == (None, None)
@@ -724,7 +724,7 @@ def test_cores_are_what_affinity_and_control_groups_leave(
 # -------------------------------------------------------------------- from outside
 
 
-def test_the_host_tells_the_same_of_a_process_from_outside_as_that_process_of_itself() -> None:
+def test_the_host_reports_the_same_of_a_process_from_outside_as_that_process_of_itself() -> None:
     inside, outside = Host(), Host(os.getpid())
     worked = time.process_time() + 0.5  # the system counts in steps of 10 ms
     while time.process_time() < worked:
@@ -737,7 +737,7 @@ def test_the_host_tells_the_same_of_a_process_from_outside_as_that_process_of_it
     assert told["process_memory"] == pytest.approx(own["process_memory"], rel=0.01)
 
 
-def test_of_a_process_that_has_ended_nothing_is_told_though_nobody_has_reaped_it() -> None:
+def test_an_ended_process_that_is_not_reaped_has_no_facts() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     host = Host(child.pid)
     assert host.read(time.monotonic_ns(), rarely=False)["process_memory"]

@@ -41,7 +41,7 @@ def until(recorder: Any, after_ns: int) -> int:
     return int(recorder.now_ns())
 
 
-def test_the_span_of_a_generator_tells_when_its_items_came(recorder: Any) -> None:
+def test_the_span_of_a_generator_reports_when_its_items_came(recorder: Any) -> None:
     times = []
 
     def numbers() -> Iterator[int]:
@@ -171,7 +171,7 @@ def test_only_what_came_is_counted_however_an_async_generator_ends(recorder: Any
     assert items_of(recorder) == count
 
 
-def test_a_generator_that_fails_before_its_first_item_tells_of_none(recorder: Any) -> None:
+def test_a_generator_that_fails_before_its_first_item_reports_none(recorder: Any) -> None:
     def numbers() -> Iterator[int]:
         if recorder is not None:
             raise ValueError("early")
@@ -183,12 +183,12 @@ def test_a_generator_that_fails_before_its_first_item_tells_of_none(recorder: An
     assert only_span(recorder).error == "ValueError"
 
 
-def test_a_generator_without_items_tells_of_none(recorder: Any) -> None:
+def test_a_generator_without_items_reports_none(recorder: Any) -> None:
     assert list(wrapped(recorder, lambda: (yield from ()))()) == []
     assert items_of(recorder) is None
 
 
-def test_what_an_awaitable_generator_yields_to_its_loop_is_no_item(recorder: Any) -> None:
+def test_values_that_an_awaitable_generator_yields_to_its_loop_are_no_items(recorder: Any) -> None:
     async def main() -> None:
         @types.coroutine
         def wait() -> Generator[None, None, int]:

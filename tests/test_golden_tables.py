@@ -250,7 +250,7 @@ def test_fluids_totals_split_into_computation_overhead_and_copies(name: str) -> 
     assert_rows([row for row in block.rows if (row.name, row.depth) in names], rows)
 
 
-def test_a_type_of_operator_has_what_its_instances_have_and_nothing_beside() -> None:
+def test_a_type_of_operator_has_exactly_the_sum_of_its_instances() -> None:
     """A span of fluid's goes around that of the instance, so that `fill_constant` has 0.0948 ms more than both."""
     rows = {row["name"]: row for row in fluid_rows("fluid_all_op_detail")}
     tally = Tally()
@@ -646,7 +646,7 @@ def test_paddles_scopes_have_their_share_of_the_window_and_copies_their_sums(tab
     ("name", "batch", "ips", "reader_share"),
     [("paddle_one_reader", "0.02582", "38.72", 47.9), ("paddle_four_readers", "0.00789", "126.77", 1.3)],
 )
-def test_paddles_mean_step_is_longer_than_its_longest_and_ours_lies_between(
+def test_paddles_mean_step_is_longer_than_its_longest_and_ours_is_between(
     name: str, batch: str, ips: str, reader_share: float
 ) -> None:
     """It divides the sum of five steps by four: a mean of 0.00986 s, a longest of 0.00798 s; 101.4 steps a second,

@@ -81,7 +81,7 @@ def test_within_the_budget_nothing_is_muted(recorder: Any) -> None:
     assert recorder.tally().calls == 9_000
 
 
-def test_the_site_that_costs_most_and_tells_least_is_muted_counted_and_named(recorder: Any) -> None:
+def test_the_site_that_costs_most_and_reports_least_is_muted_counted_and_named(recorder: Any) -> None:
     short = recorder.wrap(lambda: None, Site("short", module="m", qualname="short"))
     long = recorder.wrap(lambda: time.sleep(0.001), Site("long"))
     clock = Clock(recorder, BUDGET)
@@ -177,7 +177,7 @@ class Detaching:
         return lambda: self.off.discard(site.name)
 
 
-def test_what_is_over_the_budget_when_only_counted_is_taken_off_named_and_tried_again(
+def test_sites_over_the_budget_when_only_counted_are_detached_named_and_tried_again(
     recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hot = recorder.wrap(lambda: None, Site("hot", module="m", qualname="hot"))
@@ -217,7 +217,7 @@ def test_what_is_over_the_budget_when_only_counted_is_taken_off_named_and_tried_
     assert recorder.tally().calls == 100_001
 
 
-def test_what_counting_cost_before_the_probe_was_taken_off_is_not_told_of_one_that_is_off(recorder: Any) -> None:
+def test_the_earlier_cost_of_counting_is_not_reported_for_a_detached_probe(recorder: Any) -> None:
     hot = recorder.wrap(lambda: None, Site("hot"))
     clock = Clock(recorder, BUDGET)
     clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"call": 50.0}, Detaching("hot"))
@@ -253,7 +253,7 @@ def test_a_probe_that_was_tried_in_a_pause_of_the_load_is_tried_later_the_next_t
     assert tried == [0, 31, 92]  # in second 0 it is muted
 
 
-def test_what_cannot_be_taken_off_stays_muted_and_what_is_off_comes_back_at_the_end(recorder: Any) -> None:
+def test_probes_that_cannot_be_detached_stay_muted_and_detached_ones_return_at_the_end(recorder: Any) -> None:
     hot, other = (recorder.wrap(lambda: None, Site(name)) for name in ("hot", "other"))
     detaching = Detaching("other")
     governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"call": 50.0}, detaching)
@@ -277,7 +277,7 @@ def test_more_calls_than_there_can_be_room_for_are_looked_at_soon(recorder: Any)
     assert governor.may_be_over(SECOND_NS + SECOND_NS // 20)
 
 
-def test_a_functions_probe_is_taken_off_and_put_on_again_wherever_it_is_held(
+def test_a_functions_probe_is_detached_and_attached_again_under_all_its_names(
     select: Callable[[str], Any], recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, other = types.ModuleType("hot_module"), types.ModuleType("other_module")
@@ -432,7 +432,7 @@ def test_a_scope_whose_counting_costs_too_much_is_named_with_what_it_costs(recor
     assert "a scope cannot be taken off" in costs
 
 
-def test_what_counting_costs_is_taken_from_what_the_others_may_cost_but_for_half_of_the_budget(recorder: Any) -> None:
+def test_the_cost_of_counting_reduces_the_budget_of_other_sites_down_to_half(recorder: Any) -> None:
     clock = Clock(recorder, BUDGET)
     clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"scope": 50.0}, lambda site: None)
     first, second = (recorder.wrap(lambda: None, Site(name)) for name in ("first", "second"))

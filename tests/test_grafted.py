@@ -56,7 +56,7 @@ def trees(spans: list[Span], run: str = "") -> dict[int, tuple[int, int]]:
     )  # fmt: skip
 
 
-def test_what_an_engine_does_for_a_request_hangs_below_who_waits_for_it() -> None:
+def test_engine_work_of_a_request_is_below_the_span_that_waits_for_it() -> None:
     found = trees(engine())
     assert found[10] == (3, 1)  # accepted while `generate`, which bears the key, was open
     assert [found[number] for number in (1, 2, 3, 4)] == [(0, 1), (1, 1), (1, 1), (3, 1)]
@@ -83,7 +83,7 @@ def test_a_batch_that_a_loop_runs_in_the_tree_of_a_request_that_it_does_not_serv
     assert {number: int(place) for number, place in enumerate(joined.of[2:], 3)} == {3: 0, 4: -1, 5: -1, 6: 0, 7: 0}
 
 
-def test_who_had_handed_it_over_and_ended_has_it_too_else_the_request() -> None:
+def test_handed_off_work_belongs_to_its_ended_origin_else_to_the_request() -> None:
     spans = [
         made(1, CHAT, 0, 1000, key="a"),
         made(2, TOKENISE, 10, 60, 1, key="a"),
@@ -112,7 +112,7 @@ def test_a_part_of_another_tree_that_is_done_for_a_request_leaves_it() -> None:
 
 
 @pytest.mark.parametrize("ends_ns", [80, 150])
-def test_what_is_done_for_a_request_in_the_tree_of_another_one_goes_to_its_own(ends_ns: int) -> None:
+def test_work_for_a_request_in_another_ones_tree_moves_to_its_own(ends_ns: int) -> None:
     found = trees(requests_of_one_loop(ends_ns))
     assert [found[number] for number in (1, 2, 3, 6)] == [(0, 1), (0, 2), (2, 2), (1, 1)]
     assert [found[number] for number in (4, 5, 11)] == [(3, 2), (4, 2), (3, 2)]

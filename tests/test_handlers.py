@@ -117,7 +117,7 @@ PROFILE = "capture: {{sample: {sample}, errors: false}}\nexport: {{otlp: {{endpo
 
 
 @pytest.mark.parametrize("sample", [0, 0.5, 1])
-def test_beside_the_sessions_own_export_every_span_of_a_window_arrives_once(received: Receiver, sample: float) -> None:
+def test_next_to_the_sessions_own_export_every_span_of_a_window_arrives_once(received: Receiver, sample: float) -> None:
     found: list[Window] = []
     instrument.start(loads(PROFILE.format(sample=sample, endpoint=received.endpoint), environ={}))
     handlers = [found.append, export_otlp()]
@@ -196,7 +196,7 @@ def test_a_dead_collector_is_counted_and_stops_neither_the_loop_nor_the_files(
     [(refuse_with(400), 0, 12, 2), (reject_two, 12, 4, 2), (first(1, refuse_with(400)), 6, 6, 1)],
     ids=["refused", "rejected in part", "refused once"],
 )
-def test_what_a_collector_does_not_take_is_counted(behave: Any, taken: int, lost: int, failures: int) -> None:
+def test_spans_that_a_collector_does_not_take_are_counted(behave: Any, taken: int, lost: int, failures: int) -> None:
     session = instrument.start(loads("", environ={}))
     assert session is not None
     with collecting(behave) as other:
@@ -256,7 +256,7 @@ def test_settings_come_from_the_argument_then_the_profile_then_the_environment(m
         ({"headers": {"bad name": "x"}}, "export_otlp:1:.*headers"),
     ],
 )
-def test_an_endpoint_and_headers_that_cannot_be_are_told(arguments: Any, message: str) -> None:
+def test_an_endpoint_and_headers_that_cannot_be_are_reported(arguments: Any, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         export_otlp(**arguments)
 
@@ -264,7 +264,7 @@ def test_an_endpoint_and_headers_that_cannot_be_are_told(arguments: Any, message
 # -------------------------------------------------------------------- beside the loop
 
 
-def test_slow_handlers_run_beside_the_loop_in_the_order_of_the_windows() -> None:
+def test_slow_handlers_run_next_to_the_loop_in_the_order_of_the_windows() -> None:
     go, seen = threading.Event(), []
 
     def slow(window: Window) -> None:
@@ -278,7 +278,7 @@ def test_slow_handlers_run_beside_the_loop_in_the_order_of_the_windows() -> None
     assert seen == [(index, 3, "instrument-windows") for index in range(5)]
 
 
-def test_what_handlers_do_beside_the_loop_is_in_no_window() -> None:
+def test_work_of_handlers_next_to_the_loop_is_in_no_window() -> None:
     found: list[Window] = []
     went = threading.Semaphore(0)
 
@@ -361,7 +361,7 @@ def test_stop_waits_only_so_long_and_says_what_was_given_up(
     assert (seen, thread.is_alive()) == ([0], False)
 
 
-def test_a_handler_that_fails_beside_the_loop_is_noted_and_the_next_ones_run() -> None:
+def test_a_handler_that_fails_next_to_the_loop_is_noted_and_the_next_ones_run() -> None:
     seen: list[int] = []
     session = instrument.start(loads("", environ={}))
     assert session is not None
@@ -376,7 +376,7 @@ def test_a_handler_that_fails_beside_the_loop_is_noted_and_the_next_ones_run() -
     assert "on_trace_ready failed for window 0, steps 0 to 0: OSError: disk full" in session.notes()
 
 
-def test_a_window_that_is_kept_tells_the_same_when_its_session_has_ended_and_another_runs() -> None:
+def test_a_window_that_is_kept_reports_the_same_when_its_session_has_ended_and_another_runs() -> None:
     found: list[Window] = []
     with Profiler(loads("service: first", environ={}), schedule=(0, 2), on_trace_ready=found.append) as profiler:
         steps(profiler, 3)

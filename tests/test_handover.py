@@ -102,7 +102,7 @@ def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Colle
     place.close()
 
 
-def test_spans_that_the_agent_has_passed_are_not_told_as_on_their_way(
+def test_spans_that_the_agent_has_passed_are_not_reported_as_on_their_way(
     agent: socket.socket, collector: Collector
 ) -> None:
     session = begin(collector, ", summary: {to: summary.txt}")
@@ -260,9 +260,7 @@ def test_a_session_without_an_agent_waits_for_nobody_to_read_the_one_before(coll
     instrument.stop()
 
 
-def test_what_no_agent_has_exported_is_counted_in_one_sentence_where_none_can_begin(
-    collector: Collector, agent: socket.socket
-) -> None:
+def test_unexported_spans_are_one_sentence_if_no_agent_can_start(collector: Collector, agent: socket.socket) -> None:
     session = begin(collector)
     place = taken()
     serve(7)
@@ -291,7 +289,7 @@ def test_a_session_that_finds_no_agent_exports_by_itself(
     assert session.losses() == {}
 
 
-def test_what_a_window_has_is_sent_by_the_agent_or_counted(collector: Collector, listener: socket.socket) -> None:
+def test_spans_of_a_window_are_sent_by_the_agent_or_counted(collector: Collector, listener: socket.socket) -> None:
     session = begin(collector)
     joined, _ = listener.accept()
     with joined:
@@ -307,7 +305,7 @@ def test_what_a_window_has_is_sent_by_the_agent_or_counted(collector: Collector,
     assert session.losses()["spans of windows that the agent of the run may not have kept"] == 2
 
 
-def test_what_an_exporter_had_read_and_not_sent_is_counted_where_the_agent_gives_up_the_export(
+def test_read_and_unsent_rows_are_counted_if_the_agent_gives_up_the_export(
     collector: Collector, agent: socket.socket
 ) -> None:
     session = begin(collector)

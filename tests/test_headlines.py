@@ -118,7 +118,7 @@ def test_a_second_sentence_names_the_part_that_is_longer_in_the_slowest_requests
     assert not any(text.startswith("p99") for text in sentences([*spans_of(100, pieces)]))
 
 
-def test_the_sentence_on_a_queue_tells_full_batches_from_batches_with_room() -> None:
+def test_the_sentence_on_a_queue_distinguishes_full_batches_from_batches_with_room() -> None:
     room = sentences([*spans_of(40, [(step("r"), 8, 9)]), *later(span(9_000, Site("engine.step", "step"), 500, 501))])
     assert " full: find out what they wait for" in room[0]
     assert "0 of 1 full: shorten its steps, or add an engine" in sentences([*spans_of(40, [(step("r"), 8, 9)])])[0]

@@ -130,7 +130,7 @@ def test_an_answer_whose_status_raises_reaches_the_caller_as_it_is(recorder: Any
     assert request.error == "Odd"
 
 
-def test_every_kind_of_function_and_scope_tells_an_answer_from_an_error(recorder: Any) -> None:
+def test_every_kind_of_function_and_scope_distinguishes_an_answer_from_an_error(recorder: Any) -> None:
     error = made_up("werkzeug.exceptions", "HTTPException", "code", 404)
 
     async def coroutine() -> None:
@@ -163,7 +163,7 @@ def test_every_kind_of_function_and_scope_tells_an_answer_from_an_error(recorder
     assert {(span.site.kind, span.attributes.get(STATUS)) for span in spans} == {("request", 404), ("op", None)}
 
 
-def test_what_a_span_was_given_stays_beside_the_status(recorder: Any) -> None:
+def test_attributes_of_a_span_stay_next_to_its_status(recorder: Any) -> None:
     error = made_up("aiohttp.web_exceptions", "HTTPException", "status_code", 302)
     given = {"route": "/a"}
     with contextlib.suppress(type(error)), recorder.span_of(REQUEST, given)():
@@ -261,7 +261,7 @@ def test_a_function_that_exits_has_failed_where_it_says_so(recorder: Any, given:
 @pytest.mark.parametrize("kind", ["request", "op"])
 @pytest.mark.parametrize("way", ["scope", "call", "coroutine"])
 @pytest.mark.parametrize(("error", "outcome"), [*BROKEN_OFF, *((error, None) for error in FAILED)], ids=repr)
-def test_what_is_broken_off_from_outside_has_not_failed_and_says_how_it_ended(
+def test_an_interrupted_span_has_not_failed_and_has_an_outcome(
     recorder: Any, error: BaseException, outcome: str | None, way: str, kind: str
 ) -> None:
     site = Site("served", kind=kind)

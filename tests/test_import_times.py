@@ -78,7 +78,9 @@ def test_a_package_has_its_own_modules_and_in_total_those_that_they_import(
     assert found["outer"].total_ns == sum(one.self_ns for one in found.values())
 
 
-def test_imports_on_threads_are_counted_apart_and_those_within_spans_told(write: Callable[[str, str], None]) -> None:
+def test_imports_on_threads_are_counted_apart_and_those_within_spans_reported(
+    write: Callable[[str, str], None],
+) -> None:
     inside = threading.local()
     times = ImportTimes(lambda: getattr(inside, "open", 0))
     for name in ("left", "right"):
@@ -104,7 +106,7 @@ def test_imports_on_threads_are_counted_apart_and_those_within_spans_told(write:
 
 
 @pytest.mark.parametrize("statement", ["import bindings.driver", "__import__('importlib').import_module('bindings')"])
-def test_what_we_import_ourselves_goes_by_our_name_with_all_that_it_imports_in_turn(
+def test_our_own_imports_have_our_name_with_their_nested_imports(
     statement: str, times: ImportTimes, write: Callable[[str, str], None]
 ) -> None:
     write("bindings/__init__.py", "import bindings.driver")
@@ -121,9 +123,7 @@ def test_what_we_import_ourselves_goes_by_our_name_with_all_that_it_imports_in_t
     assert found["service"].total_ns == sum(found[name].self_ns for name in ("service", "of_its_own", *ours))
 
 
-def test_what_began_after_the_first_request_is_told_apart(
-    times: ImportTimes, write: Callable[[str, str], None]
-) -> None:
+def test_spans_after_the_first_request_are_separate(times: ImportTimes, write: Callable[[str, str], None]) -> None:
     write("early.py", "")
     write("both/__init__.py", "")
     write("both/more.py", "import late")
@@ -214,7 +214,7 @@ def test_a_forked_child_begins_anew() -> None:
         undo()
 
 
-def test_where_python_imports_otherwise_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_import_system_of_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "_frozen_importlib", object())
     times = ImportTimes(lambda: 0)
     times.install()()
@@ -242,7 +242,7 @@ print(sorted((n, l) for n, l in names.items() if n.split(".")[0] in
     assert texts[0].count("asyncio") > 10
 
 
-def test_what_the_interpreter_itself_imports_has_no_frame_and_is_not_ours(tmp_path: Path) -> None:
+def test_imports_of_the_interpreter_have_no_frame_and_are_not_ours(tmp_path: Path) -> None:
     begin = "from instrument.instrumentors.startup import ImportTimes\n"
     (tmp_path / "sitecustomize.py").write_text(f"{begin}times = ImportTimes(lambda: 0)\ntimes.install()\n")
     (tmp_path / "service.py").write_text(

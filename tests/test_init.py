@@ -172,7 +172,7 @@ def test_a_profile_that_is_printed_is_alone_on_standard_output() -> None:
         (["--", "idle.py"], "no function of its own modules was called"),
     ],
 )
-def test_bad_input_is_told_with_what_to_do(words: Sequence[str], told: str) -> None:
+def test_bad_input_is_reported_with_what_to_do(words: Sequence[str], told: str) -> None:
     write("idle.py", "x = 1\n")
     write("killed.py", "import os\nos.kill(os.getpid(), 9)\n")
     done = command("init", *words)
@@ -219,7 +219,7 @@ def test_a_service_that_never_ends_is_ended_by_sigterm_when_its_time_is_over_and
 
 
 @pytest.mark.slow
-def test_what_is_typed_at_a_terminal_interrupts_the_command_once() -> None:
+def test_ctrl_c_at_a_terminal_interrupts_the_command_once() -> None:
     write(
         "service.py",
         """
@@ -255,7 +255,7 @@ def test_what_is_typed_at_a_terminal_interrupts_the_command_once() -> None:
     assert "__main__:work" in rules_of(Path("profile.yaml").read_text())
 
 
-def test_own_modules_are_those_beside_the_service_and_those_that_its_command_names(folder: Path) -> None:
+def test_own_modules_are_those_next_to_the_service_and_those_that_its_command_names(folder: Path) -> None:
     write("shop/api.py", "")
     write("src/lib/__init__.py", "")
     write("tool.py", "")
@@ -299,7 +299,7 @@ def chosen(*roots: ObservedNode) -> dict[str, FunctionProposal]:
     return {rule.label: rule for rule in choose_functions(observation(*roots)).rules}
 
 
-def test_what_repeats_the_request_is_left_out_and_what_holds_its_time_is_named() -> None:
+def test_a_function_that_repeats_the_request_is_left_out_and_its_slow_parts_are_named() -> None:
     rules = chosen(
         request(
             100,
@@ -327,7 +327,7 @@ def test_a_handler_below_which_nothing_of_the_service_runs_is_named() -> None:
     assert list(chosen(request(100, 1000, node("app:handler", 100, 995)))) == ["app:handler"]
 
 
-def test_what_blocks_an_event_loop_is_named_whatever_part_of_the_time_it_holds() -> None:
+def test_a_blocker_of_an_event_loop_is_named_for_any_share_of_the_time() -> None:
     handler = node("app:handler", 100, 995, node("app:audit", 4, 6), shape="coroutine")
     seen = observation(request(100, 1000, handler))
     assert "app:audit" not in {rule.label for rule in choose_functions(seen).rules}
@@ -440,7 +440,7 @@ def test_keys_and_batches_are_paths_whose_values_come_again_elsewhere() -> None:
     assert [rule.kind for rule in choice.rules if rule.label == "engine:accept"] == ["phase"]
 
 
-def test_what_is_named_for_its_key_is_not_told_as_left_out() -> None:
+def test_functions_named_for_their_key_are_not_reported_as_left_out() -> None:
     seen = {
         "api:chat": {"request_id": keys_of(*IDS)},
         "engine:accept": {"item.id": keys_of(*IDS)},
@@ -496,7 +496,7 @@ def test_parts_of_a_step_that_serve_batches_are_named_in_its_place() -> None:
     }
 
 
-def test_what_the_preset_records_anyway_and_what_nobody_saw_is_told() -> None:
+def test_targets_that_the_preset_records_and_unseen_ones_are_named() -> None:
     copy = node("", 12, 24, kind="copy", name="h2d")
     found = observation(
         request(10, 100, node("app:f", 10, 90, copy)),
@@ -579,7 +579,7 @@ def leaf(request: Any, items: Any) -> int:
     return len(items)
 
 
-def test_what_only_computes_is_not_looked_at() -> None:
+def test_functions_that_only_compute_are_not_looked_at() -> None:
     assert ArgumentWatch(lambda _: True).of(leaf, "f") == (None, None)
 
 
@@ -648,7 +648,7 @@ def test_keys_of_mappings_that_are_data_never_become_paths() -> None:
     assert set(watch.facts()["f"]) == {"request", "request_id", "request.user_request_id"}
 
 
-def test_objects_without_ids_are_told_apart_also_where_one_lies_where_another_lay() -> None:
+def test_objects_without_ids_are_distinguished_even_at_a_reused_address() -> None:
     class Job:
         pass
 

@@ -62,7 +62,7 @@ def kept() -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_in_files_while_the_service_runs_and_after_the_exporter_was_killed() -> None:
+def test_kept_requests_are_in_files_while_the_service_runs_and_after_a_kill_of_the_exporter() -> None:
     Path("profile.yaml").write_text("service: shop\ncapture: {sample: 0, errors: true, to: captures/}\n")
     service = begin(SERVICE)
     assert service.stdin is not None
@@ -97,7 +97,7 @@ def tree(number: int) -> list[Span]:
     return [Span(site, number, 0, number, 1, 0, number * 1000, number * 1000 + 500, 500, 500)]
 
 
-def test_files_keep_within_the_limit_and_the_newest_one_tells_how_many_went(
+def test_files_keep_within_the_limit_and_the_newest_one_reports_how_many_went(
     tmp_path: Path,
 ) -> None:
     home = tmp_path / "captures"
@@ -115,7 +115,7 @@ def test_files_keep_within_the_limit_and_the_newest_one_tells_how_many_went(
     assert traces[-1].trace.spans[0].start_ns == 10_000
 
 
-def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_write_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "captures").write_text("a file")
     files = KeptFiles(tmp_path / "captures", "20261123T160205-2", 1 << 20)
     for number in (1, 2):

@@ -260,7 +260,7 @@ def test_a_forked_child_exports_what_it_records_and_its_parent_goes_on(collector
         assert Counter(one.name for one in spans)["step"] in (8, 16)
 
 
-def test_what_a_collector_does_not_take_is_counted_and_the_end_is_bounded() -> None:
+def test_spans_that_a_collector_does_not_take_are_counted_and_the_end_is_bounded() -> None:
     Path("shop.py").write_text(SHOP)
     with collecting(refuse_with(400), metrics=take) as refusing:
         told = """
@@ -335,7 +335,7 @@ def test_a_window_sends_what_the_session_does_not_and_nothing_twice(collector: C
     assert names_of(collector) == {"serve": 3, "tokenise": 6, "submit": 3, "accept": 3, "step": 8, **derived}
 
 
-def test_of_a_recording_that_cannot_be_read_nothing_is_exported_and_the_service_goes_on(
+def test_an_unreadable_recording_is_not_exported_and_the_service_goes_on(
     collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = begin(collector)

@@ -285,7 +285,7 @@ class Parameter:
         return self.device.type == "cuda"
 
 
-def test_a_layer_tells_the_devices_that_its_parameters_lie_on_now() -> None:
+def test_a_layer_reports_the_current_devices_of_its_parameters() -> None:
     parameters = [Parameter("cuda", 1), Parameter("cpu"), Parameter("cuda", 1)]
     work = ModuleWork(parameters)
     assert work() == Work("torch", (1,))

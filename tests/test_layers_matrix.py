@@ -472,7 +472,7 @@ assert not hasattr(OptimizedModule.__call__, "__wrapped__")
 
 
 @pytest.mark.slow
-def test_what_compiles_is_watched_from_its_own_late_import_on() -> None:
+def test_compilers_are_watched_from_their_late_import_on() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[('Sequential', '', {'region': 'compiled'})]\n"

@@ -219,7 +219,7 @@ def requests_of_one_loop(ends_ns: int) -> list[Span]:
 
 
 @pytest.mark.parametrize("ends_ns", [80, 150])
-def test_what_bears_the_key_of_one_request_in_the_tree_of_another_is_of_the_first(ends_ns: int) -> None:
+def test_a_span_with_a_key_in_another_requests_tree_belongs_to_the_keys_request(ends_ns: int) -> None:
     found = times_of(requests_of_one_loop(ends_ns))
     parts = {
         "queue": 50,
@@ -304,7 +304,7 @@ def test_a_request_that_is_in_a_batch_several_times_has_the_weight_of_all() -> N
     ]
 
 
-def test_who_comes_again_under_its_key_is_another_request() -> None:
+def test_a_repeated_key_is_another_request() -> None:
     spans = [
         made(1, CHAT, 0, 100, key="a"),
         made(2, CHAT, 200, 300, key="a"),
@@ -347,7 +347,7 @@ def test_a_request_of_another_process_within_that_of_its_key_is_a_part_of_it() -
         {BATCH_KEYS: []},
     ],
 )
-def test_what_is_no_key_and_no_batch_harms_nothing(attributes: dict[str, object]) -> None:
+def test_values_that_are_no_keys_and_no_batch_do_no_harm(attributes: dict[str, object]) -> None:
     spans = [made(1, CHAT, 0, 100, key="a"), made(2, STEP, 10, 50)]
     spans[1].attributes = attributes  # type: ignore[assignment]
     trace = columns_of_spans(spans)

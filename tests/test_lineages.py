@@ -80,7 +80,7 @@ def verdicts(selection: Selection) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the import", "after it"])
-def test_overrides_are_recorded_once_whoever_calls_whom_and_whenever_they_are_defined(
+def test_overrides_are_recorded_once_for_any_caller_and_any_time_of_their_definition(
     late: bool, routes: Callable[[str], Any], select: Callable[[str], Selection], recorder: Recorder
 ) -> None:
     if late:

@@ -58,7 +58,7 @@ def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
 
 
 @given(tallies())
-def test_places_tell_paths_apart_by_their_keys(tally: Tally) -> None:
+def test_places_distinguish_paths_by_their_keys(tally: Tally) -> None:
     tree = tally.made().tree
     keys = [tuple(site.key for site in tree.upwards(node)) for node in range(len(tree))]
     assert list(tree.located().places) == [keys.index(key) for key in keys]
@@ -119,7 +119,7 @@ def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None
     assert sorted(tree.nodes([0, 2])) == [0, 1, 2, 3]
 
 
-def test_what_is_said_of_a_site_is_asked_for_once() -> None:
+def test_the_verdict_on_a_site_is_requested_once() -> None:
     tree, asked = CallTree(), []
 
     def say(site: Site) -> str:
@@ -133,7 +133,7 @@ def test_what_is_said_of_a_site_is_asked_for_once() -> None:
     assert (found, said) == (array("i", [0, 1, 0]), ["op", "layer", "op"])
 
 
-def test_what_asks_again_while_a_site_is_asked_about_comes_to_the_same() -> None:
+def test_a_nested_question_about_a_site_has_the_same_answer() -> None:
     """A signal's handler may print a report while another is made on the same thread."""
     tree, alone = CallTree(), CallTree()
     for name in "aba":

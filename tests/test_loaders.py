@@ -234,7 +234,7 @@ def _path() -> dict[str, str]:
         ([], 5, "loader: the name 5"),
     ],
 )
-def test_what_cannot_be_iterated_is_refused(source: Any, name: Any, message: str) -> None:
+def test_objects_without_iteration_are_refused(source: Any, name: Any, message: str) -> None:
     with pytest.raises(TargetError) as caught:
         loader(source, name)
     assert str(caught.value).startswith(message)

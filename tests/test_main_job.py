@@ -122,7 +122,7 @@ def test_every_request_sent_arrives_as_one_request_span(run: Run) -> None:
     assert len({span.trace_id for span in requests}) == REQUESTS
 
 
-def test_every_child_that_arrives_has_its_parent_and_lies_inside_it(run: Run) -> None:
+def test_every_child_that_arrives_has_its_parent_and_is_inside_it(run: Run) -> None:
     children = [span for span in run.received.values() if span.parent_id]
     assert len(children) > 20 * REQUESTS
     for span in children:
@@ -131,7 +131,7 @@ def test_every_child_that_arrives_has_its_parent_and_lies_inside_it(run: Run) ->
         assert parent.start_ns <= span.start_ns <= span.end_ns <= parent.end_ns
 
 
-def test_what_arrives_is_what_was_recorded_to_the_nanosecond(run: Run) -> None:
+def test_spans_arrive_as_recorded_to_the_nanosecond(run: Run) -> None:
     """Each length is. Begins differ by nanoseconds where the processor's counter is measured anew in between."""
 
     def shape(name: str, start_ns: int, end_ns: int, base_ns: int) -> tuple[str, int, int]:

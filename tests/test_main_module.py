@@ -149,7 +149,7 @@ def test_a_program_that_another_tool_runs_is_recorded(tool: str) -> None:
         assert [state for state, _ in told] == ["attached"]
 
 
-def test_a_function_of_the_program_that_is_not_there_is_named_beside_those_that_are() -> None:
+def test_a_function_of_the_program_that_is_not_there_is_named_next_to_those_that_are() -> None:
     write("p.yaml", "functions: [{match: ['__main__:step', '__main__:gone']}]")
     done = run("-m", "instrument", "check", "p.yaml", "--", *WAYS["script"])
     assert done.returncode == 2
@@ -264,7 +264,7 @@ def test_a_session_that_the_program_starts_itself_reaches_what_it_defines_later(
         assert sum(int(row[1]) for row in rows) == calls, report
 
 
-def test_what_nobody_saw_in_time_is_out_of_reach_and_the_verdict_says_what_to_do() -> None:
+def test_functions_found_too_late_are_out_of_reach_and_the_verdict_has_the_remedy() -> None:
     write("p.yaml", 'functions: [{match: "__main__:f"}]')
     done = run("-m", "instrument", "check", "p.yaml", "--", "-c", "def f(): pass\nf()")
     assert "__main__:f: unreachable (__main__ defined it where nobody looked" in done.stdout
@@ -299,7 +299,7 @@ def test_check_without_a_command_says_how_the_program_is_checked() -> None:
         ("def f(): pass\nfor x in y:\n    f()\n", {2, 3}, 1),
     ],
 )
-def test_new_names_are_told_right_before_what_may_call_them(source: str, stops: set[int], last: int) -> None:
+def test_new_names_are_reported_right_before_what_may_call_them(source: str, stops: set[int], last: int) -> None:
     plan = plan_of(ast.parse(source))
     assert (set(plan.stops), plan.last) == (stops, last)
 

@@ -200,7 +200,7 @@ def test_call_paths_are_read_anew_only_where_there_are_more(recorder: Any) -> No
 
 
 @pytest.mark.parametrize("part", ["facts", "rows"])
-def test_what_a_process_records_first_while_it_is_read_is_read_with_its_name(
+def test_a_site_that_is_first_recorded_during_a_read_is_read_with_its_name(
     recorder: Any, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     mapped, read_head, looks = read(recorder), Mapped._read_head, iter(range(100))
@@ -242,7 +242,7 @@ def test_it_is_said_up_to_when_device_times_are_known(recorder: Any) -> None:
     assert mapped.settled_ns() == 0
 
 
-def test_a_look_at_a_run_tells_what_devices_have_worked_since_the_one_before(recorder: Any) -> None:
+def test_a_look_at_a_run_reports_what_devices_have_worked_since_the_one_before(recorder: Any) -> None:
     recorder.begin(1 << 22, {})
     function, looker = recorder.wrap(lambda: None, Site("decode", device=True)), LiveSampler("run")
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
@@ -279,7 +279,7 @@ def test_a_look_at_a_run_takes_a_request_to_cost_what_one_costs(recorder: Any) -
     assert process.cost_ratio == pytest.approx(1000 / process.up_ns)
 
 
-def test_a_look_at_a_run_tells_the_age_also_of_a_request_that_began_as_others_were_looked_at(recorder: Any) -> None:
+def test_a_look_at_a_run_reports_the_age_also_of_a_request_that_began_as_others_were_looked_at(recorder: Any) -> None:
     recorder.begin(1 << 22, {})
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
 
@@ -326,7 +326,7 @@ def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: An
     assert read(recorder).open_spans() == []
 
 
-def test_open_spans_are_in_the_memory_of_a_recorder_that_begins_again_beside_another_one(make_recorder: Any) -> None:
+def test_open_spans_are_in_the_memory_of_a_recorder_that_begins_again_next_to_another_one(make_recorder: Any) -> None:
     first, other = make_recorder(), make_recorder()
     with other.scope("before"):
         first.begin(1 << 22, {})
@@ -367,7 +367,7 @@ def test_open_spans_bear_what_they_were_given_and_annotated_with(make_recorder: 
     assert len(told.span_id[told.clipped]) == 4
 
 
-def test_batches_of_many_keys_are_told_whole_and_what_is_too_long_is_counted(recorder: Any) -> None:
+def test_batches_of_many_keys_are_reported_whole_and_what_is_too_long_is_counted(recorder: Any) -> None:
     batches = [{f"{number:036x}": number for number in range(count)} for count in (1, 127, 200, 1024) * 20]
     for batch in batches:
         with recorder.scope("step", batch=batch):
@@ -408,7 +408,7 @@ def test_tasks_that_wait_are_open(recorder: Any) -> None:
     assert read(recorder).open_spans() == []
 
 
-def test_rows_and_open_spans_bear_the_tasks_that_the_process_itself_tells(recorder: Any) -> None:
+def test_rows_and_open_spans_bear_the_tasks_that_the_process_itself_reports(recorder: Any) -> None:
     async def one(begun: asyncio.Event, go: asyncio.Event) -> None:
         with recorder.scope("ended"):
             pass
@@ -454,7 +454,7 @@ def test_a_reader_goes_on_where_it_stood_and_counts_what_was_overwritten(make_re
     assert mapped.losses()["spans overwritten by newer ones"] == 5369 - capacity
 
 
-def test_a_reset_begins_another_generation_of_which_alone_is_told(recorder: Any) -> None:
+def test_only_the_generation_after_a_reset_is_reported(recorder: Any) -> None:
     function = recorder.wrap(lambda: None, Site("before"))
     for _ in range(10):
         function()
@@ -569,7 +569,7 @@ def test_rings_of_threads_that_come_and_go_are_all_readable(recorder: Any) -> No
     assert "rows that only the process itself could read" not in mapped.losses()
 
 
-def test_what_is_private_for_want_of_room_is_counted(recorder: Any) -> None:
+def test_frames_in_private_memory_for_want_of_room_are_counted(recorder: Any) -> None:
     parts, _ = memory_layout.planned(1 << 26, is_sparse=True)
 
     def deeper(depth: int) -> int:
@@ -646,7 +646,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
     assert loaded.origin.pid == os.getpid()
 
 
-def test_what_processes_noted_is_not_more_with_each_that_is_put_to_those_before(recorder: Any, tmp_path: Path) -> None:
+def test_notes_do_not_grow_with_each_merged_process(recorder: Any, tmp_path: Path) -> None:
     with recorder.scope("request", kind="request"):
         pass
     saved, before = saved_of(read(recorder)), ""
@@ -921,7 +921,7 @@ def _victim() -> tuple[subprocess.Popen[bytes], Mapped]:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory without a name here")
 @pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_what_a_process_recorded_that_was_killed_is_all_there(times: int) -> None:
+def test_all_rows_of_a_killed_process_are_there(times: int) -> None:
     for _ in range(times):
         process, mapped = _victim()
         try:
@@ -1053,7 +1053,7 @@ def test_pages_ahead_of_a_thread_are_there_before_it_comes_to_them() -> None:
     assert sum(row.totals.calls for row in read(recorder).tally().rows()) == 7
 
 
-def test_where_no_memory_can_be_made_the_recorder_records_all_the_same_and_says_why(
+def test_the_recorder_records_without_shared_memory_and_names_the_reason(
     make_recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
@@ -1081,7 +1081,7 @@ def test_a_recorder_that_has_had_a_memory_takes_a_larger_one(recorder: Any) -> N
     assert lines(read(recorder).tally()) == lines(recorder.tally())
 
 
-def test_others_are_told_each_field_of_a_site_that_is_a_plain_value(recorder: Any) -> None:
+def test_each_plain_field_of_a_site_is_published(recorder: Any) -> None:
     values = {"str": "told", "int": 7, "bool": True}
     plain = {one.name: values[str(one.type)] for one in fields(Site) if str(one.type) in values}
     site = Site(**plain, attributes=(("rank", 3),))

@@ -55,7 +55,7 @@ def told(spans: list[Span]) -> Counter[Any]:
 
 
 @given(one=traces(), other=traces())
-def test_of_two_processes_every_span_is_there_with_what_it_lies_in(one: Trace, other: Trace) -> None:
+def test_merged_spans_of_two_processes_keep_their_parents(one: Trace, other: Trace) -> None:
     found = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved
     spans = found.trace.spans
     without_devices = [
@@ -70,7 +70,7 @@ def test_of_two_processes_every_span_is_there_with_what_it_lies_in(one: Trace, o
 
 
 @given(one=traces(), other=traces())
-def test_of_two_processes_each_attribute_is_told_of_the_row_that_has_it(one: Trace, other: Trace) -> None:
+def test_merged_attributes_stay_with_their_rows(one: Trace, other: Trace) -> None:
     columns = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved.trace.columns
     rows = np.arange(len(columns.start_ns))
     for name in {name for its in (one, other) for span in its.spans for name in span.attributes}:
@@ -87,7 +87,7 @@ def replace_device(span: Span) -> Span:
 
 
 @given(trace=traces(), cut=st.integers(0, 30))
-def test_what_two_files_of_a_process_have_both_is_there_once(trace: Trace, cut: int) -> None:
+def test_spans_in_two_files_of_a_process_are_merged_once(trace: Trace, cut: int) -> None:
     part = saved(replace(trace, spans=trace.spans[:cut]))
     for files in ([saved(trace), part], [part, saved(trace)]):
         assert told(list(map(replace_device, merge(files).saved.trace.spans))) == told(
@@ -260,7 +260,7 @@ def test_by_process_each_has_a_report_of_its_own(run: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.count("\nProcess: shop ") == 3
 
 
-def test_what_cannot_be_reported_on_together_is_told_in_one_line(
+def test_files_that_cannot_be_merged_are_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     foreign = tmp_path / "foreign.json"
@@ -305,7 +305,7 @@ def numbers(files: list[Saved]) -> dict[str, Any]:
 
 
 @given(one=traces(), other=traces(), cut=st.integers(0, 14), way=st.sampled_from(["as it is", "recording", "chrome"]))
-def test_a_merged_file_beside_those_that_it_was_made_of_counts_no_span_again(
+def test_a_merged_file_next_to_those_that_it_was_made_of_counts_no_span_again(
     one: Trace, other: Trace, cut: int, way: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     facts = {"losses": {"ring": 2}, "notes": ["not this"]}
@@ -411,7 +411,7 @@ def test_a_folder_with_several_runs_shows_the_newest_and_names_the_others(
     assert "has no run r3; its runs are: " in capsys.readouterr().err
 
 
-def test_what_one_process_has_not_met_of_the_rules_is_no_note_where_another_one_has(tmp_path: Path) -> None:
+def test_a_rule_without_a_match_is_no_note_if_another_process_has_one(tmp_path: Path) -> None:
     """A rule is at work in the engine's process, and a target is called in one of two."""
     sites = [Site(name, "user", "shop", name) for name in ("work", "rest")]
     files = []
@@ -462,7 +462,7 @@ def test_a_long_table_ends_with_how_many_rows_remain(tmp_path: Path, capsys: pyt
     assert "(remaining" not in capsys.readouterr().out
 
 
-def test_what_torch_profiler_saw_of_one_process_is_told_of_its_threads_and_devices() -> None:
+def test_the_record_of_torch_profiler_stays_with_its_process_in_a_merge() -> None:
     """Both have a thread 7 and a device 0, of GPUs that are not the same."""
     on_device = DeviceInterval(0, 7, 0, 50)
     theirs, ours = (Span(Site(name, "op"), 1, 0, 1, 7, 0, 0, 100, 100, 100) for name in ("theirs", "ours"))

@@ -236,7 +236,7 @@ def test_endpoints_beyond_the_limit_are_one_series_together(monkeypatch: pytest.
         assert found[("otel.metric.overflow", True),].count == 8
 
 
-def test_requests_that_are_open_are_told_as_such() -> None:
+def test_requests_that_are_open_are_reported_as_such() -> None:
     is_inside, may_go = threading.Event(), threading.Event()
 
     async def wait(scope: Any, receive: Any, send: Any) -> None:
@@ -287,7 +287,7 @@ def test_a_flush_sends_metrics_again_that_the_collector_was_too_slow_for() -> No
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_parent_and_child_each_tell_their_own_requests() -> None:
+def test_parent_and_child_each_report_their_own_requests() -> None:
     with collecting(take) as server:
         instrument.start(profile(url(server)))
         app = Served()
@@ -328,7 +328,7 @@ def test_a_collector_that_asks_to_wait_gets_no_metrics_meanwhile_and_spans_go_on
 
 
 @pytest.mark.slow
-def test_without_a_collector_what_was_not_told_is_counted_and_the_end_is_not_late() -> None:
+def test_without_a_collector_what_was_not_reported_is_counted_and_the_end_is_not_late() -> None:
     session = instrument.start(profile("http://127.0.0.1:9"))
     assert session is not None
     Served().ask("/items/200", 2)
@@ -362,7 +362,7 @@ def test_profiles_without_requests_send_gauges_alone() -> None:
         assert server.taken == ["work"]
 
 
-def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -> None:
+def test_streams_of_generations_report_the_time_to_the_first_token_and_of_each() -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         exchange = CURRENT.get()
         assert exchange is not None
@@ -464,9 +464,7 @@ take: the machine had no time for it."""
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "preference"), [*zip(CASES, ["cumulative", "delta", "cumulative"], strict=True)])
-def test_what_servers_answered_and_what_their_processes_told_are_the_same(
-    case: str, preference: str, tmp_path: Path
-) -> None:
+def test_answers_of_servers_equal_the_metrics_of_their_processes(case: str, preference: str, tmp_path: Path) -> None:
     for _ in range(3):
         found, wanted, output = told_and_wanted(case, preference, tmp_path)
         if not any(words in output for words in UNTOLD):
@@ -533,7 +531,7 @@ def workers(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_what_a_worker_had_answered_that_was_killed_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_answers_of_a_killed_worker_are_reported_with_the_others(tmp_path: Path) -> None:
     for _ in range(3):
         found, wanted, output = told_and_wanted(GUNICORN, "delta", tmp_path, kills=2)
         if not any(words in output for words in UNTOLD):
@@ -620,7 +618,7 @@ def test_calls_within_calls_count_and_the_sum_is_no_less_than_its_buckets(restor
         assert point.sum == pytest.approx(sum(count * base ** (at + 0.5) for at, count in buckets), rel=0.2)
 
 
-def test_what_the_instrumentation_costs_and_loses_is_told_beside() -> None:
+def test_metrics_include_our_own_cost_and_losses() -> None:
     with collecting(take) as server:
         instrument.start(profile(url(server), "limits: {ring: 64KiB}\ncapture: {sample: 0}"))
         Served().ask("/items/200", 3_000)
@@ -638,7 +636,7 @@ def test_what_the_instrumentation_costs_and_loses_is_told_beside() -> None:
 # ---------------------------------------------------------------- exponential histograms
 
 
-def test_each_value_lies_within_its_exponential_bucket_by_no_more_than_the_tallys_error() -> None:
+def test_each_value_is_within_its_exponential_bucket_by_no_more_than_the_tallys_error() -> None:
     for value_ns in [*range(1, 400), *(7**power for power in range(4, 20)), 10**9, 2**40, 2**53]:
         one = Distribution()
         one.add(value_ns)
@@ -660,7 +658,7 @@ def test_times_that_differ_much_share_wider_buckets() -> None:
     assert (found.least_s, found.most_s) == (0.0, values[-1] / 1e9)
 
 
-def test_calls_that_got_their_device_time_later_are_not_told_twice() -> None:
+def test_calls_that_got_their_device_time_later_are_not_reported_twice() -> None:
     told_so_far = Distribution()
     first = Distribution()
     for value_ns in (1_000, 1_000, 5_000):
@@ -726,7 +724,7 @@ async def streamed(count: int) -> AsyncIterator[str]:
         yield "x"
 
 
-def test_generators_of_a_rule_tell_the_time_to_the_first_token_and_of_each() -> None:
+def test_generators_of_a_rule_report_the_time_to_the_first_token_and_of_each() -> None:
     async def consume() -> None:
         async for _ in streamed(4):
             pass
@@ -758,7 +756,7 @@ def serve_batch(batch: dict[str, int]) -> int:
     return len(batch)
 
 
-def test_batches_of_a_rule_tell_how_many_requests_they_have() -> None:
+def test_batches_of_a_rule_report_how_many_requests_they_have() -> None:
     with collecting(take) as server:
         rules = "functions: [{match: 'test_meter:serve_batch', batch: batch}]"
         instrument.start(loads(f"{rules}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}", environ={}))
@@ -787,7 +785,7 @@ def test_generators_that_nobody_could_look_at_in_time_are_counted() -> None:
         assert point.count + session.losses()[reason] == 5_000
 
 
-def test_what_waits_for_a_thread_of_an_executor_is_told_by_pool() -> None:
+def test_waiting_work_of_executors_is_reported_by_pool() -> None:
     def told_lengths(server: Collector) -> dict[str, float]:
         instrument.flush()
         found = newest(server.metrics, "instrument.executor.queue.length")

@@ -330,7 +330,7 @@ def outcome(function: Callable[..., Any], *args: Any, **named: Any) -> object:
 @pytest.mark.slow
 @pytest.mark.parametrize("in_loop", [False, True], ids=["plain", "in a loop"])
 @given(seed=st.integers(0, 1 << 32))
-def test_what_is_muted_in_the_middle_of_anything_leaves_the_parents_of_the_rest_right(
+def test_muting_at_any_point_keeps_the_parents_of_other_spans_right(
     make_recorder: Any, seed: int, in_loop: bool
 ) -> None:
     machine = Machine(make_recorder(), random.Random(seed), at_random)

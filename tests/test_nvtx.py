@@ -256,7 +256,7 @@ def test_a_layer_has_its_path_and_torch_needs_no_device(hear: Hear) -> None:
     assert heard.tree() == "0\n1"
 
 
-def test_what_times_spans_on_a_device_goes_on_for_those_that_ask(hear: Hear) -> None:
+def test_device_timing_continues_for_spans_that_ask_for_it(hear: Hear) -> None:
     heard = hear(
         """
         told = []

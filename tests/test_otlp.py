@@ -525,7 +525,7 @@ def test_packed_requests_are_sent_under_the_resource_that_they_have_and_in_halve
         }
 
 
-def test_of_too_many_packed_requests_the_oldest_go_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_of_too_many_packed_requests_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = Exporter(Otlp(), ORIGIN, dict)
     bodies = [
         next(iter(bodies_of(exporter.own, tree(3, 1 + 10 * number, Site(f"tree {number}"))))) for number in range(9)
@@ -800,7 +800,7 @@ def test_grpc_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
         Exporter(Otlp("http://localhost:4317", "grpc"), ORIGIN, dict)
 
 
-def test_what_begins_after_a_step_of_the_wall_clock_is_sent_by_the_new_time_and_the_rest_by_the_old(
+def test_spans_after_a_step_of_the_wall_clock_have_the_new_time_and_earlier_ones_the_old(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def look(at_s: int, wall_ns: int) -> None:
@@ -840,7 +840,7 @@ def test_a_request_that_waits_long_for_an_answer_is_in_the_log_before_its_time_i
         assert caplog.text.count("spans do not reach the OpenTelemetry collector (no answer yet)") == 1
 
 
-def test_what_a_stop_gives_up_is_in_the_log_with_the_reason_of_the_last_try(caplog: pytest.LogCaptureFixture) -> None:
+def test_spans_given_up_by_stop_are_in_the_log_with_the_last_reason(caplog: pytest.LogCaptureFixture) -> None:
     with exporting(Otlp(f"http://127.0.0.1:{free_port()}/v1/traces", timeout_ns=60 * SECOND)) as exporter:
         offer(exporter, tree(1))
         exporter.hurry()
@@ -1067,7 +1067,7 @@ def test_spans_that_were_given_up_before_their_answer_came_have_one_fate() -> No
     assert (counts["pending"], source.counts["pending"]) == (0, 0)
 
 
-def test_the_export_beside_a_service_rests_between_stretches_of_work_and_that_of_an_agent_does_not(
+def test_the_export_next_to_a_service_rests_between_stretches_of_work_and_that_of_an_agent_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rests: list[float] = []

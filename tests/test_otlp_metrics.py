@@ -169,7 +169,7 @@ def test_samples_keep_the_time_at_which_they_were_read_and_sums_that_of_their_fi
 
 
 @pytest.mark.parametrize("moved_ns", [5_000_000, -3600 * SECOND])
-def test_what_sums_of_gauges_count_from_stays_when_the_wall_clock_is_set(moved_ns: int) -> None:
+def test_sums_of_gauges_keep_their_start_when_the_wall_clock_is_set(moved_ns: int) -> None:
     begun_ns: dict[int, int] = {}
     found = []
     for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
@@ -181,7 +181,7 @@ def test_what_sums_of_gauges_count_from_stays_when_the_wall_clock_is_set(moved_n
 
 @pytest.mark.parametrize("moved_ns", [5_000_000, -3600 * SECOND])
 @pytest.mark.parametrize("preference", ["cumulative", "delta"])
-def test_what_totals_count_from_stays_when_the_wall_clock_is_set(
+def test_totals_keep_their_start_when_the_wall_clock_is_set(
     monkeypatch: pytest.MonkeyPatch, preference: str, moved_ns: int
 ) -> None:
     monkeypatch.setenv(TEMPORALITY, preference)
@@ -197,7 +197,7 @@ def test_what_totals_count_from_stays_when_the_wall_clock_is_set(
     assert all(point.start_ns <= point.at_ns for point in found)
 
 
-def test_what_a_device_does_not_tell_is_not_sent(collector: Receiver) -> None:
+def test_gauges_that_a_device_does_not_report_are_not_sent(collector: Receiver) -> None:
     with exporting(Otlp(collector.endpoint)) as exporter:
         silent = [sample("utilization", None), sample("process_cpu", 3.0, HOST), sample("odd", 1.0)]
         metrics_of(exporter).offer([*silent, sample("power", 0.0)], [])
@@ -294,7 +294,7 @@ def test_metrics_that_do_not_get_through_are_counted_and_do_not_hold_up_spans_fo
         assert server.taken == ["op"]
 
 
-def test_what_a_collector_rejects_in_an_answer_that_says_success_is_counted() -> None:
+def test_spans_rejected_in_a_successful_answer_are_counted() -> None:
     from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as messages
 
     def reject_one(handler: Any, _: int) -> None:
@@ -332,7 +332,7 @@ def test_samples_that_nobody_fetches_stay_bounded_and_the_newest_remain(monkeypa
         assert (taken, [point.value for point in series[0].points]) == (10, [float(at) for at in range(15, 25)])
 
 
-def test_what_waits_when_the_exporter_stops_is_counted() -> None:
+def test_spans_that_wait_when_the_exporter_stops_are_counted() -> None:
     exporter = Exporter(Otlp(f"http://127.0.0.1:{free_port()}/v1/traces", timeout_ns=SECOND), ORIGIN, dict)
     metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
     exporter.stop(0)
@@ -349,11 +349,11 @@ def test_what_waits_when_the_exporter_stops_is_counted() -> None:
         ("http://c:4318", None),
     ],
 )
-def test_metrics_go_beside_the_spans(spans_url: str, expected: str | None) -> None:
+def test_metrics_go_next_to_the_spans(spans_url: str, expected: str | None) -> None:
     assert metrics_url(spans_url) == expected
 
 
-def test_where_metrics_would_go_nowhere_a_note_says_so_once_there_are_any() -> None:
+def test_a_note_names_metrics_without_a_destination() -> None:
     with collecting(take) as server:
         settings = Otlp(server.settings.endpoint.replace("/v1/traces", "/spans"))
         with exporting(settings) as exporter:
@@ -378,7 +378,7 @@ def service(server: Any, device: str) -> str:
     return f"device: {device}\nexport: {{otlp: {{endpoint: 'http://127.0.0.1:{server.server_port}', timeout: 2s}}}}"
 
 
-def test_a_session_sends_the_gauges_of_its_host_beside_its_spans() -> None:
+def test_a_session_sends_the_gauges_of_its_host_next_to_its_spans() -> None:
     with collecting(take) as server:
         session = instrument.start(loads(service(server, "{cuda: off, nvml: off, host: 50ms}"), environ={}))
         assert session is not None

@@ -56,7 +56,7 @@ def trace_of(recorder: Any) -> str:
 # -------------------------------------------------------------------- owners without a span of their own
 
 
-def test_what_a_task_starts_between_its_spans_hangs_below_what_the_task_came_from(recorder: Any) -> None:
+def test_spans_that_a_task_starts_between_its_own_are_children_of_its_origin(recorder: Any) -> None:
     leaf = wrapped(recorder, "leaf")(lambda: None)
 
     @wrapped(recorder, "awaited")
@@ -87,7 +87,7 @@ def test_what_a_task_starts_between_its_spans_hangs_below_what_the_task_came_fro
 
 
 @pytest.mark.parametrize("loop_of", ["asyncio", "uvloop"])
-def test_a_task_hangs_below_what_made_it_under_any_loop_that_tells(recorder: Any, loop_of: str) -> None:
+def test_a_task_is_below_its_origin_under_any_loop_that_reports_tasks(recorder: Any, loop_of: str) -> None:
     loops = pytest.importorskip(loop_of)
     call = wrapped(recorder, "call")(lambda job: asyncio.get_running_loop().create_task(job))
 
@@ -145,7 +145,7 @@ def test_a_task_made_past_its_loop_is_of_the_request_that_made_it(recorder: Any)
     assert recorder.counts() == {}
 
 
-def test_what_a_suspended_async_generator_has_started_hangs_below_it(recorder: Any) -> None:
+def test_tasks_of_a_suspended_async_generator_are_its_children(recorder: Any) -> None:
     leaf = wrapped(recorder, "leaf")(lambda: None)
     started: list[asyncio.Task[None]] = []
 
@@ -357,7 +357,7 @@ def test_every_kind_of_span_says_what_its_context_came_from(recorder: Any, how: 
     assert tallied(recorder) == {"first": 1, "late": 2}
 
 
-def test_what_an_orphaned_task_starts_between_its_spans_is_linked_to_where_the_task_came_from(recorder: Any) -> None:
+def test_spans_of_an_orphaned_task_are_linked_to_its_origin(recorder: Any) -> None:
     leaf = wrapped(recorder, "leaf")(lambda: None)
 
     async def orphan(ended: asyncio.Event) -> None:
@@ -428,7 +428,7 @@ def test_a_request_that_begins_where_an_ended_one_left_off_is_no_part_of_it(reco
 # -------------------------------------------------------------------- what belongs to a kept request
 
 
-def test_of_slow_requests_the_spans_of_nested_tasks_are_kept(recorder: Any) -> None:
+def test_spans_of_nested_tasks_of_slow_requests_are_kept(recorder: Any) -> None:
     predict = wrapped(recorder, "predict")(lambda: None)
 
     async def outer() -> None:
@@ -503,7 +503,7 @@ def test_tasks_that_start_one_another_hold_nothing_of_those_before(recorder: Any
 @pytest.mark.parametrize(
     "how", ["both tasks are given it", "it is a task's own", "it is that of the task that gives it"]
 )
-def test_of_two_tasks_that_run_in_one_context_each_span_knows_its_own(recorder: Any, how: str) -> None:
+def test_spans_of_two_tasks_in_one_context_know_their_task(recorder: Any, how: str) -> None:
     leaf = wrapped(recorder, "leaf")(lambda: ran_in.append(asyncio.current_task()))
     ran_in: list[Any] = []
 

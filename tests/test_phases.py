@@ -120,7 +120,7 @@ def test_the_closure_of_an_optimizer_has_phases_of_its_own(phases: Phases, recor
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_a_checkpoint_computes_again_is_a_part_of_backward(
+def test_recomputation_of_a_checkpoint_is_a_part_of_backward(
     phases: Phases, recording: Recorder, reentrant: bool
 ) -> None:
     model = Nested()
@@ -192,7 +192,7 @@ def test_a_forward_that_raises_is_over_and_keeps_its_exception(phases: Phases, r
     ],
     ids=["torch.compile", "Module.compile", "DataParallel"],
 )
-def test_what_compiles_or_distributes_a_model_is_one_forward_by_the_models_name(
+def test_a_compiled_or_distributed_model_is_one_forward_under_its_name(
     phases: Phases, recording: Recorder, wrap: Callable[[Any], Any]
 ) -> None:
     plain = Nested()

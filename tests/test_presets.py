@@ -118,7 +118,7 @@ def test_training_records_phases_loaders_and_communication() -> None:
         ("service: shop", {"service": "shop"}),
     ],
 )
-def test_what_the_file_says_takes_the_place_of_the_preset_key_by_key(lines: str, changed: dict[str, object]) -> None:
+def test_a_profile_replaces_its_preset_key_by_key(lines: str, changed: dict[str, object]) -> None:
     whole = read("preset: serving")
     assert read(f"preset: serving\n{lines}") == replace(whole, **changed)  # type: ignore[arg-type]
     assert read(f"{lines}\npreset: serving") == replace(whole, **changed)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_exports_are_refined_one_by_one_and_taken_away_with_off(
     assert (export.chrome, export.summary, export.otlp is not None) == (chrome_, summary, sends)
 
 
-def test_it_is_told_what_came_from_the_preset() -> None:
+def test_check_names_the_parts_from_the_preset() -> None:
     profile = read("preset: serving\ndevice: {host: 5s}\nloaders: off", {"OTEL_SERVICE_NAME": "shop"})
     of_preset = {name for name, origin in profile.origins.items() if origin == "preset"}
     assert of_preset == {
@@ -163,7 +163,7 @@ def test_it_is_told_what_came_from_the_preset() -> None:
         ("preset: serving\ndevice: {host: often}", "2:16: device.host: found 'often'"),
     ],
 )
-def test_a_mistake_beside_a_preset_is_told_once_with_its_place(text: str, expected: str) -> None:
+def test_a_mistake_next_to_a_preset_is_reported_once_with_its_place(text: str, expected: str) -> None:
     with pytest.raises(ProfileError) as caught:
         read(text)
     (problem,) = caught.value.problems
@@ -240,7 +240,7 @@ def test_a_service_runs_without_any_profile_and_its_requests_are_on_one_screen(f
 
 
 @pytest.mark.slow
-def test_the_preset_holds_in_child_processes_and_is_told_once(folder: Path) -> None:
+def test_the_preset_holds_in_child_processes_and_is_reported_once(folder: Path) -> None:
     pytest.importorskip("waitress")
     write("serve.py", WAITRESS)
     write("main.py", "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, 'serve.py']).returncode)")
@@ -303,7 +303,7 @@ def test_check_prints_the_yaml_of_a_preset_which_is_a_profile_to_begin_with(pres
 
 
 @pytest.mark.slow
-def test_check_without_a_profile_shows_what_the_preset_stands_for_and_what_it_reaches(folder: Path) -> None:
+def test_check_without_a_profile_shows_what_the_preset_means_and_what_it_reaches(folder: Path) -> None:
     pytest.importorskip("waitress")
     done = command("check")
     assert done.returncode == 0, done.stderr

@@ -122,7 +122,7 @@ def test_a_service_its_version_and_its_children_are_found_from_outside() -> None
     assert stopped is None
 
 
-def test_what_another_sdk_has_published_stays_alone() -> None:
+def test_a_process_context_of_another_sdk_stays_untouched() -> None:
     service = begun(
         """
         import mmap, os, sys

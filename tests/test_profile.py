@@ -302,7 +302,7 @@ class TestWhatEachKeyGives:
         assert profile.copies[0].directions == ("h2d",)
         assert profile.export.summary == Summary()
 
-    def test_auto_takes_every_framework_and_tells_that_none_was_named(self) -> None:
+    def test_auto_takes_every_framework_and_reports_that_none_was_named(self) -> None:
         rules = read("frameworks: auto").frameworks
         assert [rule.name for rule in rules] == list(FRAMEWORKS)
         assert all(rule.auto for rule in rules)
@@ -334,7 +334,7 @@ class TestFunctionRules:
         text = "functions: [{match: 'a:b', phase: compute}, {match: 'a:c', phase: post, kind: op}]"
         assert [(rule.kind, rule.phase) for rule in read(text).functions] == [("phase", "compute"), ("op", "post")]
 
-    def test_where_says_which_calls_are_kept(self) -> None:
+    def test_a_where_condition_selects_the_kept_calls(self) -> None:
         assert read("functions: [{match: 'a:b', where: {min_duration: 50us}}]").functions[0].min_ns == 50_000
 
     def test_attributes_are_one_argument_or_a_list_and_named_after_it(self) -> None:
@@ -468,7 +468,7 @@ class TestReferences:
         assert "the unknown key '${NAME}'" in problem("${NAME}: x", {"NAME": "service"})
 
     @pytest.mark.parametrize("written", ["${X:?e}", "${1X}", "${}", "${X", "${a b}", "${env:}", "a ${X-y} b", "${X:y}"])
-    def test_a_malformed_reference_is_told_with_its_place(self, written: str) -> None:
+    def test_a_malformed_reference_is_reported_with_its_place(self, written: str) -> None:
         message = problem(f"service: '{written}'")
         assert message.startswith("profile.yaml:1:10: service: found the malformed reference '${")
         assert message.endswith("allowed: ${VAR}, ${env:VAR}, ${VAR:-default}, and $$ for a dollar sign")
@@ -586,7 +586,7 @@ class TestPrecedence:
         assert (profile.tracer_option, profile.capture) == ("OpDetail", Capture())
         assert [remark.partition(": found")[0] for remark in profile.remarks] == ["tracer_option", "capture.sample"]
 
-    def test_what_a_variable_asks_for_and_cannot_be_is_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_impossible_setting_of_a_variable_is_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
         profile = read("export: {otlp: }", {"OTEL_EXPORTER_OTLP_CLIENT_KEY": __file__})
         assert profile.export.otlp == Otlp()
         assert "without its client_certificate" in profile.remarks[0]
@@ -639,7 +639,7 @@ class TestPrecedence:
 
 
 class TestMistakes:
-    def test_all_of_a_file_are_told_at_once_in_their_order(self) -> None:
+    def test_all_of_a_file_are_reported_at_once_in_their_order(self) -> None:
         text = """\
 service: 007
 tracer_opton: OpDetail
@@ -879,10 +879,10 @@ export:
             ("service: x\nstate: \x1b[31m", "2:8"),
         ],
     )
-    def test_broken_yaml_is_told_once_with_its_place(self, text: str, place: str) -> None:
+    def test_broken_yaml_is_reported_once_with_its_place(self, text: str, place: str) -> None:
         assert problem(text).startswith(f"profile.yaml:{place}: YAML: found ")
 
-    def test_a_reference_that_needs_quotes_is_told_so(self) -> None:
+    def test_a_reference_that_needs_quotes_is_named(self) -> None:
         assert problem("limits: {ring: ${RING}}").endswith("(inside [] and {} a ${...} needs quotes)")
 
 
@@ -940,7 +940,7 @@ class TestFiles:
             (b"state: x", ":1:8: state: found 'x'"),
         ],
     )
-    def test_a_bad_file_is_told_by_its_path(self, tmp_path: Path, data: bytes, found: str) -> None:
+    def test_a_bad_file_is_reported_by_its_path(self, tmp_path: Path, data: bytes, found: str) -> None:
         path = tmp_path / "profile.yaml"
         path.write_bytes(data)
         with pytest.raises(ProfileError) as caught:
@@ -955,13 +955,13 @@ class TestFiles:
             ("a\0b", "embedded null byte; give"),
         ],
     )
-    def test_what_cannot_be_opened_says_what_to_do(self, tmp_path: Path, name: str, found: str) -> None:
+    def test_an_unreadable_file_is_an_error_with_a_remedy(self, tmp_path: Path, name: str, found: str) -> None:
         with pytest.raises(ProfileError, match="the profile cannot be read:") as caught:
             load(f"{tmp_path}/{name}", environ={})
         assert f"cannot be read: {found}" in str(caught.value)
 
     @pytest.mark.parametrize("given", [5, b"profile.yaml", ["profile.yaml"]])
-    def test_what_is_no_path_is_named(self, given: Any) -> None:
+    def test_texts_that_are_no_paths_are_named(self, given: Any) -> None:
         with pytest.raises(ProfileError, match=re.escape(f"profile: found {given!r}; allowed: a Profile, or the path")):
             load(given, environ={})
         with pytest.raises(ProfileError, match="profile: found"):
@@ -1273,12 +1273,12 @@ def test_a_suggested_quantity_is_one_that_is_accepted_in_its_place(text: str, me
         "layers: [{match: !a}]",
     ],
 )
-def test_an_exclamation_mark_without_quotes_is_told_to_need_them(text: str) -> None:
+def test_an_exclamation_mark_without_quotes_gets_the_advice_to_quote_it(text: str) -> None:
     with pytest.raises(ProfileError, match="a pattern that begins with ! needs quotes"):
         read(text)
 
 
-def test_a_slow_request_may_be_told_by_what_is_usual_for_its_endpoint() -> None:
+def test_a_slow_request_may_be_reported_by_what_is_usual_for_its_endpoint() -> None:
     capture = read("capture: {slow: p99.9*1.5}").capture
     assert (capture.slow_ns, capture.slow_over) == (None, PercentileThreshold(0.999, 1.5))
     assert read("capture: {slow: 250ms}").capture == Capture(slow_ns=250_000_000)
@@ -1317,7 +1317,7 @@ def test_requests_may_be_kept_by_their_attributes() -> None:
         ("capture: {where: {'': 5}}", "1:19: capture.where"),
     ],
 )
-def test_conditions_that_cannot_be_are_told_with_their_place(text: str, told: str) -> None:
+def test_conditions_that_cannot_be_are_reported_with_their_place(text: str, told: str) -> None:
     assert told in problem(text)
 
 

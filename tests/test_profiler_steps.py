@@ -164,7 +164,7 @@ def test_a_step_that_an_exception_ends_is_the_last_one_of_a_partial_window() -> 
     assert list(map(edges, found)) == [(0, 0, 1, True, 2)]
 
 
-def test_what_a_handler_does_lies_in_no_window_and_in_no_step() -> None:
+def test_work_of_a_handler_is_in_no_window_and_in_no_step() -> None:
     found: list[Window] = []
 
     def handler(window: Window) -> None:
@@ -220,7 +220,7 @@ def test_a_handler_may_end_it_and_the_windows_are_written_and_the_loop_goes_on(e
     assert profiler.benchmark().skipped == 1
 
 
-def test_the_function_schedule_itself_is_told_to_be_called() -> None:
+def test_the_function_schedule_itself_gets_the_advice_to_call_it() -> None:
     with pytest.raises(ProfileError, match=r"call it: schedule\(record=3\)"):
         Profiler(schedule=schedule)  # type: ignore[arg-type]
 
@@ -494,7 +494,7 @@ def test_nested_profilers_look_at_one_session_that_ends_with_the_last() -> None:
     assert [edges(window) for window in (*outer, *inner)] == [(0, 0, 2, True, 3), (0, 1, 1, False, 1)]
 
 
-def test_beside_a_running_session_one_looks_and_leaves_it_as_it_was() -> None:
+def test_a_profiler_looks_at_a_running_session_and_leaves_it_as_it_was() -> None:
     session = instrument.start(loads("service: shop\nstate: CPU", environ={}))
     with Profiler() as profiler:
         work()
@@ -645,7 +645,7 @@ def test_summary_and_export_are_of_the_newest_window(capsys: pytest.CaptureFixtu
         ({"on_trace_ready": "traces"}, "on_trace_ready: found 'traces'; allowed: a function of a window"),
     ],
 )
-def test_bad_arguments_are_told(arguments: Any, message: str) -> None:
+def test_bad_arguments_are_reported(arguments: Any, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         Profiler(**arguments)
 
@@ -677,12 +677,12 @@ def test_a_summary_that_cannot_be_made_is_refused_before_the_first_window(option
     assert print_summary(views=["events"], rows=None, torch_trace=None)
 
 
-def test_what_schedule_returns_runs_as_fast_as_a_pair() -> None:
+def test_a_schedule_runs_as_fast_as_a_pair() -> None:
     found = [Profiler(schedule=wanted)._schedule for wanted in (schedule(record=3, skip_first=2, repeat=1), (2, 5))]
     assert found == [Schedule(record=3, skip_first=2, repeat=1)] * 2
 
 
-def test_bad_schedules_are_told_all_at_once() -> None:
+def test_bad_schedules_are_reported_all_at_once() -> None:
     with pytest.raises(ProfileError) as told:
         schedule(record=0, closed=-1)
     assert told.value.problems == (
@@ -691,7 +691,7 @@ def test_bad_schedules_are_told_all_at_once() -> None:
     )
 
 
-def test_verbs_at_the_wrong_time_are_told() -> None:
+def test_verbs_at_the_wrong_time_are_reported() -> None:
     profiler = Profiler(on_trace_ready=lambda window: profiler.step(), schedule=schedule(record=1))
     with pytest.raises(StateError, match="cannot step a Profiler that does not run"):
         profiler.step()
@@ -812,7 +812,7 @@ def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost(to
     assert profiler.step_info() == "batch_cost: - s ips: - steps/s"
 
 
-def test_what_torch_profiler_saw_meanwhile_is_in_the_views_of_a_window(torch: Any) -> None:
+def test_the_record_of_torch_profiler_is_in_the_views_of_a_window(torch: Any) -> None:
     kept = []
     watching = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with Profiler(loads("", environ={})) as profiler, watching:
@@ -994,7 +994,7 @@ instrument.enable(); instrument.disable(); instrument.stop()
     assert not list(Path.cwd().iterdir())
 
 
-def test_beside_instrument_run_the_windows_are_the_loops_and_the_files_of_the_profile_stay_whole() -> None:
+def test_next_to_instrument_run_the_windows_are_the_loops_and_the_files_of_the_profile_stay_whole() -> None:
     Path("profile.yaml").write_text("service: shop\nexport: {chrome: {path: whole.json}}")
     Path("train.py").write_text(
         """
@@ -1131,7 +1131,7 @@ def test_a_folder_that_cannot_be_made_stops_nothing() -> None:
     assert Path("blocked").read_text() == "a file"
 
 
-def test_samples_that_are_no_number_are_told() -> None:
+def test_samples_that_are_no_number_are_reported() -> None:
     with Profiler(timer_only=True) as profiler:
         with pytest.raises(ProfileError, match="num_samples: found 'many'; allowed: a number from 0"):
             profiler.step(num_samples="many")  # type: ignore[arg-type]

@@ -191,7 +191,7 @@ def test_the_path_of_the_host_is_as_without_us_and_its_environment_has_eight_nam
 
 @pytest.mark.slow
 @needs("pip")
-def test_pip_tells_its_version(folder: Path) -> None:
+def test_pip_reports_its_version(folder: Path) -> None:
     write_profile(
         """
         service: pip
@@ -337,9 +337,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @needs("torch", "transformers")
-def test_what_transformers_computes_is_the_same_bit_for_bit_and_seen_by_our_profile_for_it(
-    folder: Path, model: str
-) -> None:
+def test_transformers_computes_the_same_bits_and_our_profile_records_it(folder: Path, model: str) -> None:
     write("profile.yaml", text_of("transformers"))
     write(
         "compute.py",

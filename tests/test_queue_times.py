@@ -147,7 +147,7 @@ def bounds_s() -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preference", ["cumulative", pytest.param("delta", marks=pytest.mark.slow)])
-def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
+def test_all_requests_are_reported_with_their_time_in_the_queue_whatever_is_kept(
     collector: Collector, preference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TEMPORALITY, preference)
@@ -190,7 +190,7 @@ def test_all_requests_are_told_with_their_time_in_the_queue_whatever_is_kept(
 
 
 @pytest.mark.slow
-def test_requests_that_an_exporter_had_counted_that_was_killed_are_told_by_the_next_one_or_counted(
+def test_requests_that_an_exporter_had_counted_that_was_killed_are_reported_by_the_next_one_or_counted(
     collector: Collector,
 ) -> None:
     service = begin(SERVICE)
@@ -252,7 +252,7 @@ def metrics_of(meter: Meter) -> list[Metric]:
     return [*meter.snapshot(requests=False, marks=(), losses={}, costs_ns={}, queued={}).metrics]
 
 
-def test_requests_are_told_by_route_and_by_what_they_say_of_what_is_generated() -> None:
+def test_requests_are_reported_by_route_and_by_what_they_say_of_what_is_generated() -> None:
     own = ended("ValueError", {"gen_ai.request.model": "tiny", "other": "x"})
     common = (("gen_ai.request.model", "tiny"), ("error.type", "ValueError"))
     route = ("http.route", "/v1/chat/completions")

@@ -55,7 +55,7 @@ def spans_by_name(recorder: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------- kinds of functions
 
 
-def test_the_signature_of_a_scope_tells_all_that_it_takes(recorder: Any) -> None:
+def test_the_signature_of_a_scope_has_all_its_arguments(recorder: Any) -> None:
     told = inspect.signature(recorder.scope).parameters.values()
     taken = inspect.signature(recorder.make_scope).parameters.values()
     assert [(one.name, one.kind, one.default) for one in told] == [(one.name, one.kind, one.default) for one in taken]
@@ -153,7 +153,7 @@ def test_a_call_takes_and_refuses_the_very_arguments_of_the_function(
         assert (made.__kwdefaults__, made.__globals__) == (plain.__kwdefaults__, plain.__globals__)
 
 
-def test_what_is_no_function_of_python_hands_on_whatever_it_is_given(recorder: Any) -> None:
+def test_callables_that_are_no_python_functions_pass_all_arguments_on(recorder: Any) -> None:
     async def two(a: int, *, b: int) -> int:
         return a * b
 
@@ -791,7 +791,7 @@ def test_open_requests_are_those_that_tasks_of_a_thread_have_begun(recorder: Any
     ("header", "length"),
     [(b"07", 7), ("7", 7), (b"", None), ("-1", None), (b"1_0", None), ("\xb2", None), ("9" * 19, None), (b" 7", None)],
 )
-def test_a_request_tells_its_caller_the_sizes_and_its_status(recorder: Any, header: Any, length: int | None) -> None:
+def test_a_request_reports_its_caller_the_sizes_and_its_status(recorder: Any, header: Any, length: int | None) -> None:
     site = Site("request", "request")
     caller = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     for told in (caller, caller.encode(), None):
@@ -802,7 +802,7 @@ def test_a_request_tells_its_caller_the_sizes_and_its_status(recorder: Any, head
     assert {(span.error, span.attributes["http.response.body.size"]) for span in spans_in(recorder)} == {("503", 2**40)}
 
 
-def test_a_request_without_an_answer_tells_neither_status_nor_size(recorder: Any) -> None:
+def test_a_request_without_an_answer_reports_neither_status_nor_size(recorder: Any) -> None:
     facts: dict[str, Any] = {}
     frame = recorder.open_request(Site("request", "request"), facts, None, None)
     assert recorder.begun_ns(frame) <= recorder.now_ns()
@@ -976,7 +976,7 @@ def test_memory_stays_bounded_when_recursion_and_names_do_not(recorder: Any) -> 
     assert sum(row.totals.calls for row in tally.rows() if row.path[0] is OVERFLOW) > 200
 
 
-def test_what_is_open_is_shown_clipped_and_marked(recorder: Any) -> None:
+def test_open_spans_are_clipped_and_marked(recorder: Any) -> None:
     frame = recorder.open(Site("open"))
     wrapped(recorder, "done")(lambda: None)()
     shown = spans_by_name(recorder)
@@ -1036,7 +1036,7 @@ def test_a_signal_handler_that_records_while_its_thread_folds_does_not_deadlock(
     assert recorder.tally().calls == ring.capacity // 4 + 1
 
 
-def test_what_a_muted_call_costs_is_measured_for_each_shape_of_probe() -> None:
+def test_the_cost_of_a_muted_call_is_measured_for_each_shape_of_probe() -> None:
     assert set(measure_passed_ns()) == set(measure_costs()) - {"request"}
     assert all(cost_ns < 1e6 for cost_ns in measure_passed_ns().values())
 
@@ -1048,7 +1048,7 @@ def test_the_cost_of_each_shape_of_probe_is_measured_without_a_trace_in_this_thr
     assert all(0 <= cost.outside_ns <= cost.added_ns for cost in costs.values())
 
 
-def test_what_a_call_costs_whose_memory_is_in_no_cache_is_measured_without_a_trace_of_it(
+def test_the_cost_of_a_call_with_cold_caches_is_measured_and_leaves_no_row(
     recorder: Any,
 ) -> None:
     recorder.on = True

@@ -150,7 +150,7 @@ def test_a_method_is_timed_by_the_site_of_its_instance(log: Log) -> None:
     works(log, "begin timed", "end timed")
 
 
-def test_what_is_recorded_afterwards_may_have_a_pair(log: Log) -> None:
+def test_spans_recorded_afterwards_may_have_a_pair_of_events(log: Log) -> None:
     log.recorder.record(SITE, log.recorder.now_ns(), {"bytes": 3}, Pair(log, SITE))
     log.recorder.record(SITE, log.recorder.now_ns(), None)
     works(log, "end timed")

@@ -395,7 +395,7 @@ def test_a_thread_whose_first_call_finds_no_memory_runs_and_is_counted() -> None
     assert printed == "survived\n"
 
 
-def test_a_reader_that_finds_no_memory_is_told_so_and_nothing_is_lost() -> None:
+def test_a_reader_without_memory_gets_an_error_and_nothing_is_lost() -> None:
     pytest.importorskip("_testcapi")
     printed = run(
         NO_MEMORY
@@ -543,7 +543,7 @@ def test_the_process_ends_well_while_daemon_threads_finalisers_and_handlers_stil
     assert printed == "at exit True True\n"
 
 
-def test_what_finalisers_record_after_their_threads_ring_has_gone_is_counted_and_holds_no_memory() -> None:
+def test_spans_of_finalisers_without_a_ring_are_counted_and_keep_no_memory() -> None:
     printed = run(
         """
         leaf = wrapped("leaf")(lambda: None)
@@ -1160,7 +1160,7 @@ def test_tracers_profilers_and_monitors_may_all_run_at_the_same_time(recorder: A
 # -------------------------------------------------------------------- a ring smaller than a request
 
 
-def test_of_a_request_larger_than_the_ring_the_newest_is_kept_and_the_rest_is_counted(make_recorder: Any) -> None:
+def test_a_request_larger_than_the_ring_keeps_its_newest_rows_and_counts_the_others(make_recorder: Any) -> None:
     recorder = make_recorder(ring_bytes=1)
     leaf = wrapped(recorder, "leaf")(lambda: None)
 

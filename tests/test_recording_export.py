@@ -165,7 +165,7 @@ def test_spans_of_requests_that_had_not_ended_with_their_session_are_counted(
 
 
 @pytest.mark.parametrize("is_followed", [False, True], ids=["at once", "by one who is killed, too"])
-def test_what_was_on_its_way_as_an_exporter_was_killed_is_told_once_whatever_has_begun_since(
+def test_spans_under_way_at_a_kill_of_the_exporter_are_reported_once(
     is_followed: bool, service: Service, collector: Collector
 ) -> None:
     service.handed_over(collector)
@@ -190,7 +190,7 @@ def test_what_was_on_its_way_as_an_exporter_was_killed_is_told_once_whatever_has
     assert told(service.end()) == {"exported": 1}
 
 
-def test_of_an_exporter_that_was_killed_what_it_was_sending_is_told_apart_from_what_it_never_sent(
+def test_a_killed_exporters_spans_under_way_are_counted_apart_from_its_unsent_ones(
     service: Service, collector: Collector
 ) -> None:
     first = service.handed_over(collector)
@@ -304,7 +304,7 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
         assert {one.key: one.value.int_value for one in point.attributes}["http.response.status_code"] == 200
 
 
-def test_what_a_process_leaves_in_its_recording_for_want_of_room_is_told(
+def test_rows_left_in_a_recording_for_want_of_room_are_reported(
     service: Service, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording_export, "WAITING_SPANS", 0)
@@ -321,9 +321,7 @@ def test_what_a_process_leaves_in_its_recording_for_want_of_room_is_told(
 
 
 @pytest.mark.slow
-def test_what_became_of_spans_is_written_without_the_metrics_that_wait_meanwhile(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fates_of_spans_are_written_while_metrics_wait(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[float] = []
     write = ExportCheckpoint.write_meter
     monkeypatch.setattr(ExportCheckpoint, "write_meter", lambda *arguments: written.append(0) or write(*arguments))

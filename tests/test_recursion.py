@@ -342,7 +342,7 @@ def test_a_reset_gives_the_call_paths_and_scope_names_of_the_session_before_back
     assert recorder.counts() == {}
 
 
-def test_what_is_open_at_a_reset_counts_at_its_path_and_so_does_what_it_calls_then(recorder: Any) -> None:
+def test_spans_open_at_a_reset_count_at_their_paths_with_their_later_calls(recorder: Any) -> None:
     leaf = wrapped(recorder, "leaf", lambda: None)
 
     def items() -> Iterator[int]:

@@ -235,7 +235,7 @@ def test_a_sleeping_rule_wants_its_modules_at_every_moment_of_a_reload(monkeypat
     assert all(answers)
 
 
-def test_what_other_modules_bound_by_name_follows_both_ways() -> None:
+def test_names_in_other_modules_follow_attaching_and_detaching() -> None:
     module = work()
     original = module.first
     sys.modules["reload_user"] = user = type(sys)("reload_user")
@@ -343,7 +343,7 @@ def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_
 
 
 @pytest.mark.slow
-def test_of_reloads_on_several_threads_one_is_whole_in_the_end() -> None:
+def test_one_of_several_concurrent_reloads_applies_completely() -> None:
     module = work()
     session = begin("")
     profiles = [
@@ -538,7 +538,7 @@ def test_a_file_that_stays_broken_is_noted_once_and_mended_by_the_next_good_one(
     assert not any("stays in force" in note for note in session.notes())
 
 
-def test_of_changes_in_quick_succession_the_last_one_holds() -> None:
+def test_the_last_of_several_quick_changes_applies() -> None:
     session = begin(WATCHED + "service: s0")
     for number in range(1, 60):
         write("new.yaml", WATCHED + f"service: s{number}").rename("profile.yaml")
@@ -609,7 +609,7 @@ def test_the_answer_to_a_caller_names_so_many_and_counts_the_rest() -> None:
 
 
 @pytest.mark.parametrize("name", AT_START)
-def test_what_is_taken_on_of_a_profile_is_all_but_what_needs_a_start(name: str) -> None:
+def test_a_reload_applies_all_of_a_profile_that_needs_no_start(name: str) -> None:
     now = loads("", environ={})
     other = {
         "clock": "tsc", "limits.ring": "{ring: 1MiB}", "limits.ring_dir": "{ring_dir: ./a}",
@@ -720,7 +720,7 @@ def recording(profile: str) -> Iterator[subprocess.Popen[str]]:
             service.communicate("\n", timeout=240)
 
 
-def test_a_refusal_of_one_setting_is_1_a_bad_profile_2_and_nobody_to_tell_2() -> None:
+def test_exit_codes_are_1_for_a_refused_setting_and_2_for_a_bad_profile_or_no_process() -> None:
     rule = 'functions: [{match: "reloaded:handle"}]\n'
     write("ring.yaml", rule)
     code, _, errors = tell("--pid", str(os.getpid()))
@@ -772,7 +772,7 @@ def test_a_forked_child_follows_the_file_by_itself() -> None:
 
 
 @pytest.mark.slow
-def test_of_two_services_with_one_file_the_variable_says_which_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_selects_one_of_two_services_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     write("both.yaml", 'functions: [{match: "reloaded:handle"}]')
     with contextlib.ExitStack() as stack:
         pids = {}

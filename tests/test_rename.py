@@ -81,7 +81,7 @@ def test_the_rest_of_an_app_that_runs_in_another_task_and_in_a_thread_moves_with
     assert paths(recorder) == {(route, *names): 20 for names in below}
 
 
-def test_of_requests_that_are_open_together_the_one_that_is_meant_is_renamed(recorder: Any) -> None:
+def test_the_right_one_of_several_open_requests_is_renamed(recorder: Any) -> None:
     async def serve(number: int, all_open: Any) -> None:
         with recorder.make_scope("GET", kind="request") as request, recorder.make_scope("app"):
             await all_open()
@@ -107,7 +107,7 @@ def test_of_requests_that_are_open_together_the_one_that_is_meant_is_renamed(rec
     assert paths(recorder) == {("GET",): 5, ("GET", "app"): 5, (ROUTE.name,): 5, (ROUTE.name, "app"): 5}
 
 
-def test_what_began_under_a_span_that_has_ended_keeps_the_path_between(recorder: Any) -> None:
+def test_a_span_under_an_ended_one_keeps_the_path_between(recorder: Any) -> None:
     with recorder.make_scope("GET", kind="request") as request:
         handler = recorder.make_scope("handler").start()
         later = recorder.make_scope("later").start()
@@ -119,7 +119,7 @@ def test_what_began_under_a_span_that_has_ended_keeps_the_path_between(recorder:
     }  # fmt: skip
 
 
-def test_a_generator_moves_with_the_span_that_it_began_in_and_not_with_whoever_resumes_it(recorder: Any) -> None:
+def test_a_generator_moves_with_the_span_that_it_began_in_and_not_with_its_consumer(recorder: Any) -> None:
     def numbers() -> Iterator[int]:
         with recorder.make_scope("inside"):
             yield 1
@@ -191,7 +191,7 @@ def test_a_span_from_before_a_reset_can_be_renamed(recorder: Any) -> None:
     assert paths(recorder) == {(ROUTE.name,): 1, (ROUTE.name, "app"): 1}
 
 
-def test_what_another_thread_has_open_below_moves(recorder: Any) -> None:
+def test_open_spans_below_on_another_thread_move(recorder: Any) -> None:
     started, go_on = threading.Event(), threading.Event()
 
     def body() -> None:
@@ -210,7 +210,7 @@ def test_what_another_thread_has_open_below_moves(recorder: Any) -> None:
 
 
 @pytest.mark.parametrize("in_loop", [False, True], ids=["thread", "asyncio"])
-def test_what_another_context_of_the_same_thread_hides_moves_and_is_shown(recorder: Any, in_loop: bool) -> None:
+def test_spans_hidden_by_another_context_of_the_thread_move_and_are_shown(recorder: Any, in_loop: bool) -> None:
     before = contextvars.copy_context()
     shown = []
 
@@ -247,7 +247,7 @@ def test_what_another_context_of_the_same_thread_hides_moves_and_is_shown(record
     assert recorder.open_rows() == []
 
 
-def test_what_is_open_is_shown_by_its_new_name(recorder: Any) -> None:
+def test_open_spans_are_shown_under_their_new_names(recorder: Any) -> None:
     with recorder.make_scope("GET", kind="request") as request:
         recorder.rename(request._frame, ROUTE)
         ((_, row),) = recorder.open_rows()

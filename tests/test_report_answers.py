@@ -41,7 +41,7 @@ def test_the_time_of_an_item_is_shared_by_those_after_the_first() -> None:
     assert answers.streams() == StreamedAnswers(2, 5, 100, 300, 100, 100, 250)
 
 
-def test_of_some_requests_only_their_answers_are_told() -> None:
+def test_some_requests_report_only_their_answers() -> None:
     answers = answers_of(
         attributes(http__response__status_code=200, first_item_ns=1, last_item_ns=3, items=3, longest_gap_ns=2),
         {},

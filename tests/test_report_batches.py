@@ -92,7 +92,7 @@ def test_a_request_is_found_by_its_key_or_the_number_of_its_span() -> None:
         life_of("9" * 5000)
 
 
-def test_of_several_requests_of_one_key_the_longest_is_told_and_the_others_are_named() -> None:
+def test_the_longest_of_several_requests_of_one_key_is_shown_and_the_others_are_named() -> None:
     chat = Site("POST /chat", "request")
     spans = [
         made(number, chat, 100 * number, 100 * number + lasts, key="a") for number, lasts in ((1, 20), (2, 90), (3, 50))
@@ -170,7 +170,7 @@ def test_slow_requests_say_what_made_them_slow() -> None:
     assert "slower by tokenise: 0.2 us, typical 0.02" in text_of(view)
 
 
-def test_whoever_made_a_request_slow_is_told_by_its_own_name() -> None:
+def test_the_request_that_made_another_one_slow_is_named() -> None:
     chat, compile_regex = Site("POST /chat", "request"), Site("Grammar.compileRegex")
     spans = [made(number, chat, 300 * number, 300 * number + 20, key=f"r{number}") for number in range(1, 5)]
     spans += [made(5, chat, 3000, 3200, key="r5"), made(6, Site("tokenise", "phase"), 3000, 3150, parent=5)]

@@ -83,7 +83,7 @@ def test_averages_divide_by_what_was_timed_where_paddles_timer_is_off_by_one(cas
         assert ours[name] == pytest.approx(spread), name
 
 
-def test_where_paddles_own_timer_is_right_ours_says_the_same() -> None:
+def test_our_timer_equals_paddles_own_where_that_is_right() -> None:
     lines = GOLDEN.read_text().splitlines()
     theirs = {
         name: ast.literal_eval(text.strip().replace("inf", "None"))
@@ -166,7 +166,7 @@ def test_steps_and_their_loaders_are_read_from_spans() -> None:
 
 
 @pytest.mark.parametrize("samples", [True, -1, "many", float("inf"), float("nan"), 10**400, None])
-def test_what_is_no_number_of_samples_is_none(samples: Any) -> None:
+def test_a_value_that_is_no_number_of_samples_counts_as_none(samples: Any) -> None:
     (loop,) = loops_of(trace_of(made(TRAIN, 0, 10, samples=samples)))
     assert (loop.samples, loop.rate_of) == (None, "steps")
 

@@ -100,7 +100,7 @@ def test_a_screen_has_what_was_served_its_parts_the_time_the_device_the_cost_and
     assert text.splitlines()[1].strip("->< ") == "Summary of shop"
 
 
-def test_how_much_of_a_devices_busy_time_may_be_waiting_for_the_host_stands_below_it() -> None:
+def test_the_busy_time_of_a_device_that_may_be_waiting_for_the_host_is_a_line_below_it() -> None:
     def text(*labels: str) -> str:
         one = span(1, Site("step", "step", device=True), 0, 10)
         one.device = tuple(
@@ -127,7 +127,7 @@ def test_any_spans_and_options_make_one_screen(trace: Trace, options: Options) -
     assert len(summary(["brief"], Recording.of_trace(trace), options).splitlines()) <= MOST_LINES
 
 
-def test_what_there_is_no_room_for_is_counted() -> None:
+def test_rows_without_room_on_the_screen_are_counted() -> None:
     text = text_of(crowded())
     assert "(remaining 1994)" in text
     assert "(37 more devices: --view device)" in text
@@ -178,7 +178,7 @@ def test_nothing_at_all_is_said_to_be_nothing() -> None:
     assert "Not kept: nothing was lost." in text
 
 
-def test_why_there_is_no_device_time_stands_with_the_device() -> None:
+def test_the_reason_for_missing_device_time_is_next_to_the_device() -> None:
     why = "no device time: no CUDA driver: libcuda.so.1: cannot open shared object file"
     lines = text_of(replace(job(), notes=["rule 3 matched nothing", why])).splitlines()
     assert f"Device: {why}" in lines

@@ -131,7 +131,7 @@ def test_least_leaves_the_short_ones_to_the_rest_and_the_unit_is_that_of_every_t
 
 
 @pytest.mark.parametrize("size", [True, -1, 1.5, "many", None, 1 << 60])
-def test_what_is_no_size_counts_for_nothing(size: Any) -> None:
+def test_a_value_that_is_no_size_counts_as_zero(size: Any) -> None:
     (use,) = copy_uses(trace_of(copied(site("h2d"), size, 1)))
     assert (use.calls, use.moved_bytes, use.rate_gb_s) == (1, 0, 0.0)
 

@@ -171,7 +171,7 @@ def test_a_trace_of_another_profiler_does_not_say_what_it_cost() -> None:
     )
 
 
-def test_a_running_session_tells_its_probes_threads_rings_and_clock() -> None:
+def test_a_running_session_reports_its_probes_threads_rings_and_clock() -> None:
     session = instrument.start(loads("schedule: {record: 1, repeat: 1}"))
     try:
 

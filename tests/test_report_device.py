@@ -155,7 +155,7 @@ def test_without_device_time_one_line_says_so(trace: Trace, says: str) -> None:
     assert "%" not in text
 
 
-def test_what_was_dropped_everywhere_is_still_named() -> None:
+def test_targets_dropped_everywhere_are_still_named() -> None:
     text = device(trace_of(made(1, DECODE, 0, 1, ran(0, 0, "dropped"))))
     assert section(text, "Device time asked for") == outline(
         """

@@ -77,7 +77,7 @@ def test_rows_are_plain_numbers_in_the_units_of_the_gauges() -> None:
 
 
 @pytest.mark.parametrize(("samples", "line"), [([], "No gauges were read."), (READ[:1], "to last: 0 ms\n")])
-def test_little_or_nothing_to_tell(samples: list[Sample], line: str) -> None:
+def test_reports_with_little_or_no_content(samples: list[Sample], line: str) -> None:
     assert line in device_summary(samples)
 
 

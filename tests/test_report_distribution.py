@@ -61,7 +61,7 @@ def test_the_layout_is_that_of_the_file() -> None:
     assert is_golden("distribution", text_of(view(golden_trace())))
 
 
-def test_what_a_communication_puts_on_a_device_is_no_computation_as_well() -> None:
+def test_device_work_of_a_communication_is_no_computation() -> None:
     """Paddle counts a kernel whose name is not NCCL's, launched below a communication, for both."""
     trace = made((COMM, 1, 0, 10), (F, 1, 2, 4), (F, 1, 20, 22))
     spans = [*trace.spans]
@@ -82,7 +82,7 @@ def test_communication_of_one_device_does_not_overlap_computation_of_another() -
     }  # fmt: skip
 
 
-def test_an_asynchronous_one_lasts_from_its_call_to_the_end_of_its_wait_beside_what_computes() -> None:
+def test_an_asynchronous_one_lasts_from_its_call_to_the_end_of_its_wait_next_to_what_computes() -> None:
     wait = Site("all_reduce.wait", "comm", instance="gloo default_pg", attributes=(("op", "all_reduce"),))
     call = replace(wait, name="all_reduce")
     trace = made((STEP, 1, 0, 50), (call, 1, 10, 11), (F, 1, 11, 30), (wait, 1, 30, 35))
@@ -99,7 +99,7 @@ def test_an_asynchronous_one_lasts_from_its_call_to_the_end_of_its_wait_beside_w
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), (1 << 63) - 1, -(1 << 63), True, "1"])
-def test_what_a_damaged_file_says_of_a_communication_breaks_no_view(value: object) -> None:
+def test_damaged_facts_of_a_communication_break_no_view(value: object) -> None:
     trace = made((COMM, 1, 0, 1), (F, 1, 5, 6))
     spans = [*trace.spans]
     spans[0].attributes = {"in_flight_ns": value, "bytes": value}  # type: ignore[dict-item]

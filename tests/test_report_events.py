@@ -393,7 +393,7 @@ def test_times_are_in_the_unit_that_is_asked_for(unit: str, total: str, part: st
     assert part_rows(report)[0]["CPU Time (Ratio)"] == part
 
 
-def test_times_have_six_digits_where_every_name_is_whole_beside_them() -> None:
+def test_times_have_six_digits_where_every_name_is_whole_next_to_them() -> None:
     tally = Tally()
     count(tally, (op("a"),), 28_021.6219, calls=60, device_ms=1, min_ms=123.4567, max_ms=7654.3219)
     report = report_of(tally, unit="us")
@@ -473,7 +473,7 @@ def test_device_time_is_that_of_every_row_above_it_too_and_counts_once() -> None
 KEPT = ("Min.", "Max.", "p50", "p99")
 
 
-def test_what_is_kept_of_elapsed_time_alone_is_not_shown_as_that_of_another() -> None:
+def test_extremes_of_elapsed_time_are_not_shown_for_other_times() -> None:
     tally = Tally()
     count(tally, (op("matmul"),), 1.5, device_ms=2, elapsed_ms=3)
     count(tally, (op("tokenize"),), 1)
@@ -591,7 +591,7 @@ def test_computation_and_overhead_split_the_total_time(case: str) -> None:
     assert f"  Framework overhead     {overhead}\n" in report
 
 
-def test_where_nothing_is_declared_as_computation_no_part_of_the_total_is_called_overhead() -> None:
+def test_a_total_without_declared_computation_has_no_overhead() -> None:
     tally = Tally()
     count(tally, (op("a"),), 10)
     assert "  (nothing is declared as computation: layers are, and rules with `phase: compute`)\n" in report_of(tally)
@@ -795,7 +795,7 @@ def test_a_part_that_ran_on_another_thread_is_counted_there_under_its_path() -> 
 # Nothing to say.
 
 
-def test_a_report_of_nothing_says_so_and_still_tells_what_was_missed() -> None:
+def test_a_report_of_nothing_says_so_and_still_reports_what_was_missed() -> None:
     recording = Recording(Tally().made, lambda: of_tally(Tally()).trace, losses={"old": 3}, notes=["no module `chat`"])
     report = summary(["events"], recording, Options())
     assert "No calls were recorded.\n" in report
@@ -840,7 +840,7 @@ def test_a_base_of_zero_prints_a_dash_in_place_of_each_ratio() -> None:
     assert ", - of the window of 0 s" in report
 
 
-def test_a_row_that_took_no_time_has_no_parts_to_tell() -> None:
+def test_a_row_that_took_no_time_has_no_parts_to_report() -> None:
     tally = Tally()
     count(tally, (op("a"),), 0)
     count(tally, (op("a"), op("b")), 0, device_ms=1)
@@ -1082,7 +1082,7 @@ def test_shortened_texts_keep_their_room_and_are_the_same_where_the_texts_are(te
     ("text", "shown"),
     [("a b", "a b"), ("a\tb\n", "a\\tb\\n"), ("\x1b[0m", "\\x1b[0m"), ("\ud800", "\\ud800"), ("é漢", "é漢")],
 )
-def test_what_is_not_printable_is_shown_as_an_escape(text: str, shown: str) -> None:
+def test_unprintable_characters_are_shown_as_escapes(text: str, shown: str) -> None:
     assert safe(text) == shown
 
 

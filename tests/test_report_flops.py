@@ -122,7 +122,7 @@ BACKWARD = ["", "", "", "[8]", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", 
         ("aten::_scaled_dot_product_flash_attention", [Q, K, Q], [], None),
     ],
 )  # fmt: skip
-def test_operations_follow_from_shapes_or_are_not_told(
+def test_operations_follow_from_shapes_or_are_not_reported(
     name: str, shapes: Any, values: Any, expected: int | None
 ) -> None:
     assert flops_of(name, {"Input Dims": shapes, "Concrete Inputs": values}) == expected
@@ -157,7 +157,7 @@ def nested() -> Kineto:
     return file
 
 
-def test_of_operators_in_one_another_the_outer_one_counts_and_its_kernels_time(tmp_path: Path) -> None:
+def test_the_outer_of_nested_operators_counts_with_its_kernels_time(tmp_path: Path) -> None:
     trace, _ = chrome.load(nested().save(tmp_path / "torch.json"))
     assert rows(trace) == {
         "aten::bmm": FlopRow("aten::bmm", "op", 1, 16_000_000, "GPU", 80 * US, 8 / 9),
@@ -202,7 +202,7 @@ def beside() -> Kineto:
     return file
 
 
-def test_a_trace_of_torch_tells_the_operations_of_our_spans(tmp_path: Path) -> None:
+def test_a_trace_of_torch_reports_the_operations_of_our_spans(tmp_path: Path) -> None:
     """What ran in no span is told and in no row."""
     theirs, _ = chrome.load(beside().save(tmp_path / "torch.json"))
     trace = chrome.join(ours(), theirs)
@@ -229,13 +229,13 @@ def inside(*spans: tuple[Site, int | None, tuple[DeviceInterval, ...]]) -> Trace
     return Trace(Origin(1, "shop", 0, 0), 0, 100 * MS, found, {1: "main"})
 
 
-def test_of_scopes_of_one_name_in_one_another_the_outer_one_counts_whatever_their_kind() -> None:
+def test_the_outer_of_nested_scopes_of_one_name_counts_for_any_kind() -> None:
     mine = Site("mine", "user")
     found = rows(inside((Site("op", "op"), None, ()), (mine, 10, ()), (Site("other"), None, ()), (mine, 5, ())))
     assert found["mine"] == FlopRow("mine", "user", 1, 15, "CPU", 80 * MS, 1.0)
 
 
-def test_a_scope_tells_its_own_where_no_operator_is_beside() -> None:
+def test_a_scope_reports_its_own_operations_without_any_operator() -> None:
     """As the documentation writes it: a scope of kind user."""
     text = text_of(view(inside((Site("attention", "user"), 3_000_000, ())), unit="us"))
     assert "No operator was recorded" in text
@@ -278,7 +278,7 @@ def test_many_operators_deep_in_one_another_take_no_longer_for_it() -> None:
     assert [(row.flops, row.remaining) for row in table.rows] == [(5 * count, 0), (5 * count, depth + 1)]
 
 
-def test_a_scope_tells_its_own() -> None:
+def test_a_scope_reports_its_own_operations() -> None:
     session = instrument.start()
     try:
         assert session is not None
@@ -292,7 +292,7 @@ def test_a_scope_tells_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", [True, "5", 5.0, 0, -5, 1 << 63, 10**400])
-def test_where_nothing_is_told_there_is_no_table(value: Any) -> None:
+def test_operations_without_a_number_make_no_table(value: Any) -> None:
     trace = ours()
     spans = [*trace.spans]
     spans[2].attributes = {FLOPS: value}
@@ -301,7 +301,7 @@ def test_where_nothing_is_told_there_is_no_table(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["many", -1, 10**400])
-def test_an_argument_that_tells_nothing_hides_no_operators_below_it(value: Any, tmp_path: Path) -> None:
+def test_an_argument_that_reports_nothing_hides_no_operators_below_it(value: Any, tmp_path: Path) -> None:
     file = nested()
     file.op("mine", -10 * US, 95 * US, flops=value)
     trace, _ = chrome.load(file.save(tmp_path / "torch.json"))
@@ -312,7 +312,7 @@ def test_an_argument_that_tells_nothing_hides_no_operators_below_it(value: Any, 
 
 
 @given(traces(), st.lists(st.none() | st.integers(-1, 99), min_size=14, max_size=14), st.integers(1, 4))
-def test_every_row_adds_up_what_lies_in_its_calls(trace: Trace, told: list[int | None], limit: int) -> None:
+def test_every_row_adds_up_what_is_in_its_calls(trace: Trace, told: list[int | None], limit: int) -> None:
     for span, flops in zip(trace.spans, told, strict=False):
         span.attributes = {} if flops is None else {FLOPS: flops}
     by_id = {span.span_id: span for span in trace.spans}

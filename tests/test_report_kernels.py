@@ -132,13 +132,13 @@ def test_without_torch_the_stretches_of_our_spans_stand_in_and_say_so() -> None:
     assert "a row is a call's stretch of its stream, no kernel" in text_of(view)
 
 
-def test_torch_beside_for_its_memory_alone_leaves_kernels_to_our_spans() -> None:
+def test_torch_next_to_for_its_memory_alone_leaves_kernels_to_our_spans() -> None:
     trace = golden_trace(launches=True)
     trace.watched = (0, trace.end_ns)
     assert view_of(trace).source == STRETCHES
 
 
-def test_the_place_of_a_launch_before_the_spans_that_are_held_is_not_known() -> None:
+def test_the_place_of_a_launch_before_the_spans_that_are_kept_is_not_known() -> None:
     found = [Kernel("gemm", "kernel", 0, 7, at * MS, (at + 1) * MS, 4321, at * MS) for at in (5, 20)]
     trace = trace_of(span("step", 1, 0, 90 * MS), kernels=found, watched=(0, 90 * MS), held_from_ns=10 * MS)
     assert {use.name: use.kernels for use in view_of(trace).places} == {"step": 1, UNKNOWN: 1}
@@ -201,7 +201,7 @@ def test_an_empty_view_says_why_and_what_to_do() -> None:
     assert "ProfilerActivity.CUDA" in text_of(view_of(trace_of(watched=(0, 5))))
 
 
-def test_places_are_told_by_thread_and_not_by_time_alone(tmp_path: Path) -> None:
+def test_places_are_reported_by_thread_and_not_by_time_alone(tmp_path: Path) -> None:
     shown = {use.name: use.kernels for use in view_of(a_service_beside_torch(tmp_path)).places}
     # At 5 ms one task was open on thread 77, at 20 ms two were; at 70 ms only a generator, whose consumer may have
     # been at work. What ran then on the main thread has nothing to do with it.
@@ -270,7 +270,7 @@ def test_names_of_any_kind_keep_the_lines_whole(name: str) -> None:
     assert all(line.isprintable() and columns(line) <= LINE + 8 for line in lines), lines
 
 
-def test_kernels_that_differ_in_their_template_arguments_are_told_apart() -> None:
+def test_kernels_that_differ_in_their_template_arguments_are_distinguished() -> None:
     both = [Kernel(name, "kernel", 0, 7, at * MS, (at + 1) * MS) for at, name in enumerate((ADD, MUL))]
     lines = view_of(trace_of(kernels=both, watched=(0, 9 * MS))).lines()
     shown = [line.split("  ")[0] for line in lines if line.startswith("vectorized")]
@@ -381,7 +381,7 @@ def test_every_number_is_that_of_a_count_by_hand(trace: Trace) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 12), st.integers(0, 12)), max_size=9))
-def test_of_stretches_only_the_innermost_count(drawn: list[tuple[int, int, int]]) -> None:
+def test_only_the_innermost_device_intervals_count(drawn: list[tuple[int, int, int]]) -> None:
     parts = [(stream, min(a, b), max(a, b)) for stream, a, b in drawn]
     spans = [
         span(f"op {at}", at + 1, 0, 12, device=(DeviceInterval(0, stream, start, end),))
@@ -458,7 +458,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, change: s
         chrome.join(*pair)
 
 
-def test_what_torch_saw_is_saved_and_comes_back(tmp_path: Path) -> None:
+def test_the_record_of_torch_profiler_is_saved_and_read_back(tmp_path: Path) -> None:
     trace = a_service_beside_torch(tmp_path)
     again, _ = chrome.load(chrome.dump(tmp_path / "both.json.gz", trace))
     assert (again.watched, again.kernels, list(again.allocations)) == (trace.watched, trace.kernels, [])

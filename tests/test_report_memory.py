@@ -145,7 +145,7 @@ def test_the_layout_of_a_live_service(tmp_path: Path) -> None:
     assert is_golden("memory_live", text_of(view_of(live)))
 
 
-def test_what_there_is_nothing_of_is_said_with_what_to_do() -> None:
+def test_empty_views_name_the_remedy() -> None:
     empty = " ".join(text_of(view_of(trace_of())).split())
     assert "instrument report ours.json --with theirs.json" in empty
     assert "`device: {host: 1s}`" in empty
@@ -174,7 +174,7 @@ def test_memory_that_another_thread_takes_meanwhile_is_not_counted_for_a_span() 
     assert {use.name: use.allocated_bytes for use in view_of(trace).places} == {"answer": 100, "prefetch": 5_070}
 
 
-def test_the_place_of_memory_is_the_innermost_span_unless_nobody_can_tell(tmp_path: Path) -> None:
+def test_the_place_of_memory_is_the_innermost_span_if_it_is_known(tmp_path: Path) -> None:
     shown = {(use.name, use.device): use.allocations for use in view_of(a_service_beside_torch(tmp_path)).places}
     assert shown == {
         (UNKNOWN, 0): 1,  # at 0.2 ms, of which the rings do not hold every span any more
@@ -183,7 +183,7 @@ def test_the_place_of_memory_is_the_innermost_span_unless_nobody_can_tell(tmp_pa
     }  # fmt: skip
 
 
-def test_a_free_counts_where_it_was_made_and_what_is_held_where_it_was_taken() -> None:
+def test_a_free_counts_at_its_place_and_memory_in_use_at_its_allocation() -> None:
     trace = watched(
         span("load", 1, 0, 20 * MS), span("evict", 2, 30 * MS, 60 * MS, thread=77),
         allocations=[
@@ -198,7 +198,7 @@ def test_a_free_counts_where_it_was_made_and_what_is_held_where_it_was_taken() -
     assert (device.held_bytes, device.earlier_bytes) == (520, 64)
 
 
-def test_memory_that_is_taken_again_without_a_word_of_its_free_is_held_once() -> None:
+def test_memory_that_is_taken_again_without_a_word_of_its_free_is_kept_once() -> None:
     view = view_of(watched(allocations=allocations_of((1, 1_000, 1), (2, 300, 1))))
     assert (view.places[0].allocated_bytes, view.places[0].held_bytes) == (1_300, 300)
 
@@ -232,7 +232,7 @@ def test_options_bound_sort_and_choose(tmp_path: Path) -> None:
     assert {one.device for one in (*gpu.devices, *gpu.places, *gpu.peaks, *gpu.gauged)} == {0}
 
 
-def test_of_gauges_the_greatest_ever_is_known_though_no_reading_saw_it(tmp_path: Path) -> None:
+def test_the_peak_of_a_gauge_is_known_even_between_readings(tmp_path: Path) -> None:
     gauged = {(one.device, one.gauge): one for one in view_of(a_service_beside_torch(tmp_path)).gauged}
     process = gauged[HOST, "process_memory"]
     assert (process.samples, process.growth_bytes, process.most_bytes) == (3, 50 * MIB, 3100.5 * MIB)
@@ -381,7 +381,7 @@ def test_allocations_of_any_kind_are_counted_as_one_after_the_other(
     assert counted(recording, state, apart, all_spans) == counted_one_by_one(recording, state, apart)
 
 
-def test_memory_is_told_of_many_tasks_that_take_turns_on_threads() -> None:
+def test_memory_is_reported_for_many_tasks_that_take_turns_on_threads() -> None:
     chance = random.Random(5)
     found = [Allocation(0, 4 * at, chance.randrange(5), 8, at, at) for at in range(3000)]
     names = {
@@ -390,7 +390,7 @@ def test_memory_is_told_of_many_tasks_that_take_turns_on_threads() -> None:
     assert {SHARED, "f", "g", "Linear (up)"} <= names
 
 
-def test_addresses_that_come_and_go_by_the_thousand_are_held_as_long_as_they_are() -> None:
+def test_addresses_that_come_and_go_by_the_thousand_are_kept_as_long_as_they_are() -> None:
     chance = random.Random(5)
     found: list[Allocation] = []
     live: dict[tuple[int, int], int] = {}
@@ -425,7 +425,7 @@ def test_allocations_are_saved_and_come_back(tmp_path: Path) -> None:
     assert text_of(view_of(again)) == text_of(view_of(trace))
 
 
-def test_a_trace_of_torch_alone_is_told_by_its_own_operators(tmp_path: Path) -> None:
+def test_a_trace_of_torch_alone_is_reported_by_its_own_operators(tmp_path: Path) -> None:
     file = Kineto()
     file.op("aten::linear", 0, 40_000)
     file.op("aten::empty", 10_000, 12_000)
@@ -472,7 +472,7 @@ print([place.name for place in found.places])
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_what_a_thread_of_torch_takes_is_its_scopes_and_no_scopes_of_the_main_thread(
+def test_time_on_a_thread_of_torch_belongs_to_its_scopes_and_not_to_the_main_threads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.yaml").write_text("device: {host: 10ms}\nexport: {chrome: null}\n")

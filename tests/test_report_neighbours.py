@@ -190,7 +190,7 @@ def test_requests_share_batches_device_time_and_tokens_by_any_attribute() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 3, 5])
-def test_what_is_suffered_is_inflicted_and_queues_without_the_noisy_tenant_are_predicted(seed: int) -> None:
+def test_suffered_time_equals_inflicted_time_and_queues_without_the_noisy_tenant_are_predicted(seed: int) -> None:
     bill, is_right = workload(seed, seconds=3)
     assert is_conserved(bill)
     assert is_right

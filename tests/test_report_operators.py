@@ -195,7 +195,7 @@ def test_every_number_is_that_of_the_raw_spans(trace: Trace) -> None:
 
 
 @given(traces())
-def test_what_is_below_an_operator_is_that_of_the_raw_spans(trace: Trace) -> None:
+def test_rows_below_an_operator_are_those_of_the_raw_spans(trace: Trace) -> None:
     by_id = {span.span_id: span for span in trace.spans}
     # No call outlives the one around it until the window begins.
     kept = [

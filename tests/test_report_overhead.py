@@ -49,7 +49,7 @@ def parts(found: Overhead) -> tuple[int | None, int | None, int | None]:
     return found.computation_ns, found.waiting_ns, found.framework_ns
 
 
-def test_what_a_coroutine_waits_is_waiting_and_what_a_function_does_is_framework() -> None:
+def test_the_wait_of_a_coroutine_is_waiting_and_the_work_of_a_function_is_framework() -> None:
     found = split(
         ((REQUEST,), 1_000, 700),
         ((REQUEST, PREPARE), 100, 100),
@@ -58,7 +58,7 @@ def test_what_a_coroutine_waits_is_waiting_and_what_a_function_does_is_framework
     assert parts(found) == (200, 700, 100)
 
 
-def test_a_queue_is_waiting_and_what_lies_in_computation_is_computation() -> None:
+def test_a_queue_is_waiting_and_what_is_in_computation_is_computation() -> None:
     found = split(
         ((HANDLER,), 1_000, 300),
         ((HANDLER, QUEUE), 400, 350),
@@ -80,12 +80,12 @@ def test_tasks_side_by_side_leave_parts_that_add_up() -> None:
     assert parts(found) == (300, 600, 0)
 
 
-def test_what_outlives_its_request_is_no_more_than_the_request_took() -> None:
+def test_work_that_outlives_its_request_counts_up_to_the_requests_end() -> None:
     found = split(((REQUEST,), 100, 100), ((REQUEST, FETCH), 500, 100), ((REQUEST, FETCH, COMPUTE), 400, 400))
     assert parts(found) == (80, 20, 0)
 
 
-def test_calls_that_have_not_ended_have_what_lies_under_them() -> None:
+def test_calls_that_have_not_ended_have_what_is_under_them() -> None:
     tally = Tally()
     loop = Site("engine loop", "op", suspends=True)
     for path, total_ns in (((loop, COMPUTE), 60), ((loop, PREPARE), 40)):
@@ -93,11 +93,11 @@ def test_calls_that_have_not_ended_have_what_lies_under_them() -> None:
     assert parts(overhead(made(tally), 100, "CPU")) == (60, 0, 40)
 
 
-def test_where_nothing_computes_waiting_is_told_and_the_rest_is_not_called_overhead() -> None:
+def test_a_total_without_computation_has_waiting_and_no_overhead() -> None:
     assert parts(split(((REQUEST,), 1_000, 600), ((REQUEST, PREPARE), 400, 400))) == (None, 600, None)
 
 
-def test_what_is_no_service_splits_in_two() -> None:
+def test_a_total_of_no_service_splits_in_two() -> None:
     rows = ((Site("train", "op"),), 1_000, 200), ((Site("train", "op"), COMPUTE), 800, 800)
     assert split(*rows).waiting_ns is None
     service = ((HANDLER,), 1_000, 200), ((HANDLER, COMPUTE), 800, 800)

@@ -65,7 +65,7 @@ def test_the_rows_are_those_of_paddles_overview() -> None:
     assert devices["compute"] == ["10", "104.00", "57.78"]
 
 
-def test_a_share_of_steps_is_of_what_lies_in_steps() -> None:
+def test_a_share_of_steps_is_of_what_is_in_steps() -> None:
     """Paddle sets all of the 6 ms of `MyRecord` against the steps, although 2 of them are between two steps."""
     assert paddle_rows()["PythonUserDefined"] == ["3", "6.00", "3.33"]
     (use,) = [one for one in view(golden_trace()).kinds if one.kind == "user"]

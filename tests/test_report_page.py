@@ -109,7 +109,7 @@ def test_every_kind_of_spans_has_a_colour_of_its_own_in_both_themes() -> None:
         assert len({*of_kinds}) == len(kinds)
 
 
-def test_the_library_is_the_one_that_is_named_beside_it_and_its_licence_is_in_each_page() -> None:
+def test_the_library_is_the_one_that_is_named_next_to_it_and_its_licence_is_in_each_page() -> None:
     about = ASSETS.joinpath("d3.md").read_text("utf-8")
     library = ASSETS.joinpath("d3.min.js").read_bytes()
     assert f"SHA-256: {hashlib.sha256(library).hexdigest()}" in about
@@ -267,7 +267,7 @@ def test_a_box_of_the_call_tree_is_as_wide_as_the_self_times_at_and_below_it() -
 # It stays small, and says what it leaves out
 
 
-def test_of_more_than_fits_the_slowest_and_one_in_the_middle_have_spans_and_the_page_says_so(
+def test_a_full_page_has_spans_of_the_slowest_and_the_median_request_and_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(html_page, "MOST_SPANS", 120)
@@ -378,7 +378,7 @@ def test_several_files_are_one_page(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("more", [["--json"], ["--view", "ops"], ["--by", "process"]], ids=" ".join)
-def test_what_a_page_has_no_use_for_is_refused(saved: Path, tmp_path: Path, more: list[str], capsys: Any) -> None:
+def test_a_page_refuses_options_of_text_reports(saved: Path, tmp_path: Path, more: list[str], capsys: Any) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(saved), "--html", str(page), *more]) == 2
     assert f"--html writes all views on one page, so {more[0]} does not apply" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def test_a_click_on_a_heading_sorts_by_it_and_says_so(opened: Any) -> None:
     assert len(page.texts(WALLS)) == 120
 
 
-def test_what_a_figure_is_of_is_told_whole(opened: Any) -> None:
+def test_every_figure_names_its_base_in_full(opened: Any) -> None:
     trace, gone = engine_trace(120), {"instrument.outcome": "client gone"}
     spans = [replace(span, attributes={**span.attributes, **gone}) for span in trace.spans]
     page = opened("cancelled", replace(trace, spans=spans), viewport={"width": 1024, "height": 800})
@@ -140,7 +140,7 @@ def test_a_search_finds_a_request_by_its_key_and_enter_opens_it(opened: Any) -> 
     assert page.texts(WALLS) == []
 
 
-def test_a_pointer_over_a_span_is_told_what_it_was(opened: Any) -> None:
+def test_a_pointer_over_a_span_shows_its_facts(opened: Any) -> None:
     page = opened()
     canvas = page.tab.locator(".life canvas:not(.axis)")
     canvas.scroll_into_view_if_needed()
@@ -262,7 +262,7 @@ def test_every_kind_of_trace_opens_without_a_complaint_also_on_a_narrow_screen(t
         assert len(page.tab.inner_text(f"#{section}")) > 20
 
 
-def test_what_ran_on_a_device_is_found_by_its_name_and_zoomed_into(opened: Any) -> None:
+def test_device_work_is_found_by_name_and_zoomed_into(opened: Any) -> None:
     page = opened("torch", TRACES["a service beside torch"])
     page.tab.fill("#device-lanes input", "gemm_3")
     assert page.tab.inner_text("#device-lanes [role=status] >> nth=0") == "5 stretches"

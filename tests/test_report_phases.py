@@ -164,7 +164,7 @@ def test_averages_are_of_whole_steps_and_say_how_many_came_before() -> None:
     assert "Forward Propagation Time : 0.006 sec\nBackward Propagation Time : - sec\nOthers Time : 0.009 sec" in text
 
 
-def test_a_step_of_which_spans_were_overwritten_is_cut_where_they_begin_to_be_held() -> None:
+def test_a_step_of_which_spans_were_overwritten_is_cut_where_they_begin_to_be_kept() -> None:
     trace = made(
         (STEP, 0, 20), (site("forward"), 0, 20), (STEP, 20, 40), (site("forward"), 20, 30), held_from_ns=10 * MS
     )
@@ -197,7 +197,7 @@ def test_without_either_they_are_of_the_window() -> None:
     assert "Phases of the window: there is no step" in text_of(view(trace))
 
 
-def test_a_step_begins_with_the_wait_for_what_it_works_on_and_other_phases_between_steps_are_told() -> None:
+def test_a_step_begins_with_the_wait_for_what_it_works_on_and_other_phases_between_steps_are_reported() -> None:
     read = Site("DataLoader", "loader")
     trace = made(
         (read, 0, 10), (STEP, 12, 30), (site("forward"), 14, 24),
@@ -252,7 +252,7 @@ def test_steps_without_a_phase_are_counted_and_no_other_reason_is_given() -> Non
     assert "No step was left: 5 were recorded" in text_of(view(trace, skip_first=5))
 
 
-def test_steps_that_were_overwritten_are_not_told_as_skipped() -> None:
+def test_steps_that_were_overwritten_are_not_reported_as_skipped() -> None:
     trace = made((STEP, 40, 60), (site("forward"), 40, 50), (STEP, 60, 90))
     spans = [*trace.spans]
     for span, number in ((spans[0], 7), (spans[2], 8)):
@@ -276,7 +276,7 @@ def test_phases_on_other_threads_are_named_and_not_counted() -> None:
     assert totals(trace) == {"step": (1, 30.0), "forward": (2, 20.0), "others": (None, 10.0)}, "where a step began it"
 
 
-def test_of_phases_that_begin_and_end_at_once_the_one_around_is_under_way() -> None:
+def test_the_outer_of_phases_with_equal_times_is_under_way() -> None:
     """Also where the inner one was known before, from within a communication, where it is no phase of the step."""
     outer, inner, reduce = site("outer"), site("inner"), Site("all_reduce", "comm")
     trace = made((STEP, 0, 100), (reduce, 0, 5), (inner, 1, 4), (outer, 10, 50), (inner, 10, 50))
@@ -513,7 +513,7 @@ def served(recorder: Any, *, in_own_task: bool) -> PhasesView:
 
 
 @pytest.mark.parametrize("in_own_task", [True, False])
-def test_a_stream_that_stands_still_beside_takes_nothing_of_the_steps(recorder: Any, in_own_task: bool) -> None:
+def test_an_idle_stream_at_the_same_time_takes_no_time_of_the_steps(recorder: Any, in_own_task: bool) -> None:
     use = served(recorder, in_own_task=in_own_task)
     assert (use.of, use.timed) == ("step", 21)
     rows = {row.name: row for row in use.rows}

@@ -92,7 +92,7 @@ def spans_of_tasks(chance: random.Random) -> list[Span]:
     return spans
 
 
-def test_of_many_tasks_that_take_turns_on_threads_it_is_known_where_one_was_within_the_others() -> None:
+def test_nesting_is_known_for_many_tasks_that_take_turns_on_threads() -> None:
     chance = random.Random(7)
     trace = trace_of(*spans_of_tasks(chance))
     points = [(chance.randrange(6), chance.randrange(14_000)) for _ in range(2000)]
@@ -101,7 +101,7 @@ def test_of_many_tasks_that_take_turns_on_threads_it_is_known_where_one_was_with
     assert {NONE, SEVERAL} < set(found)
 
 
-def test_spans_of_two_tasks_that_lie_twenty_thousand_deep_are_told_in_time() -> None:
+def test_spans_of_two_tasks_that_lie_twenty_thousand_deep_are_reported_in_time() -> None:
     depth = 20_000
     spans = [
         span("f", at + 1, at, 3 * depth - at, parent=at, root=1, task=at // (depth // 2), thread=7)
@@ -113,7 +113,7 @@ def test_spans_of_two_tasks_that_lie_twenty_thousand_deep_are_told_in_time() -> 
     assert found == [max(end, NONE) for end in ends]
 
 
-def test_what_happened_in_no_span_or_in_several_has_a_name_of_its_own() -> None:
+def test_events_in_no_span_or_in_several_have_names_of_their_own() -> None:
     trace = trace_of(span("f", 1, 0, 9, task=1), span("g", 2, 3, 5, task=2), span("Linear", 3, 10, 12, site=SITES[-1]))
     threads, times = np.array([4321] * 5 + [7]), np.array([1, 4, 6, 9, 11, 1])
     found = places(Recording.of_trace(trace), threads, times)

@@ -312,7 +312,7 @@ def test_answers_have_no_count_of_statuses_where_the_protocol_has_none() -> None
     assert ["shop/Buy", "100", "-"] in lines
 
 
-def test_a_phase_that_few_requests_have_is_told_as_long_as_it_is_for_these() -> None:
+def test_a_phase_that_few_requests_have_is_reported_as_long_as_it_is_for_these() -> None:
     """Of ten requests one waited in a queue, for 9 ms: that is its mean, not 0.9 ms."""
     spans = [made(number + 1, CHAT, 10 * number, 10 * number + 10) for number in range(10)]
     spans.append(made(20, QUEUE, 0, 9, 1))

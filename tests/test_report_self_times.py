@@ -165,7 +165,7 @@ def test_a_class_is_the_type_of_what_ran() -> None:
     }
 
 
-def test_ops_of_one_name_are_told_apart_by_their_place() -> None:
+def test_ops_of_one_name_are_distinguished_by_their_place() -> None:
     tally = Tally()
     count(tally, (Site("load", "op", "a", "load"),), 2)
     count(tally, (Site("load", "op", "b", "load"),), 1)
@@ -235,7 +235,7 @@ def test_a_request_inside_of_a_loop_is_a_function_that_the_sum_counts_once() -> 
     ]
 
 
-def test_what_the_rows_add_up_to_is_told_where_it_is_not_the_time_of_the_calls() -> None:
+def test_the_sum_of_rows_is_shown_if_it_differs_from_the_time_of_the_calls() -> None:
     tally, request, step = Tally(), Site("/a", "request"), Site("step", "op")
     count(tally, (request,), 6, total_ms=10)
     count(tally, (request, step), 4)
@@ -252,7 +252,7 @@ def test_what_the_rows_add_up_to_is_told_where_it_is_not_the_time_of_the_calls()
     ]
 
 
-def test_work_beside_the_calls_is_said_to_be_summed() -> None:
+def test_work_next_to_the_calls_is_said_to_be_summed() -> None:
     tally, request, step = Tally(), Site("/a", "request"), Site("step", "op")
     count(tally, (request,), 10)
     for thread in (2, 3):
@@ -434,7 +434,7 @@ def test_the_document_holds_the_numbers_of_the_text() -> None:
     assert set(function["remaining"]) == {"rows", "time_ns", "ratio", "calls", "instances"}
 
 
-def test_what_coroutines_waited_is_a_row_beside_what_they_ran() -> None:
+def test_waits_of_coroutines_are_a_row_next_to_their_running_time() -> None:
     handle, fetch, parse = Site("handle", "request"), Site("fetch", "op"), Site("parse", "op")
     tally = Tally()
     for path, totals in {

@@ -77,7 +77,7 @@ def a_service() -> tuple[Tally, Startup]:
     return tally, Startup(1_000 * MS, 0, imports, firsts)
 
 
-def test_what_loaded_late_counts_unless_it_lies_in_a_request() -> None:
+def test_late_loading_counts_unless_it_is_within_a_request() -> None:
     mine, tally = Site("mine"), Tally()
     count(tally, (LOAD,), 10, 10, 10, 10, first_ms=0)
     spans = [
@@ -113,7 +113,7 @@ def test_the_parts_of_the_way_are_counted_once_and_add_up() -> None:
     }
 
 
-def test_what_began_after_the_first_request_is_not_on_the_way_to_it() -> None:
+def test_later_spans_are_not_part_of_the_way_to_the_first_request() -> None:
     tally, facts = a_service()
     count(tally, (LOAD,), 400, 300, first_ms=5_650)
     count(tally, (HANDLE, LOAD), 30, 30, first_ms=6_050)
@@ -144,7 +144,7 @@ def test_what_began_after_the_first_request_is_not_on_the_way_to_it() -> None:
     assert "are on the way here" in text_of(view(6_500 * MS))
 
 
-def test_first_calls_are_held_against_the_median_of_the_others() -> None:
+def test_first_calls_are_compared_with_the_median_of_the_others() -> None:
     view = view_of(*a_service())
     assert [(one.name, one.calls, one.first_ns // MS) for one in view.warm_ups] == [
         ("handle", 41, 900), ("Linear (model.up)", 41, 80),
@@ -165,7 +165,7 @@ def test_threads_that_load_side_by_side_leave_no_negative_rest() -> None:
     assert "Anything else" not in text_of(view)
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_facts_are_named() -> None:
     tally, facts = a_service()
     assert "only a session's own trace has it" in text_of(view_of(tally, None))
     text = text_of(view_of(tally, replace(facts, process_ns=None, imports=None)))
@@ -253,7 +253,7 @@ def test_a_child_began_after_its_parent_asked_for_it() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1 (a) R", "1 (a) b) R " + "x " * 30])
-def test_a_system_that_does_not_tell_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_system_that_does_not_report_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(clock, "STAT", tmp_path / "stat")
     assert clock.process_start_ns() is None
     (tmp_path / "stat").write_text(text)

@@ -234,7 +234,7 @@ def test_every_share_and_mean_of_a_device_is_of_the_base_that_it_names(trace: Tr
 
 
 @given(traces())
-def test_work_by_name_is_a_sum_over_calls_and_a_union_beside_it(trace: Trace) -> None:
+def test_work_by_name_is_a_sum_over_calls_and_a_union_next_to_it(trace: Trace) -> None:
     for use in utilisation_of(trace).devices:
         for one in use.names:
             spans = [span for span in trace.spans if (span.site.name, span.site.kind) == (one.name, one.kind)]
@@ -276,7 +276,7 @@ def test_requests_at_an_edge_and_requests_without_device_time_are_counted_apart(
     assert [(use.device, one.requests, one.wall_ns) for use in found.devices for one in use.endpoints] == [(0, 1, 28)]
 
 
-def test_what_was_captured_or_dropped_is_named_and_no_call_of_zero_length() -> None:
+def test_captured_and_dropped_device_times_are_named_and_are_no_calls_of_zero_length() -> None:
     op = SITES[3]
     spans = [
         made(1, op, 10, 12, DeviceInterval(0, 7, 11, 11, "captured")),
@@ -303,7 +303,7 @@ def test_a_window_of_no_length_has_no_shares_and_no_error() -> None:
     assert (use.window_ns, use.busy_ns, use.outside, use.mean_streams) == (0, 0, 1, None)
 
 
-def test_the_window_begins_where_every_span_is_still_held() -> None:
+def test_the_window_begins_where_every_span_is_still_kept() -> None:
     spans = [made(1, SITES[3], 30, 31, DeviceInterval(0, 7, 30, 40))]
     (use,) = utilisation_of(trace_of(spans, (0, 50), held_from_ns=30)).devices
     assert (use.window_ns, use.compute_ns, use.unasked_ns) == (20, 10, 10)

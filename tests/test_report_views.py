@@ -236,7 +236,7 @@ def test_titles_of_sections_are_of_one_width_whatever_the_name(text: str) -> Non
     assert len(line) - len(line.lstrip("-")) == len(line) - len(line.rstrip("-")) == 25
 
 
-def test_a_long_text_beside_a_name_is_shortened_before_the_name() -> None:
+def test_a_long_text_next_to_a_name_is_shortened_before_the_name() -> None:
     name, place = "a_function_of_the_service", "selector_events.py:1057 _SelectorSocketTransport.write"
     lines = named_table(["Name", "Count", "At"], [[name, "1", place], [name + "_too", "23", place + "_soon"]], 0)
     assert all(columns(line) <= LINE for line in lines)

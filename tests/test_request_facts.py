@@ -104,7 +104,7 @@ def test_facts_of_a_call_come_with_its_key_and_one_that_fails_spoils_no_other() 
     FAULTS.clear()
 
 
-def test_a_path_of_several_values_has_the_key_of_each_beside_it() -> None:
+def test_a_path_of_several_values_has_the_key_of_each_next_to_it() -> None:
     outputs = [of(id="a-1", n=2), of(id="b-1", n=None), of(id="c-1", n=4)]
     fact = '{argument: "outputs[].n", name: n, key: {argument: "outputs[].id", cut: "-1$"}}'
     assert read(f"facts: {fact}", finish, 0, outputs) == {"n": (2, 4), f"n{FACT_KEYS}": ("a", "c"), FACTS: ("last n",)}

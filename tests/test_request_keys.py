@@ -212,7 +212,7 @@ class Endless(list[str]):
 @pytest.mark.parametrize(
     "make", [Hostile, lambda: None, lambda: 5, lambda: [Hostile()], lambda: {"id": [Hostile()], "ids": None}]
 )
-def test_what_cannot_be_read_is_left_out_and_the_call_goes_on(
+def test_an_unreadable_value_is_left_out_and_the_call_goes_on(
     rule: str, make: Callable[[], object], recorded: Callable[..., list[Span]], caplog: pytest.LogCaptureFixture
 ) -> None:
     given = make()
@@ -245,9 +245,7 @@ def test_weights_by_key_are_those_of_the_keys(keys: list[object], recorded: Call
 
 
 @pytest.mark.parametrize("tokens", [None, "left out"])
-def test_where_there_are_no_weights_in_another_parameter_all_count_alike(
-    tokens: object, recorded: Callable[..., list[Span]]
-) -> None:
+def test_missing_weights_in_another_parameter_count_alike(tokens: object, recorded: Callable[..., list[Span]]) -> None:
     given = ([7, 9],) if tokens == "left out" else ([7, 9], tokens)
     rule = "batch: {argument: ids, weights: tokens}"
     (span,) = recorded(f"{{match: 'keyed_engine:serve', {rule}}}", ("serve", given))
@@ -278,9 +276,7 @@ def test_weights_that_are_none_for_each_key_are_named_and_all_count_alike(
     "rule",
     ["batch: output", "batch: 'output[].id'", "batch: 'return[]'", "batch: {argument: 'output[].id', weights: output}"],
 )
-def test_what_can_be_gone_through_only_once_is_left_to_the_service(
-    rule: str, recorded: Callable[..., list[Span]]
-) -> None:
+def test_iterators_are_left_to_the_service(rule: str, recorded: Callable[..., list[Span]]) -> None:
     given = iter([Asked("a"), Asked("b")])
     (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
     assert [one.id for one in given] == ["a", "b"]
@@ -350,9 +346,7 @@ REFUSED = [OnDevice(), OnDevice(1), np.array([7, 8]), np.array(7.5), Decimal(7),
 
 @pytest.mark.parametrize("rule", ["key: output", "batch: 'output[]'", "batch: {argument: 'output[]', cut: '-[0-9]$'}"])
 @pytest.mark.parametrize("given", REFUSED, ids=lambda one: type(one).__name__)
-def test_what_is_a_value_is_no_key_by_where_it_lies(
-    rule: str, given: object, recorded: Callable[..., list[Span]]
-) -> None:
+def test_a_value_is_no_key_because_of_its_place(rule: str, given: object, recorded: Callable[..., list[Span]]) -> None:
     (span,) = recorded(
         f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given if rule == "key: output" else [given, "b"],))
     )
@@ -546,7 +540,7 @@ class UserCallableWrapper:
 """
 
 
-def test_a_rule_for_a_server_s_own_function_tells_of_the_request_that_it_serves(
+def test_a_rule_for_a_server_s_own_function_reports_the_request_that_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "ray" / "serve" / "_private"
@@ -654,7 +648,7 @@ def read_by(rule: str, values: Sequence[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("rule", WANTED)
-def test_what_is_read_natively_is_what_is_read_in_python(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_in_c_reads_the_same_as_the_one_in_python(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(rule)
     values = [*HELD, *(something(draw) for _ in range(200))]
     natively = read_by(rule, values)

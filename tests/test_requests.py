@@ -245,7 +245,7 @@ def test_a_websocket_is_one_request_whose_items_are_its_messages(tmp_path: Path,
     assert told == [("GET /talk/{room}", 101, 3, None)] * 2
 
 
-def test_the_verdict_still_tells_after_the_end_which_server_was_met() -> None:
+def test_the_verdict_still_reports_after_the_end_which_server_was_met() -> None:
     task = pytest.importorskip("waitress.task")
     family = Requests((RequestsRule(),))
     original = task.WSGITask.execute

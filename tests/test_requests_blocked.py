@@ -204,7 +204,7 @@ def test_a_function_of_a_rule_that_computes_is_named_by_its_span(session: None) 
     assert [one.attributes[BLOCKED_BY] for one in stretches()] == ["crunch"]
 
 
-def test_what_is_open_when_the_callback_ends_but_began_late_is_not_named(session: None) -> None:
+def test_spans_that_began_late_in_a_blocked_callback_are_not_named(session: None) -> None:
     async def compute() -> None:
         rest()
         with instrument.scope("after"):
@@ -331,7 +331,7 @@ def test_callbacks_tasks_and_their_errors_are_as_without_us() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_what_stops_a_loop_stops_it(session: None, error: type[BaseException]) -> None:
+def test_exceptions_that_stop_a_loop_stop_it(session: None, error: type[BaseException]) -> None:
     def stop() -> None:
         raise error("planted")
 
@@ -393,7 +393,7 @@ def test_a_request_that_blocks_a_loop_of_uvloop_is_named_with_its_time(uvloop: A
 
 
 @pytest.mark.parametrize("how", ["call_soon", "call_later", "call_at", "call_soon_threadsafe"])
-def test_what_a_loop_of_uvloop_is_asked_to_call_is_named_by_its_function(uvloop: Any, how: str) -> None:
+def test_callbacks_of_uvloop_are_named_by_their_function(uvloop: Any, how: str) -> None:
     came = []
 
     def sleepy(argument: str) -> None:
@@ -505,7 +505,7 @@ def test_the_attributes_of_a_place_keep_as_much_of_its_stack_as_there_is_room_fo
     assert attributes_of((), 256) == {}
 
 
-def test_who_blocks_a_loop_again_is_told_of_with_the_place(session: None) -> None:
+def test_a_repeated_blocker_is_named_with_its_place(session: None) -> None:
     async def sleepy() -> None:
         rest()
 

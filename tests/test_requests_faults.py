@@ -100,7 +100,7 @@ def outcome_of(
         ("websocket", [None]),
     ],
 )
-def test_what_an_app_sends_wrong_is_what_its_server_says_of_it(
+def test_a_wrong_message_of_an_app_gets_the_servers_own_error(
     exchanges: Exchanges, recorder: Any, send: Any, kind: str, messages: list[Any]
 ) -> None:
     bare = outcome_of(lambda app: app, send, messages, kind)
@@ -218,7 +218,7 @@ def test_start_response_is_called_wrong_as_the_app_called_it(exchanges: Exchange
 
 
 @pytest.mark.parametrize("lost", ["status", "route"])
-def test_a_request_whose_facts_cannot_be_told_ends_all_the_same(
+def test_a_request_whose_facts_cannot_be_reported_ends_all_the_same(
     exchanges: Exchanges, recorder: Any, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     def fault(*_: Any) -> Any:

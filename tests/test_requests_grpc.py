@@ -229,7 +229,7 @@ def test_an_exception_after_a_status_of_the_callers_is_no_error(served: Served) 
 
 
 @pytest.mark.parametrize("way", ["generator", "written", "blocking"])
-def test_a_stream_ends_with_its_last_message_and_tells_of_its_items(served: Served, way: str) -> None:
+def test_a_stream_ends_with_its_last_message_and_reports_its_items(served: Served, way: str) -> None:
     if (served.kind, way) in (("sync", "written"), ("sync", "blocking")):
         pytest.skip("a way of asyncio's servers")
     pause_s = 0.02
@@ -447,7 +447,7 @@ def test_the_interceptors_of_the_service_come_after_ours(served: Served) -> None
     served.spans(len(order))
 
 
-def test_what_the_handler_does_is_in_the_request_and_nothing_else_is(served: Served, recorder: Any) -> None:
+def test_the_request_contains_exactly_the_handlers_work(served: Served, recorder: Any) -> None:
     site = Site("work", "phase")
 
     def work(request: bytes, context: Any) -> bytes:

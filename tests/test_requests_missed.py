@@ -73,7 +73,7 @@ def test_a_server_that_is_imported_and_serves_nothing_is_uncalled(family: Reques
     assert states(family) == {"requests": ("attached", 2), "routes": ("unreachable", None)}
 
 
-def test_requests_without_a_route_are_told_of_where_no_router_is_known(
+def test_requests_without_a_route_are_reported_where_no_router_is_known(
     family: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met(family)()
@@ -86,7 +86,7 @@ def test_requests_without_a_route_are_told_of_where_no_router_is_known(
     assert "routes" not in states(family), "a request to a path that has no route has none"
 
 
-def test_connections_to_a_process_that_records_no_request_are_told_of(
+def test_connections_to_a_process_that_records_no_request_are_reported(
     family: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family.ports = frozenset({8000, 9000})
@@ -100,7 +100,7 @@ def test_connections_to_a_process_that_records_no_request_are_told_of(
     assert "sanic" in told.why
 
 
-def test_a_worker_of_a_queue_that_records_no_request_is_told_of(
+def test_a_worker_of_a_queue_that_records_no_request_is_reported(
     family: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "celery.apps.worker", ModuleType("celery.apps.worker"))
@@ -108,7 +108,7 @@ def test_a_worker_of_a_queue_that_records_no_request_is_told_of(
     assert family.verdicts()[1].why.startswith("celery takes them off its queue")
 
 
-def test_what_came_to_one_process_and_was_recorded_in_another_is_not_told_of() -> None:
+def test_requests_recorded_in_another_process_are_not_reported_as_missed() -> None:
     """As in the parent of workers, and in an engine's process behind the one that takes the requests."""
     unmet = Verdict("requests", "unmet", "connections", "they came to port 80")
     served = Verdict("requests", "attached", "requests", calls=3)

@@ -208,7 +208,7 @@ def test_ray_serve_has_one_request_for_each_that_a_replica_takes_and_none_for_th
 
 @pytest.mark.slow
 @needs("mosec")
-def test_mosecs_workers_tell_of_their_batches_and_of_no_requests(tmp_path: Path) -> None:
+def test_mosecs_workers_report_their_batches_and_no_requests(tmp_path: Path) -> None:
     command = [str(SERVED / "mosec_app.py"), "{port}"]
     asks = [Ask("/inference", {"item": "one"}), Ask("/inference", {}), Ask("/inference", {"item": "stone"})]
 

@@ -72,7 +72,7 @@ def test_granian_calls_the_wsgi_middleware_that_holds_an_app_of_its_own(module: 
     assert len(spans_in(recorder)) == 1
 
 
-def test_a_server_that_tells_its_app_anew_with_each_request_calls_the_one_that_it_tells() -> None:
+def test_a_server_that_names_its_app_with_each_request_calls_that_app() -> None:
     class RequestResponseCycle:
         """What uvicorn has for each request."""
 
@@ -227,7 +227,7 @@ def test_an_app_that_a_server_was_given_once_goes_over_to_the_rule_of_a_reload(r
     assert [span.site.name for span in spans_in(recorder)] == ["GET", "GET again"]
 
 
-def test_bottle_tells_the_rule_of_a_request(recorder: Any) -> None:
+def test_bottle_reports_the_rule_of_a_request(recorder: Any) -> None:
     bottle = pytest.importorskip("bottle")
     family = Requests((RequestsRule(),), recorder)
     family.imported(bottle)

@@ -83,7 +83,7 @@ def ask(app: Any, headers: Sequence[tuple[bytes, bytes]] = (), rule: RequestsRul
     asyncio.run(serve({**asked, "headers": headers, **scope}, receive, send))
 
 
-def test_a_request_tells_its_method_address_status_and_sizes_and_its_callers_span() -> None:
+def test_a_request_reports_its_method_address_status_and_sizes_and_its_callers_span() -> None:
     headers = [(b"traceparent", CALLER.encode()), (b"content-length", b"7"), (b"cookie", b"secret")]
     ask(answering(START, part(b"{}")), headers, method="POST")
     (span,) = requests()
@@ -104,7 +104,7 @@ def test_a_length_that_is_no_number_is_none(length: bytes) -> None:
     assert ["http.request.body.size" in told(span) for span in requests()] == [False, False]
 
 
-def test_what_the_server_does_not_tell_is_not_made_up() -> None:
+def test_facts_that_the_server_lacks_are_left_out() -> None:
     ask(answering(START, part(b"")), server=None)
     ask(answering(START, part(b"")), server=("/run/app.sock", None), scheme="https")
     first, second = requests()
@@ -236,7 +236,7 @@ def test_an_answer_that_never_ends_was_broken_off() -> None:
     assert told(span)["instrument.outcome"] == "client gone"
 
 
-def test_what_the_rule_names_is_told_and_what_it_ignores_is_not_recorded() -> None:
+def test_named_parts_of_a_request_are_recorded_and_ignored_requests_are_not() -> None:
     rule = RequestsRule(
         ignore=("/up", "/static/*"), attributes=("url.path", "url.query", "http.request.header.x-tenant")
     )
@@ -369,7 +369,7 @@ def test_a_websocket_whose_app_fails_of_itself_is_an_error() -> None:
     assert span.error == "OSError"
 
 
-def test_a_websocket_tells_its_messages_and_how_it_was_closed() -> None:
+def test_a_websocket_reports_its_messages_and_how_it_was_closed() -> None:
     async def talk(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "websocket.accept"})
         await send({"type": "websocket.send", "text": "four"})
@@ -382,7 +382,7 @@ def test_a_websocket_tells_its_messages_and_how_it_was_closed() -> None:
     assert [facts[name] for name in names] == ["websocket", "ws", 101, 1001, 1]
 
 
-def test_what_the_service_says_of_its_request_is_kept() -> None:
+def test_annotations_of_a_request_are_kept() -> None:
     async def annotated(scope: Any, receive: Any, send: Any) -> None:
         instrument.annotate_request(tenant="shop")
         await answering(START, part(b"{}"))(scope, receive, send)
@@ -393,7 +393,7 @@ def test_what_the_service_says_of_its_request_is_kept() -> None:
     assert span.remote == REMOTE
 
 
-def test_endpoints_at_several_addresses_are_one_in_reports_and_each_span_tells_its_own() -> None:
+def test_endpoints_at_several_addresses_are_one_in_reports_and_each_span_reports_its_own() -> None:
     exchanges = Exchanges(RequestsRule())
     ports = range(8000, 8000 + ADDRESSES_KNOWN + 3)
     for port in ports:

@@ -106,7 +106,7 @@ def test_a_request_whose_rule_is_off_knows_nothing_of_its_caller(session: instru
     assert (span.remote, links_of(span, Ids())) == (None, [])
 
 
-def test_what_is_sent_by_hand_continues_the_trace_of_the_caller(session: instrument.Session) -> None:
+def test_headers_sent_by_hand_continue_the_trace_of_the_caller(session: instrument.Session) -> None:
     sent: dict[str, str] = {}
 
     async def calls(scope: Any, receive: Any, send: Any) -> None:
@@ -127,7 +127,7 @@ def test_what_is_sent_by_hand_continues_the_trace_of_the_caller(session: instrum
     assert sent == {}
 
 
-def test_what_opentelemetry_sends_and_makes_continues_the_request(session: instrument.Session) -> None:
+def test_clients_and_spans_of_opentelemetry_continue_the_request(session: instrument.Session) -> None:
     from opentelemetry import propagate, trace
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -212,7 +212,7 @@ def test_nothing_that_a_caller_sends_comes_out_unless_it_is_named(tmp_path: Any)
         ("user_agent.original", "user-agent c4n4ry"),
     ],
 )
-def test_what_the_profile_names_comes_out_and_nothing_else(name: str, told: str, tmp_path: Any) -> None:
+def test_a_trace_has_exactly_the_targets_of_the_profile(name: str, told: str, tmp_path: Any) -> None:
     found = secret_request(f"requests: {{attributes: [{name}]}}", tmp_path)
     assert told in found
     assert found.count("c4n4ry") == 1

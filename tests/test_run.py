@@ -167,7 +167,7 @@ def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None
         assert "api:handle" not in missed
 
 
-def test_a_parent_tells_what_was_not_observed_where_nobody_recorded() -> None:
+def test_a_parent_reports_what_was_not_observed_where_nobody_recorded() -> None:
     done = run("""
         import os
         child = os.fork()

@@ -99,7 +99,7 @@ def test_the_summary_names_the_recording() -> None:
     assert f"Recording: {Path('a.npz')}" in Path("said.txt").read_text()
 
 
-def test_recordings_count_for_the_disk_limit_with_what_is_written_beside_them() -> None:
+def test_recordings_count_for_the_disk_limit_with_what_is_written_next_to_them() -> None:
     Path("traces").mkdir()
     for age, name in enumerate(["20260101T000000-71-0.npz", "20260101T000000-72-3.json", "x-0.npz"]):
         Path("traces", f"shop-{name}").write_text("x" * 10_000)
@@ -123,7 +123,7 @@ def test_files_of_a_run_that_goes_on_are_known_by_the_process_that_began_it() ->
 
 
 @pytest.mark.parametrize("why", ["the disk is full", "the folder may not be written to"])
-def test_a_recording_that_cannot_be_written_is_told_and_leaves_no_half_file_and_chrome_goes_on(why: str) -> None:
+def test_a_recording_that_cannot_be_written_is_reported_and_leaves_no_half_file_and_chrome_goes_on(why: str) -> None:
     session = begin("export: {recording: {path: /proc/nowhere/a.npz}, chrome: {path: ok/trace.json}}")
     if why == "the disk is full":
         instrument.stop()
@@ -243,7 +243,7 @@ for child in children: os.waitpid(child, 0)
 
 
 @pytest.mark.slow
-def test_all_processes_of_a_run_write_beside_one_another_under_its_name() -> None:
+def test_all_processes_of_a_run_write_their_own_files_under_its_name() -> None:
     Path("service.py").write_text(RUN)
     Path("profile.yaml").write_text("service: shop\nexport: {recording: }")
     began = time.strftime("%Y%m%d", time.gmtime())

@@ -84,7 +84,7 @@ def awaited(requests: int) -> dict[str, list[Any]]:
     raise AssertionError(found)
 
 
-def test_a_scrape_of_a_service_that_exports_nothing_tells_time_in_the_queue_and_sizes_of_batches() -> None:
+def test_a_scrape_of_a_service_that_exports_nothing_reports_time_in_the_queue_and_sizes_of_batches() -> None:
     instrument.start(loads(PROFILE, environ={}))
     serve(2)
     found = awaited(4)
@@ -98,7 +98,7 @@ def test_a_scrape_of_a_service_that_exports_nothing_tells_time_in_the_queue_and_
     assert "span_id" not in instrument.prometheus(openmetrics=True)  # of traces that go nowhere
 
 
-def test_a_scrape_tells_the_same_as_the_collector_gets_with_exemplars_of_what_is_kept() -> None:
+def test_a_scrape_reports_the_same_as_the_collector_gets_with_exemplars_of_what_is_kept() -> None:
     with collecting(take) as server:
         instrument.start(
             loads(PROFILE + f"export: {{otlp: {{endpoint: 'http://127.0.0.1:{server.server_port}'}}}}", environ={})

@@ -143,7 +143,7 @@ def calls(text: str) -> float:
 
 
 @pytest.mark.slow
-def test_any_process_of_a_run_tells_the_metrics_of_all_and_so_does_the_agent_over_http() -> None:
+def test_any_process_of_a_run_reports_the_metrics_of_all_and_so_does_the_agent_over_http() -> None:
     port = free_port()
     with collecting(take) as collector:
         Path("profile.yaml").write_text(
@@ -261,7 +261,7 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
     assert values(two, "instrument_processes") == {'service_name="shop"': 1, 'service_name="queue"': 1}
 
 
-def test_what_ended_processes_had_counted_is_kept_in_a_bounded_file(tmp_path: Path) -> None:
+def test_counts_of_ended_processes_are_in_a_bounded_file(tmp_path: Path) -> None:
     home = tmp_path / "run"
     scopes = [("run", "r"), ("listen", "here")]
     for at in range(APART + 5):

@@ -99,7 +99,7 @@ def check(*arguments: str, **environ: str) -> str:
 
 
 @pytest.mark.slow
-def test_check_shows_the_reference_and_not_what_it_stands_for(tmp_path: Path) -> None:
+def test_check_shows_the_reference_and_not_its_value(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     path.write_text(
         "service: ${SECRET}\nfunctions: [{match: 'json:${SECRET}*'}]\n"

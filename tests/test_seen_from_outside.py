@@ -111,7 +111,7 @@ def _signature(function: Any) -> Any:
     return str(inspect.signature(function))
 
 
-def test_who_looks_at_a_function_sees_what_it_saw(pair: tuple[Any, Any]) -> None:
+def test_inspection_of_a_function_is_unchanged(pair: tuple[Any, Any]) -> None:
     made, bare = pair
     looks: list[Callable[[Any], Any]] = [
         lambda f: f.__class__, lambda f: {f.__class__, type(f)} == {type(bare)}, lambda f: {type(bare): 5}[type(f)],
@@ -136,7 +136,7 @@ def test_who_looks_at_a_function_sees_what_it_saw(pair: tuple[Any, Any]) -> None
     assert not hasattr(made, "mark")
 
 
-def test_what_a_call_gives_is_of_the_kind_that_it_was(pair: tuple[Any, Any]) -> None:
+def test_the_result_of_a_wrapped_call_keeps_its_kind(pair: tuple[Any, Any]) -> None:
     made, bare = pair
     ours, theirs = made(1), bare(1)
     for kind in KINDS_OF_THINGS:
@@ -204,7 +204,7 @@ def test_a_cache_by_content_notices_that_a_function_has_changed(
     assert hashes[0] != hashes[1]
 
 
-def test_what_goes_past_a_decorator_by_wrapped_goes_past_us(
+def test_callers_of_wrapped_bypass_us_like_a_decorator(
     write: Callable[..., None], select: Callable[[str], Selection], recorder: Any
 ) -> None:
     write(
@@ -303,7 +303,7 @@ functions:
 """
 
 
-def test_no_frame_of_ours_lies_between_a_function_and_its_caller(
+def test_no_frame_of_ours_is_between_a_function_and_its_caller(
     write: Callable[..., None],
     select: Callable[[str], Selection],
     recorder: Any,

@@ -143,7 +143,7 @@ def test_stop_writes_one_trace_of_the_whole_session_for_its_owner_only() -> None
     assert trace.cost.calls == 4
 
 
-def test_dump_writes_what_is_held_at_any_time_and_resets_nothing(tmp_path: Path) -> None:
+def test_dump_writes_what_is_kept_at_any_time_and_resets_nothing(tmp_path: Path) -> None:
     begin()
     request()
     first, _ = chrome.load(instrument.dump(tmp_path / "a.json.gz"))
@@ -187,7 +187,7 @@ def test_a_place_that_cannot_be_written_is_logged_and_harmless(text: str, caplog
     assert Path("blocked").read_text().startswith("a file")
 
 
-def test_what_was_not_observed_is_named_in_the_summary_and_in_the_trace(tmp_path: Path) -> None:
+def test_unobserved_targets_are_named_in_the_summary_and_in_the_trace(tmp_path: Path) -> None:
     begin('functions: [{match: "no.such.module:f"}]\nexport: {chrome: {path: t.json}}')
     instrument.scope_end()
     request()
@@ -297,7 +297,7 @@ def test_a_session_whose_rings_hold_everything_says_so() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 60])
-def test_no_span_is_missing_from_the_time_on_that_a_trace_calls_held(threads: int) -> None:
+def test_no_span_is_missing_from_the_complete_part_of_a_trace(threads: int) -> None:
     session = begin("limits: {ring: 64KiB}")
     ends: list[int] = []
 
@@ -462,7 +462,7 @@ def test_a_schedule_writes_one_file_a_window_while_the_service_runs() -> None:
     assert len(list(Path("traces").iterdir())) == 1
 
 
-def test_the_file_of_a_window_tells_of_the_calls_and_the_cost_of_that_window_alone() -> None:
+def test_the_file_of_a_window_reports_the_calls_and_the_cost_of_that_window_alone() -> None:
     begin("schedule: {skip_first: 3, record: 2, repeat: 1}\n" + CHROME)
     for _ in range(9):
         request()
@@ -476,7 +476,7 @@ def test_the_file_of_a_window_tells_of_the_calls_and_the_cost_of_that_window_alo
     assert trace.cost.window_ns == trace.end_ns - trace.start_ns
 
 
-def test_the_file_of_a_whole_session_tells_of_all_its_calls_also_of_those_that_are_no_longer_held() -> None:
+def test_the_file_of_a_whole_session_has_all_calls_even_of_overwritten_spans() -> None:
     begin("limits: {ring: 64KiB}\n" + CHROME)
     for _ in range(3_000):
         request()
@@ -826,7 +826,7 @@ def test_a_budget_never_mutes_what_a_schedule_counts(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_what_was_not_observed_is_told_alike_before_and_after_the_end(used: bool, torch: Any) -> None:
+def test_unobserved_targets_are_named_alike_before_and_after_the_end(used: bool, torch: Any) -> None:
     text = "phases: auto\nloaders: auto\ncomm: auto\ncopies: [{directions: [h2h]}, {directions: [h2d]}]"
     session = instrument.start(loads(text, environ={}))
     try:

@@ -353,7 +353,7 @@ def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="whether a prompt came in chunks is decided live by fewer requests")
 @pytest.mark.parametrize("seeds", [range(at, at + 50) for at in range(1_000, 1_250, 50)], ids=str)
-def test_hundreds_of_random_engines_are_told_as_their_recordings_tell_but_for_names_learnt_late(seeds: range) -> None:
+def test_hundreds_of_random_engines_are_exported_as_in_their_files_but_for_names_learnt_late(seeds: range) -> None:
     late = 0
     for seed in seeds:
         run = run_of(seed)
@@ -398,7 +398,7 @@ def parents_by(front: Told, engine: Told) -> dict[int, int]:
     return {number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent}
 
 
-def test_what_hands_a_request_over_in_the_tree_of_another_one_is_above_what_it_handed_over() -> None:
+def test_a_hand_off_span_in_another_requests_tree_is_above_the_work_that_it_handed_off() -> None:
     run = Run()
     around = run.add(run.front, CHAT, 0, 30 * S, key="a")
     top = run.add(run.front, CHAT, S, 20 * S, key="b")
@@ -430,7 +430,7 @@ def test_a_key_that_another_open_request_was_known_by_first_names_that_one_until
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_own_alone(
+def test_work_for_a_request_in_another_ones_tree_is_kept_with_its_own_only(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = with_strays(seed)
@@ -452,7 +452,7 @@ def test_what_is_done_for_a_request_in_the_tree_of_another_one_is_kept_with_its_
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 6, 1862494042, 527603371, 2078054027])
-def test_requests_in_the_trees_of_others_have_the_stages_that_their_recordings_tell(seed: int) -> None:
+def test_requests_in_the_trees_of_others_have_the_stages_that_their_recordings_report(seed: int) -> None:
     run = with_nested(seed)
     front, engine = by_agent(run)
     stages, _, parents = by_convert(run)
@@ -462,7 +462,7 @@ def test_requests_in_the_trees_of_others_have_the_stages_that_their_recordings_t
     assert {**front.queued, **engine.queued} == queued(run)
 
 
-def test_what_an_engine_does_for_two_requests_of_one_tree_at_once_goes_to_each_of_them() -> None:
+def test_engine_work_for_two_requests_of_one_tree_belongs_to_each() -> None:
     run = Run()
     top = run.add(run.front, CHAT, 0, 20 * S)
     for key in ("b", "c"):
@@ -585,7 +585,7 @@ def test_a_request_is_kept_with_its_parts_of_other_processes_or_not_at_all(sampl
     assert found == dict.fromkeys((front.ids.trace_id(one) for one in wanted), 4)
 
 
-def test_what_an_engine_did_for_a_request_long_before_its_first_batch_counts() -> None:
+def test_engine_work_long_before_a_requests_first_batch_counts() -> None:
     run = Run()
     run.add(run.front, WAIT, 5, 50 * S - 5, run.add(run.front, CHAT, 0, 50 * S), key="a")
     part = run.add(run.engine, WORKER, 10, 2 * S, key="a")

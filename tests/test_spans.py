@@ -22,7 +22,7 @@ def points(some: list[Interval]) -> set[int]:
 
 
 @given(intervals, intervals)
-def test_what_intervals_cover_is_counted_by_points(some: list[Interval], windows: list[Interval]) -> None:
+def test_intervals_cover_the_same_time_as_their_points(some: list[Interval], windows: list[Interval]) -> None:
     assert covered_ns(some) == len(points(some))
     for window in windows:
         assert covered_ns(some, window) == len(points(some) & points([window]))
@@ -96,7 +96,7 @@ def test_a_span_misses_and_refuses_arguments_as_any_function_does() -> None:
         Span(SITE, *NUMBERS).other = 1
 
 
-def test_what_a_span_in_use_holds_survives_a_pickle_and_copies() -> None:
+def test_attributes_of_an_open_span_survive_pickling_and_copies() -> None:
     span = Span(SITE, *NUMBERS, "E", {"a": 1}, (DeviceInterval(0, 7, 1, 2, "stale", 3),), True, RemoteParent(1, 2))
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         loaded = pickle.loads(pickle.dumps(span, protocol))

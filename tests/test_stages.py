@@ -95,7 +95,7 @@ def test_the_prefill_is_what_makes_the_first_token(
         (33, 3, [5.0, 1.0, 1.0, 1.0], 20, 3),  # whose weights tell
     ],
 )
-def test_where_batches_do_not_tell_the_prefill_ends_before_the_first_part_of_the_answer(
+def test_prefill_ends_before_the_first_part_of_the_answer_if_batches_look_alike(
     first_ns: int, items: int, weights: list[float] | None, until_ns: int, steps: int
 ) -> None:
     spans = [made(1, CHAT, 0, 100, key="a")]

@@ -204,7 +204,7 @@ def test_an_interrupt_ends_the_process_by_the_signal_although_the_end_imports() 
     assert list(Path("traces").glob("*.npz"))
 
 
-def test_what_switches_us_off_is_known_before_anything_is_imported() -> None:
+def test_the_switch_off_is_known_before_any_import() -> None:
     off = next(
         node.value
         for node in ast.parse(SITECUSTOMIZE.read_text()).body

@@ -60,7 +60,7 @@ def test_loading_a_model_records_each_step_of_it(select: Callable[[str], Selecti
 
 
 @pytest.mark.slow
-def test_what_torch_compiles_is_a_span_of_the_call_that_waits_for_it(
+def test_a_compilation_of_torch_is_a_span_of_the_waiting_call(
     select: Callable[[str], Selection], recorder: Any
 ) -> None:
     handler = dynamo.CompilationCallbackHandler
@@ -98,7 +98,7 @@ def test_a_compilation_that_fails_fails_as_it_would(select: Callable[[str], Sele
     assert len(spans_in(recorder)) == 1
 
 
-def test_a_torch_that_does_not_tell_is_named(recorder: Any) -> None:
+def test_a_torch_that_does_not_report_is_named(recorder: Any) -> None:
     family = StartupWatch(recorder=recorder)
     family.imported(types.ModuleType("torch._dynamo.callback"))
     (verdict,) = family.verdicts()
@@ -160,7 +160,7 @@ def test_first_calls_stay_known_when_their_spans_are_long_overwritten() -> None:
         process.stop()
 
 
-def test_a_window_tells_of_the_way_to_serving_only_where_all_of_it_lies_within() -> None:
+def test_a_window_reports_the_way_to_serving_only_where_all_of_it_is_within() -> None:
     """Its own calls are not those that loaded the model before: all of the way would have been `Anything else`."""
     windows: list[Any] = []
     with instrument.Profiler(schedule=instrument.schedule(record=2), on_trace_ready=windows.append) as profiler:
@@ -231,7 +231,7 @@ print(instrument.summary(views=["startup"]))
 
 
 @pytest.mark.slow
-def test_a_program_under_run_tells_its_whole_way_to_serving(tmp_path: Path) -> None:
+def test_a_program_under_run_reports_its_whole_way_to_serving(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(PROGRAM)
     (tmp_path / "p.yaml").write_text("startup: auto\nexport: {chrome: {path: trace.json.gz}}\n")
     words = [sys.executable, "-m", "instrument", "run", "--profile", "p.yaml", "--", "app.py"]

@@ -61,7 +61,7 @@ def windows_of(make_steps: Any, **arguments: Any) -> list[Window]:
     return found
 
 
-def test_steps_are_contiguous_numbered_spans_and_what_ran_in_one_lies_below_it() -> None:
+def test_steps_are_contiguous_numbered_spans_and_what_ran_in_one_is_below_it() -> None:
     def loop(profiler: Profiler) -> None:
         for _ in range(4):
             with scope("forward"), scope("layer"):
@@ -91,7 +91,7 @@ def test_steps_are_contiguous_numbered_spans_and_what_ran_in_one_lies_below_it()
     assert [row.totals.calls for row in window.tally().rows() if row.path[-1].name == "step"] == [2]
 
 
-def test_a_scope_around_the_loop_holds_the_steps_and_one_across_a_step_lies_beside() -> None:
+def test_a_scope_around_the_loop_holds_the_steps_and_one_across_a_step_is_a_sibling() -> None:
     def loop(profiler: Profiler) -> None:
         with scope("epoch"):
             profiler.step()
@@ -132,7 +132,7 @@ def test_the_step_under_way_at_stop_is_clipped_and_none_is_made_where_nothing_be
     assert [(step.attributes["step"], step.clipped) for step in steps_of(window)] == [(0, False)]
 
 
-def test_the_work_of_a_handler_lies_between_two_windows_and_in_no_step() -> None:
+def test_the_work_of_a_handler_is_between_two_windows_and_in_no_step() -> None:
     found: list[Window] = []
 
     def handle(window: Window) -> None:
@@ -200,7 +200,7 @@ def test_no_span_is_lost_moved_or_counted_twice(spans: list[Span], edges: list[i
         assert step.self_ns <= step.total_ns - covered_ns(below)
 
 
-def test_what_a_span_that_windows_cut_was_by_itself_lies_in_the_window_where_it_was() -> None:
+def test_self_time_of_a_span_over_several_windows_is_in_the_window_where_it_was_spent() -> None:
     found: list[Window] = []
     profiler = Profiler(loads("", environ={}), schedule=schedule(record=2), on_trace_ready=found.append)
     with profiler, scope("epoch"):
@@ -264,7 +264,7 @@ def test_a_loader_within_a_loader_begins_no_step_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["step", "request"])
-def test_where_something_else_says_what_is_done_no_steps_are_found(kind: str) -> None:
+def test_steps_are_not_inferred_if_spans_of_steps_or_requests_exist(kind: str) -> None:
     spans = calls(FETCH, FORWARD, BACKWARD, OPTIMIZER, Site("serve", kind))
     assert steps_of_batches(columns_of_spans(spans)) == []
 

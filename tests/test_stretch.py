@@ -99,7 +99,7 @@ def test_columns_say_of_each_span_what_its_row_does(recorder: Any) -> None:
     assert {span.error for span in found.values()} == {None, "KeyError"}
 
 
-def test_what_a_clipped_span_was_by_itself_is_what_its_children_leave_of_it_in_the_window(recorder: Any) -> None:
+def test_self_time_of_a_clipped_span_is_its_part_of_the_window_without_its_children(recorder: Any) -> None:
     with recorder.scope("around"):
         time.sleep(0.002)
         with recorder.scope("inside"):
@@ -125,7 +125,7 @@ def test_rows_of_a_ring_that_has_wrapped_are_copied_in_their_order(make_recorder
     assert numbers[-3:] == [2997, None, None]
 
 
-def test_what_the_threads_that_write_windows_have_recorded_is_left_out(recorder: Any) -> None:
+def test_spans_of_threads_that_write_windows_are_left_out(recorder: Any) -> None:
     calls(recorder, "service", 2)
     on_a_thread(lambda: calls(recorder, "writing", 2), WINDOWS_THREAD)
     on_a_thread(lambda: calls(recorder, "worker", 2), "worker")

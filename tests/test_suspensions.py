@@ -306,7 +306,7 @@ def test_a_scope_across_the_items_of_a_generator_does_not_wait_with_its_consumer
     assert sum(span.self_ns for span in spans_in(recorder)) == by_name(recorder)["consumer"].total_ns
 
 
-def test_what_is_open_says_how_long_it_has_waited_so_far(recorder: Any) -> None:
+def test_open_spans_have_their_waiting_time_up_to_now(recorder: Any) -> None:
     pauses = Pauses()
 
     @wrapped(recorder)
@@ -360,7 +360,7 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
     assert lines_of(saved.counted()) == waiting(recorder)
 
 
-def test_who_looks_along_awaiting_coroutines_finds_the_same_frames_as_without_us(recorder: Any) -> None:
+def test_chains_of_awaiting_coroutines_have_the_same_frames_as_without_us(recorder: Any) -> None:
     pauses = Pauses()
 
     async def inner() -> None:
@@ -382,7 +382,7 @@ def test_who_looks_along_awaiting_coroutines_finds_the_same_frames_as_without_us
     pauses.drive(running)
 
 
-def test_what_a_coroutine_gives_is_told_before_its_span_ends_and_its_attributes_come_from_the_call(
+def test_results_of_a_coroutine_are_read_before_its_span_ends_and_attributes_at_the_call(
     recorder: Any,
 ) -> None:
     told: list[tuple[object, bool]] = []

@@ -63,7 +63,7 @@ def alone(span: Span, *, is_inner: bool) -> Totals:
 
 
 @given(durations)
-def test_a_bucket_stands_for_its_values_within_one_percent(value: int) -> None:
+def test_a_bucket_represents_its_values_within_one_percent(value: int) -> None:
     assert abs(bucket_middle(bucket(value)) - value) <= value / 128
     assert bucket(value) <= bucket(value + 1) <= bucket(value) + 1
 

@@ -450,7 +450,7 @@ def test_a_second_name_for_the_same_function_is_recorded_once(
 
 
 @pytest.mark.usefixtures("small_heap")
-def test_a_second_name_in_a_module_imported_later_is_told_as_such(
+def test_a_second_name_in_a_module_imported_later_is_reported_as_such(
     shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
 ) -> None:
     selection = select("targets.shapes:lam", "targets.registries:handler")

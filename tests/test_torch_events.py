@@ -199,11 +199,11 @@ def test_events_that_are_given_back_are_destroyed(service: Service, torch: Any, 
         (RuntimeError("something new"), 1),
     ],
 )
-def test_what_torch_raises_is_the_drivers_error(error: Exception, code: int) -> None:
+def test_exceptions_of_torch_become_errors_of_the_driver(error: Exception, code: int) -> None:
     assert error_of(error) == code
 
 
-def test_an_error_that_tells_its_code_needs_no_text() -> None:
+def test_an_error_that_reports_its_code_needs_no_text() -> None:
     error = AcceleratorError("CUDA error: something new")
     error.error_code = 719
     assert error_of(error) == 719

@@ -73,7 +73,7 @@ def names_above(trace: Trace, name: str) -> set[str]:
 # -------------------------------------------------------------------- beside a loop
 
 
-def test_a_profiler_without_a_profile_tells_phases_layers_operators_allocations_and_operations() -> None:
+def test_a_profiler_without_a_profile_reports_phases_layers_operators_allocations_and_operations() -> None:
     net = model()
     with Profiler(schedule=(2, 5)) as profiler:
         train(net, 6, profiler)
@@ -142,7 +142,7 @@ def test_it_is_off_where_it_is_switched_off_and_where_a_profile_says_what_is_rec
     assert not any(is_operator(span.site) for span in profiler.window.trace.spans)
 
 
-def test_it_is_on_beside_a_running_session_where_it_is_asked_for() -> None:
+def test_it_is_on_next_to_a_running_session_where_it_is_asked_for() -> None:
     instrument.start(loads("", environ={}))
     with Profiler(torch={"profile_memory": False}) as profiler:
         other = threading.Thread(target=model(), args=(torch.randn(4, 8),))
@@ -167,7 +167,7 @@ def test_it_is_on_beside_a_running_session_where_it_is_asked_for() -> None:
         ({"limit_s": 0}, "torch: limit_s: found 0; allowed: seconds above 0"),
     ],
 )
-def test_options_that_cannot_be_used_are_told(asked: Any, message: str) -> None:
+def test_options_that_cannot_be_used_are_reported(asked: Any, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         Profiler(torch=asked)
 
@@ -235,7 +235,7 @@ def test_a_loop_that_ends_on_another_thread_than_torch_began_on_does_without(cap
     assert beside.end() is not None  # here it can be ended
 
 
-def test_what_goes_wrong_in_torch_is_said_and_the_loop_goes_on(
+def test_errors_of_torch_are_reported_and_the_loop_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
@@ -293,7 +293,7 @@ def laid(ours: list[Span], theirs: Kineto, tmp_path: Path) -> Trace:
     return with_operators(joined, beside, 0)
 
 
-def test_an_operator_lies_in_what_is_around_its_middle_and_what_reaches_over_it_is_cut_off(tmp_path: Path) -> None:
+def test_an_operator_is_in_the_span_around_its_middle_and_is_cut_to_it(tmp_path: Path) -> None:
     ours = [span("model", 1, 0, 0, 100), span("fc", 2, 1, 10, 50), span("hook", 3, 2, 20, 30, "user")]
     for one, self_us in zip(ours, (60, 30, 10), strict=True):
         one.self_ns = self_us * US
@@ -376,7 +376,7 @@ prof.summary()
     assert any(one.site.name == "aten::addmm" for one in read.trace.spans)
 
 
-def test_what_paddles_profiler_is_asked_for_of_torch_is_recorded(
+def test_options_of_paddles_profiler_for_torch_are_recorded(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with paddle.Profiler(record_shapes=True, profile_memory=True, with_flops=True) as profiler:

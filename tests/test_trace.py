@@ -62,7 +62,7 @@ def test_the_algebra_of_intervals_is_that_of_instants(
 
 
 @given(st.lists(PARTS, max_size=4))
-def test_how_many_went_on_at_once_is_counted_by_instants(each: list[list[tuple[int, int]]]) -> None:
+def test_simultaneous_spans_are_counted_by_instants(each: list[list[tuple[int, int]]]) -> None:
     unions = [union_of(parts) for parts in each]
     counts = [sum(at in instants(one) for one in unions) for at in range(-20, 80)]
     assert intervals.at_once(unions) == (sum(count >= 2 for count in counts), max(counts, default=0))
@@ -96,7 +96,7 @@ def far_apart(parts: list[tuple[int, int, int]], is_far: bool) -> tuple[Any, Any
 
 
 @given(OF_GROUPS, OF_GROUPS, st.booleans())
-def test_what_lies_in_a_union_is_asked_of_its_group_alone(
+def test_a_union_is_searched_within_its_group_only(
     parts: list[tuple[int, int, int]], asked: list[tuple[int, int, int]], is_far: bool
 ) -> None:
     its = intervals.union_by_group(*far_apart(parts, is_far))
@@ -153,7 +153,7 @@ def test_sums_and_extremes_of_groups_are_exact(pairs: list[tuple[int, int]]) -> 
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0, 1, 7, 1 << 61, -5])] * 3), min_size=1, max_size=20))
-def test_combinations_of_any_numbers_are_told_apart(rows: list[tuple[int, int, int]]) -> None:
+def test_combinations_of_any_numbers_are_distinguished(rows: list[tuple[int, int, int]]) -> None:
     numbers, firsts = numbered(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
     assert sorted(set(numbers.tolist())) == list(range(len(set(rows))))
     assert [rows[int(firsts[number])] for number in numbers] == rows
@@ -294,7 +294,7 @@ def test_a_deep_chain_is_a_call_tree_of_as_many_levels(levels_of_it: int) -> Non
 
 
 @pytest.mark.slow
-def test_what_lies_deep_and_wide_is_held_once() -> None:
+def test_deep_and_wide_unions_are_kept_once() -> None:
     site, depth, leaves = Site("outer", "op"), 1_000, 4_000
     spans = [Span(site, at, at - 1, 1, 7, 0, at, 10**6, 10**6, 0) for at in range(1, depth + 1)]
     for at in range(depth + 1, depth + 1 + leaves):

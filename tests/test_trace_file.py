@@ -51,7 +51,7 @@ def test_any_spans_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, t
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_what_is_known_beside_the_spans_comes_back_as_from_chrome(seed: int, tmp_path: Path) -> None:
+def test_facts_other_than_spans_are_read_back_as_from_chrome_files(seed: int, tmp_path: Path) -> None:
     trace = program(seed, 120)
     tally = counted(trace.spans, trace.threads)
     expected, expected_tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, tally))
@@ -78,7 +78,7 @@ def test_numpy_reads_it_without_us(tmp_path: Path) -> None:
         assert [sites[place]["name"] for place in arrays["site"]] == [span.site.name for span in spans]
 
 
-def test_what_torch_profiler_saw_stands_in_columns_and_once_stood_in_the_metadata(tmp_path: Path) -> None:
+def test_the_record_of_torch_profiler_is_in_columns_and_is_read_from_old_metadata(tmp_path: Path) -> None:
     kernels = [
         Kernel("gemm", "kernel", 0, 7, 2_000, 2_500, 4321, 1_900), Kernel("gemm", "kernel", 1, 7, 2_100, 2_100),
         Kernel("", "copy", 0, 9, 2_100, 2_900, 4322, 1_000), Kernel("fill\x00", "fill", 0, 9, 2_900, 2_901),
@@ -187,7 +187,7 @@ def test_arrays_that_say_anything_are_a_sound_trace_or_refused(
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\x93NUMPY"])
-def test_what_is_no_recording_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_other_files_than_recordings_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "recording.npz"
     path.write_bytes(content)
     with pytest.raises(TraceError, match="cannot read the recording"):

@@ -139,7 +139,7 @@ def test_requests_stand_first_then_what_they_called_then_threads_and_devices_las
     ]  # fmt: skip
 
 
-def test_what_is_known_of_a_span_is_told_with_its_slice(tmp_path: Path) -> None:
+def test_slices_have_all_facts_of_their_span(tmp_path: Path) -> None:
     read = written(service(), tmp_path)
     assert read.told("POST /chat") == {
         "id": 1, "task": 7, "thread": 11, "self_ns": 300, "model": "7b", "tokens": 12, "stream": True, "of": [1, 0.5],
@@ -159,7 +159,7 @@ def test_arrows_lead_to_what_ran_elsewhere(tmp_path: Path) -> None:
     assert launch != call
 
 
-def test_gauges_are_counters_and_losses_are_told(tmp_path: Path) -> None:
+def test_gauges_are_counters_and_losses_are_reported(tmp_path: Path) -> None:
     read = written(service(), tmp_path)
     assert read.counters == {"shop/GPU 0/gpu_memory": [12.5]}
     [process] = [one.process for one in read.tracks.values() if one.process.pid]
@@ -198,7 +198,7 @@ def test_convert_and_merge_write_it_and_pack_it(tmp_path: Path, capsys: pytest.C
     assert len(Read(plain).slices) == 4
 
 
-def test_where_the_messages_are_missing_the_extra_is_named(
+def test_missing_protobuf_messages_name_the_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.dump(tmp_path / "t.npz", service())

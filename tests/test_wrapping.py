@@ -110,7 +110,7 @@ def test_a_function_of_any_flag_does_and_looks_as_without_us(recorder: Any, flag
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="no such mark before Python 3.12")
-def test_what_is_marked_as_a_coroutine_function_gives_the_awaitable_that_it_made(recorder: Any) -> None:
+def test_marked_coroutine_functions_return_their_own_awaitable(recorder: Any) -> None:
     begun = []
 
     def function() -> Any:

@@ -242,7 +242,7 @@ def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer
     exited the job also writes the files of its profile: it could not write them.
     """
     copies = process.facts.get("files", ()) if process.end_kind == EXITED else ()
-    end_kind = _way(process) if process.end_kind == VANISHED else ""
+    end_kind = _end_text(process) if process.end_kind == VANISHED else ""
     end_ns, goodbye = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
 
     def job() -> Answer:
@@ -358,10 +358,10 @@ def line_of(process: Process, answer: Answer) -> str:
     """Return the line on how a process ended, its open spans, and the file that was saved of it."""
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
     saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
-    return f"instrument: process {process.pid}{service} {answer.get('died') or _way(process)}; {saved}"
+    return f"instrument: process {process.pid}{service} {answer.get('died') or _end_text(process)}; {saved}"
 
 
-def _way(process: Process) -> str:
+def _end_text(process: Process) -> str:
     if oom_kills(process.memory_events) > process.oom_kills and process.status in (None, signal.SIGKILL):
         return "ended without a goodbye (killed for want of memory, as its control group has it)"
     return f"ended without a goodbye{_status_text(process.status)}"

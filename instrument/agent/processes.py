@@ -1,9 +1,9 @@
-"""The processes of a run as its agent knows them: the facts of each, its state, its way to end, and a note on it.
+"""The agent's view of the processes of a run: the facts, the state, the end and a note of each.
 
-Notes are files next to the run's socket, for an agent that takes over. A process whose agent is gone joins the next one
-by itself. One that ended in between, or before the agent had saved its recording, is known by its note alone. Its rows
-are lost, except for those in a file (`limits.ring_dir`), and those that a child of the former agent still saves. That
-child locks the note.
+Notes are files next to the run's socket, for an agent that takes over. A living process joins the next agent by itself.
+A process that ended without an agent, or before its recording was saved, is known by its note only. Its rows are lost,
+unless they are in a file (`limits.ring_dir`) or a child of the former agent still saves them. That child locks the
+note.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ MOST_SLOTS = {
 }
 """The most slots that are read of each part, even if a damaged file claims more."""
 TRIES = 3
-"""The most copies of open spans while they change."""
+"""The most reads of the open spans. A span is taken once two copies of it are equal."""
 READINGS = 10
 """The most reads of totals while they move between rings, for instance as a thread ends."""
 

@@ -1,4 +1,4 @@
-"""Spans of other tracers: what a request came from, what a root or a batch is linked to, and how rows hold them."""
+"""Spans of other tracers: the caller of a request, the links of a root or a batch, and their form in rows."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ LEAST_SHARE = 0.005
 """The least share of one side's time for a call path in the comparison."""
 
 MAJOR_SHARE = 0.05
-"""The least share of the time after for a call path that makes a gate inconclusive: start-up runs once."""
+"""The least share of the time after the change for a call path that can make a gate inconclusive. Start-up runs once
+and has less."""
 
 LEAST_CHANGE = 1e-4
 """The share below which a difference is no change: clocks and rounding cause it."""

@@ -7,10 +7,10 @@ view is of requests, and without any request of the window.
 
 A phase is a span that is declared as one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader.
 At each instant one phase is under way on a thread: the open one that began first, so that inner spans belong to it. An
-optimizer makes way for the phases of its closure. A step's instants belong to the spans of its own thread and task.
-Tasks that it began and suspended generators are known to be open, but not when they ran. They have the remaining
-instants. Spans of other tasks have none. Each instant so counts once, the rows add up to the steps, and `others` is
-never negative. In that profiler it may be, for it adds up phases that overlap.
+optimizer makes way for the phases of its closure. A step's instants belong to the spans of its own thread and task. The
+times at which its tasks and suspended generators ran are unknown, so they get the remaining instants. Spans of other
+tasks get none. Each instant counts once, so the rows add up to the steps, and `others` is never negative. In
+`paddle.profiler` it may be, because overlapping phases count twice.
 
 Device time is the time of a phase's work on streams, copies too. Work of one stream counts once, of several streams for
 each. `others` is the work on a stream outside of a phase's stretches.

@@ -35,7 +35,7 @@ ALIVE_S, BEGIN_S = 0.5, 2.5
 """Seconds for an agent's answer to a goodbye: from a running agent, and from one that this process has just started."""
 
 SCRAPE_S = 2.0
-"""The longest that a scrape of the run waits for the agent, and again for its exporter, which may have to begin."""
+"""Seconds that a scrape waits for the agent, and as long again for its exporter, which may have to start."""
 
 OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
 

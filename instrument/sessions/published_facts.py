@@ -37,7 +37,7 @@ BOOKS_NS = 10 * 10**9
 """Nanoseconds after which the recording gets the facts on metrics that the session alone knows."""
 
 SHARE = 20
-"""Facts that take a time to publish are not published again within this many times as long."""
+"""The least interval between two publications of a fact, as a multiple of the time that one takes."""
 
 VERDICTS_EVERY_NS = 10_000_000_000
 """Nanoseconds after which the verdicts on the rules are published again, at the longest."""

@@ -1,7 +1,7 @@
-"""Windows: intervals that are read on their own, by steps that are counted from 0, and the newest steps of loops.
+"""Windows: ranges of steps that are read separately. Steps count from 0.
 
-A session counts its requests, a training loop its calls of `Profiler.step`; the arithmetic is the same. `step_columns`
-makes spans of a window from the steps of its loops.
+The steps of a session are its requests, those of a training loop its calls of `Profiler.step`. Both use the same rules.
+`step_columns` makes spans of a window from the steps of its loops.
 """
 
 from __future__ import annotations
