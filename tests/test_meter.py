@@ -414,6 +414,31 @@ def test_streams_of_generations_report_the_time_to_the_first_token_and_of_each()
         }
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "has_spans", "has_metrics"),
+    [
+        ("OTEL_SDK_DISABLED", "true", False, False),
+        ("OTEL_TRACES_EXPORTER", "none", False, True),
+        ("OTEL_TRACES_SAMPLER", "always_off", False, True),
+        ("OTEL_METRICS_EXPORTER", "none", True, False),
+        ("OTEL_TRACES_EXPORTER", "otlp", True, True),
+    ],
+)
+def test_a_switch_of_opentelemetry_keeps_its_signal_from_the_collector(
+    name: str, value: str, has_spans: bool, has_metrics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with collecting(take) as server:
+        text = f"requests: auto\nagent: off\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}"
+        instrument.start(loads(text, environ={name: value}))
+        app = Served()
+        app.ask("/items/200", 3)
+        app.ask("/items/boom", 2)
+        instrument.stop()
+        assert (bool(server.spans), bool(server.metrics)) == (has_spans, has_metrics)
+        assert bool(server.tries) == (has_spans or has_metrics)
+
+
 def test_calls_of_grpc_have_a_duration_by_method_and_status() -> None:
     def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
         context.abort(grpc.StatusCode.NOT_FOUND if request else grpc.StatusCode.INTERNAL, "as asked")
