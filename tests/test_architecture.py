@@ -353,11 +353,11 @@ LINES_AND_FILES = {
     "otlp": (4_964, 19),
     "profile": (2_562, 8),
     "proposal": (1_403, 5),
-    "recorder": (2_737, 11),
+    "recorder": (2_731, 11),
     "recording": (4_159, 20),
     "report": (14_752, 50),
     "runtime": (2_689, 18),
-    "sessions": (6_831, 25),
+    "sessions": (6_826, 25),
     "trace": (10_299, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -22,12 +22,6 @@ class OwnRecording(Mapped):
         self._recorder = recorder
         super().__init__(memoryview(private_head(0)) if memory is None else memory)
 
-    @property
-    def known_tree(self) -> CallTree:
-        """The call paths, brought up to the recorder's."""
-        tree: CallTree = self._recorder.paths()
-        return tree
-
     def tree(self) -> CallTree:
         """Return the call paths: their sites are the very ones of the recorder."""
         tree: CallTree = self._recorder.paths()

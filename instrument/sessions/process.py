@@ -34,7 +34,7 @@ from instrument.runtime.threads import Thread, end_quiet_fork, hook_forks, quiet
 from instrument.runtime.unpatched import RLock, local, sleep
 from instrument.sessions.files import RUN_VARIABLE, is_main, new_run
 from instrument.sessions.leaving import EXIT_LIMIT_NS
-from instrument.sessions.profile_reload import FORK_WAIT_S, Reload
+from instrument.sessions.profile_reload import FORK_WAIT_S, Reload, load_profile
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.session import Session
 from instrument.sessions.session_threads import SessionThreads
@@ -79,7 +79,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
         chosen = source
     else:
         of_run = None if profile is not None else run_folder.shared_file(shared_profile.NAME)
-        chosen = (shared_profile.read(of_run, str(source)) if of_run is not None else None) or _loaded(source)
+        chosen = (shared_profile.read(of_run, str(source)) if of_run is not None else None) or load_profile(source)
     is_read = chosen is not source
     is_reported = is_read and chosen.leaves_nothing and environment.INIT_FOLDER not in os.environ
     for remark in chosen.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
@@ -132,12 +132,6 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
             run_folder.remove(path.parent)
 
     return leave
-
-
-def _loaded(path: str | os.PathLike[str]) -> Profile:
-    from instrument.profile.keys import load  # and YAML, which most processes of a run are spared
-
-    return load(path)
 
 
 def stop() -> None:

@@ -88,11 +88,12 @@ def read(source: Profile | str | os.PathLike[str] | None, file: Path | None) -> 
     if isinstance(source, Profile):
         return source, file_of(source, folder)
     path = folder / (source or file or "")
-    return _loaded(path), path
+    return load_profile(path), path
 
 
-def _loaded(path: str | Path) -> Profile:
-    from instrument.profile.keys import load  # and YAML, which a process is spared whose profile stays
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Return the profile in a file. Most processes of a run are spared the imports, YAML among them."""
+    from instrument.profile.keys import load
 
     return load(path)
 
@@ -107,7 +108,7 @@ def other_than(request: Request, now: Profile, file: Path | None) -> str:
     if path is not None and not (file is not None and _is_same(Path(path), file)):
         if not request.switch:
             return _known_as(now)
-        service = _loaded(path).service
+        service = load_profile(path).service
     return "" if service in (None, now.service) else _known_as(now)
 
 
