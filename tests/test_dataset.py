@@ -224,6 +224,7 @@ def test_spans_read_back_make_the_same_tables_and_reports(tmp_path: Path) -> Non
     assert fleet.joined("requests", read["spans"].slice(0, 0)).num_rows == 0
 
 
+@pytest.mark.slow
 def test_changes_between_two_versions_are_those_of_the_comparison(tmp_path: Path) -> None:
     sides = []
     for number, slower in enumerate(({}, {"part 3": 1.6})):

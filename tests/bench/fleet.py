@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +67,24 @@ def trace_of(host: int, seconds: float) -> Trace:
 def write(host: int, seconds: float, url: str) -> tuple[int, float, int]:
     """Write the recording of a host. Return spans, seconds of the processor, and memory beyond the trace."""
     saved = Saved(trace_of(host, seconds), None)
-    Folder(url), import_module("pyarrow.parquet"), import_module("pyarrow.compute")  # loaded before it is measured
-    before_bytes, began_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, time.process_time()
-    writer = DatasetWriter(Folder(url), f"host-{host}")
-    for name, rows in DatasetRows(merge([saved])).tables():
-        writer.write(name, rows)
+    with tempfile.TemporaryDirectory() as place:
+        written(saved, Folder(place), "warm")  # loads what the first write loads
+    Path("/proc/self/clear_refs").write_text("5", "ascii")  # forgets the peak
+    before_bytes, began_s = memory_bytes("VmRSS"), time.process_time()
+    written(saved, Folder(url), f"host-{host}")
+    return len(saved.trace.columns), time.process_time() - began_s, memory_bytes("VmHWM") - before_bytes
+
+
+def written(saved: Saved, folder: Folder, name: str) -> None:
+    writer = DatasetWriter(folder, name)
+    for table, rows in DatasetRows(merge([saved])).tables():
+        writer.write(table, rows)
     writer.close()
-    used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before_bytes
-    return len(saved.trace.columns), time.process_time() - began_s, used_bytes
+
+
+def memory_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
@@ -262,24 +270,27 @@ def run(options: argparse.Namespace, place: str) -> None:
         except OSError:
             time.sleep(0.2)
     url = f"s3://fleet/dataset?endpoint_override={endpoint}&scheme=http&region=us-east-1"
-    costs = {}
     for hosts in sorted({max(options.hosts // 10, 1), options.hosts}):
-        began_s = time.perf_counter()
         with ProcessPoolExecutor(2, max_tasks_per_child=1) as pool:
-            written = list(pool.map(partial(write, seconds=options.seconds, url=url), range(hosts)))
-        spans = sum(count for count, _, _ in written)
-        costs[hosts] = spans, sum(cost for _, cost, _ in written), max(used for _, _, used in written), began_s
-    for hosts, (spans, cost_s, used_bytes, _) in costs.items():
-        print(f"{hosts} hosts: {spans} spans, {cost_s / spans * 1e6:.2f} us of processor a span, "
-              f"{used_bytes / 1e6:.0f} MB of a writer beyond its trace")  # fmt: skip
-    fs.copy_files("fleet/dataset", f"{place}/dataset", source_filesystem=store)
-    folder = f"{place}/dataset"
-    sizes = sum(path.stat().st_size for path in Path(folder, "spans").rglob("*.parquet"))
-    print(f"spans: {sizes / spans:.1f} bytes a span, with attributes and footers")
-    right = reported(options.hosts, options.seconds)
+            rows = list(pool.map(partial(write, seconds=options.seconds, url=url), range(hosts)))
+        counts, costs_s, uses_bytes = zip(*rows, strict=True)
+        spans, cost_s, used_bytes = sum(counts), sum(costs_s), max(uses_bytes)
+        folder = f"{place}/{hosts}"
+        fs.copy_files("fleet/dataset", folder, source_filesystem=store)
+        size_bytes = sum(path.stat().st_size for path in Path(folder, "spans").rglob("*.parquet"))
+        print(f"{hosts} hosts: {spans} spans, {cost_s / spans * 1e6:.2f} us of processor a span")
+        print(
+            f"  {size_bytes / spans:.1f} bytes a span, {used_bytes / 1e6:.0f} MB of a writer beyond its trace",
+            flush=True,
+        )
+        ask(options.engines, url, folder, reported(hosts, options.seconds))
+
+
+def ask(engines: list[str], url: str, folder: str, right: Mapping[str, Any]) -> None:
+    """Have each engine answer, and compare the answers."""
     ways = {"pyarrow": (by_pyarrow, url), "polars": (by_polars, url), "duckdb": (by_duckdb, folder),
             "chdb": (by_chdb, folder), "spark": (by_spark, folder), "ray": (by_ray, folder)}  # fmt: skip
-    for name in options.engines:
+    for name in engines:
         way, where = ways[name]
         began_s = time.perf_counter()
         try:
@@ -291,7 +302,7 @@ def run(options: argparse.Namespace, place: str) -> None:
             assert answers.pop("parts") == right["parts"], name
         if answers:
             checked(answers, right)
-        print(f"{name}: right, {time.perf_counter() - began_s:.1f} s with its start")
+        print(f"{name}: right, {time.perf_counter() - began_s:.1f} s with its start", flush=True)
 
 
 if __name__ == "__main__":
