@@ -159,6 +159,17 @@ def test_a_damaged_recording_is_read_or_refused(seed: int, tmp_path: Path) -> No
             pass
 
 
+@pytest.mark.parametrize("damaged", [b"'shape': ((", b"'shape': )(", b"'shape': 1 (", b"'shape' (((("])
+def test_a_recording_whose_array_has_a_damaged_header_is_refused(damaged: bytes, tmp_path: Path) -> None:
+    whole, path = file.dump(tmp_path / "recording.npz", sample_trace(1)[0]), tmp_path / "damaged.npz"
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w") as target:
+        for member in source.namelist():
+            data = source.read(member)
+            target.writestr(member, data.replace(b"'shape': (", damaged) if member == "total_ns.npy" else data)
+    with pytest.raises(TraceError, match="cannot read the recording"):
+        file.load(path)
+
+
 @given(data=st.data())
 def test_arrays_that_say_anything_are_a_sound_trace_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -227,5 +228,8 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
             raise MemoryError from problem  # zlib had none
         why = f"it is cut off or damaged ({problem!s:.80}); write or copy it again"
         raise TraceError(f"cannot read the recording {os.fspath(path)}: {why}") from problem
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
+    # numpy reads the header of an array as Python: a damaged one may be no tokens, or no expression.
+    except (
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, tokenize.TokenError
+    ) as problem:  # fmt: skip
         raise TraceError(f"cannot read the recording {os.fspath(path)}: {problem!s:.200}") from problem
