@@ -349,7 +349,7 @@ LINES_AND_FILES = {
     "docs": (0, 0),
     "fleet": (137, 1),
     "instrumentors": (11_383, 44),
-    "native": (9_441, 28),
+    "native": (9_460, 28),
     "otlp": (4_964, 19),
     "profile": (2_562, 8),
     "proposal": (1_403, 5),

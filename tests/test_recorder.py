@@ -1253,6 +1253,17 @@ def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any)
     assert before <= recorder.now_ns() <= time.monotonic_ns()
 
 
+def test_calls_that_the_counter_is_given_up_or_taken_up_in_are_recorded_and_never_negative(recorder: Any) -> None:
+    stops = wrapped(recorder, "stops")(lambda: recorder.stop_ticks())
+    starts = wrapped(recorder, "starts")(lambda: recorder.start_ticks())
+    for _ in range(3):
+        starts()
+        stops()
+    assert tree(recorder) == "starts\nstops\n" * 2 + "starts\nstops"
+    assert all(span.end_ns >= span.start_ns for span in spans_in(recorder))
+    assert all(row.totals.calls == 3 for row in recorder.tally().rows())
+
+
 @pytest.mark.parametrize(
     ("flags", "source", "reason"),
     [

@@ -404,11 +404,11 @@ call_known_otherwise(Function *self, path_t *path, PyObject *const *args, size_t
     return call_in_any_span(self, path->site, path, args, nargsf, names);
 }
 
-/* Call a function of Python's inside a span that is timed by the monotonic clock alone, below one that is open or the
- * root, at a path where it was met before: what most calls are. All others go the other way. Neither the function nor
- * its recorder is looked at after the call, so that neither needs a reference for it. */
+/* Call a function of Python's inside a span that is timed by one clock alone, below one that is open or the root, at a path
+ * where it was met before: what most calls are. All others go the other way. Neither the function nor its recorder is
+ * looked at after the call, so that neither needs a reference for it, but for the counter's rate, where there still is one. */
 static inline __attribute__((always_inline)) PyObject *
-call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names,
+call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names, int has_ticks,
              span_call otherwise)
 {
     Core *core = self->core;
@@ -431,7 +431,7 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     current->top = frame;
     publish_begun(core, current, frame);
     struct timespec begin, end; /* two, or the address of one would be kept over the call */
-    begin_frame(frame, read_monotonic_into(&begin));
+    begin_frame(frame, has_ticks ? ticks_as_ns(&core->ticks, read_ticks()) : read_monotonic_into(&begin));
     /* Read again, for registers are few and hold the arguments while the clock is read. */
     node_t *node = frame->node;
     ring = frame->ring;
@@ -447,9 +447,12 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     __builtin_prefetch(node);
     __builtin_prefetch(ring, 1);
     __builtin_prefetch(&current->top, 1);
-    int64_t end_ns = read_monotonic_into(&end), total_ns = end_ns - frame->start_ns;
+    int64_t end_ns = has_ticks && current->core != NULL ? ticks_as_ns(&current->core->ticks, read_ticks())
+                                                        : read_monotonic_into(&end);
+    int64_t total_ns = end_ns - frame->start_ns;
     if (__builtin_expect(total_ns < 0 || result == NULL || current->top != frame || ring->rows == NULL ||
-                         node->ring_number != ring->number || ((uintptr_t)frame->published | (uintptr_t)frame->attributes) != 0, 0))
+                         node->ring_number != ring->number ||
+                         ((uintptr_t)frame->published | (uintptr_t)frame->attributes) != 0, 0))
         return end_otherwise(current->maker, ring, current, frame, end_ns, result);
     if (frame->above != NULL) /* or there was nothing that it was copied under, either */
         count_against_above(current, frame, ring, end_ns);
@@ -487,13 +490,21 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
     return result;
 }
 
+static __attribute__((noinline)) PyObject *
+call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    return call_in_span(self, &self->path, args, nargsf, names, 1, call_own_otherwise);
+}
+
 static PyObject *
 Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (__builtin_expect(is_on_and_nothing_else(self->core), 1))
-        return call_in_span(self, &self->path, args, nargsf, names, call_own_otherwise);
+        return call_in_span(self, &self->path, args, nargsf, names, 0, call_own_otherwise);
     if (!self->core->on)
         return call_wrapped(self, args, nargsf, names);
+    if (is_on_with_ticks(self->core))
+        return call_with_ticks(self, args, nargsf, names);
     return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
 
@@ -671,7 +682,7 @@ call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t n
     if (site == NULL || pass != NULL)
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     else if (path != NULL && is_on_and_nothing_else(self->core) && PyFunction_Check(self->wrapped))
-        return call_in_span(self, path, args, nargsf, names, call_known_otherwise);
+        return call_in_span(self, path, args, nargsf, names, 0, call_known_otherwise);
     else
         result = call_in_any_span(self, site, path, args, nargsf, names);
     Py_XDECREF(asked);

@@ -107,6 +107,14 @@ is_on_and_nothing_else(const Core *core)
     return memcmp(&core->on, expected, sizeof expected) == 0; /* and what is behind it */
 }
 
+/* The same, timed by the time stamp counter. */
+static inline int
+is_on_with_ticks(const Core *core)
+{
+    static const char expected[] = {1, 1, 0, 0};
+    return memcmp(&core->on, expected, sizeof expected) == 0;
+}
+
 static inline int64_t
 read_clock(const Core *core)
 {
