@@ -270,7 +270,8 @@ class Selection:
         return any(family.wants(module_name) for family in list(self._families.values()))
 
     def _wants_import(self, module_name: str) -> bool:
-        return self.wants(module_name) or module_name in ENGINES
+        """Return True to hook the import of a module. Packages with targets are imported in one piece of stack."""
+        return self.wants(module_name) or module_name in ENGINES or module_name in self._wakers
 
     def _import_begins(self, module_name: str) -> None:
         if module_name in ENGINES:

@@ -16,6 +16,12 @@ from instrument.runtime.faults import FAULTS
 
 Undo = Callable[[], None]
 
+STACK_WORDS = 40_000
+"""The stack of a loader's frame, for which CPython maps 512 KiB. The frames of the import fit into the rest of it.
+
+Otherwise CPython maps and unmaps 16 KiB again at each call across their border: 1,200 times as pydantic is imported.
+"""
+
 
 class _Loader:
     """Replaces a module's loader until the module's code runs, and then restores it in the spec."""
@@ -55,6 +61,8 @@ class _Loader:
 
     # Python leaves the import system's own frames out of tracebacks, by this name of their file.
     exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+    if sys.version_info >= (3, 11):
+        exec_module.__code__ = exec_module.__code__.replace(co_stacksize=STACK_WORDS)
 
 
 class Finder:
