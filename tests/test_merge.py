@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import json
 import re
@@ -186,15 +187,14 @@ def test_machines_whose_clocks_are_kept_are_one_with_the_bound_stated() -> None:
 def test_the_wall_clocks_error_is_what_the_system_says_of_one_that_is_kept(
     state: int, status: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Libc:
-        def __init__(self, name: object) -> None: ...
+    def adjtimex(_: int, arguments: tuple[bytes]) -> int:
+        data = bytearray(len(arguments[0]))
+        struct.pack_into("=q", data, 24, 1_234)
+        struct.pack_into("=i", data, 40, status)
+        ctypes.memmove(arguments[0], bytes(data), len(data))
+        return state
 
-        def adjtimex(self, timex: Any) -> int:
-            struct.pack_into("=q", timex, 24, 1_234)
-            struct.pack_into("=i", timex, 40, status)
-            return state
-
-    monkeypatch.setattr(ctypes, "CDLL", Libc)
+    monkeypatch.setattr(_ctypes, "call_cdeclfunction", adjtimex)
     assert clock.wall_error_ns() == expected
 
 

@@ -15,7 +15,7 @@ import textwrap
 import time
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -184,6 +184,43 @@ def test_a_small_dataclass_is_as_one_of_the_standard_library(options: dict[str, 
                 facts.append((type(error), str(error).rpartition(".")[2]))
         told.append(facts)
     assert told[0] == told[1]
+
+
+def test_a_cheap_named_tuple_is_as_one_of_the_standard_library() -> None:
+    def facts_of(base: Any) -> list[Any]:
+        class Part(base):  # type: ignore[misc]
+            """A part."""
+
+            name: str
+            size: int = 3
+
+            def twice(self) -> int:
+                return int(self.size) * 2
+
+        Part.__qualname__ = "Part"
+        part = Part("a", size=1)
+        facts = [
+            part,
+            repr(part),
+            [Part(f"{number}") for number in range(cheap_start.COMPILED_AT + 1)],
+            Part._fields,
+            Part.__match_args__,
+            part._asdict(),
+            part._replace(name="b").twice(),
+            Part._make(["c", 4]),
+            (copy.copy(part), copy.deepcopy(part)),
+            hash(part),
+            hasattr(part, "__dict__"),
+        ]
+        for attempt in (Part, lambda: Part("a", 1, 2), lambda: Part("a", name="b"), lambda: Part("a", other=1)):
+            with pytest.raises(TypeError) as raised:
+                attempt()
+            facts.append(str(raised.value).rpartition("__new__()")[2])
+        with pytest.raises((ValueError, TypeError)):
+            part._replace(other=1)
+        return facts
+
+    assert facts_of(cheap_start.NamedTuple) == facts_of(NamedTuple)
 
 
 def test_every_profile_is_handed_down_whole(tmp_path: Path) -> None:

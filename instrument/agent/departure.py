@@ -19,11 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.agent import crash_capture, processes
 from instrument.agent.processes import EXITED, GOODBYE, PROC, REPLACED, VANISHED, Process, Run, oom_kills
 from instrument.runtime import atomic, run_folder
+from instrument.runtime.cheap_start import NamedTuple
 
 SYSTEM_LOG = Path("/dev/log")
 

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from instrument.errors import InstrumentError
 from instrument.native import OFF
+from instrument.runtime.cheap_start import NamedTuple, late_pattern
 
 if TYPE_CHECKING:
     import subprocess
@@ -112,9 +113,9 @@ def host_of(verb: str, words: list[str]) -> Command:
 
 
 _NOTHING = "there is no command to run; give it as to a shell: `-- python server.py`, `-- uvicorn app:app`"
-_INTERPRETER = re.compile(r"python[\d.]*")
+_INTERPRETER = late_pattern(r"python[\d.]*")
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh", "busybox", "env"}
-_OF_PYTHON = re.compile(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?([^\n\"]*python[\d.]*)")
+_OF_PYTHON = late_pattern(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?([^\n\"]*python[\d.]*)")
 """The first lines of a script of Python, with its interpreter: its path, or a name that `env` looks up."""
 
 

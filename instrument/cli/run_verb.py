@@ -33,7 +33,7 @@ from instrument.profile.presets import PRESETS
 from instrument.profile.values import SERVICE
 from instrument.recording import board
 from instrument.runtime import agent_launch, environment, packets, run_folder
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.cheap_start import late_patterns, replace
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.sessions import autostart, files
 from instrument.sessions.autostart import waiting
@@ -67,8 +67,11 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     if host and "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         environ[SERVICE] = service_of(host)
     consulted = shared_profile.Consulted(environ)
-    profile = None if OFF or not host else load(path, environ=consulted)
-    if profile is not None:
+    profile = None
+    if not OFF and host:
+        with late_patterns():  # the service waits for this
+            import yaml  # noqa: F401
+        profile = load(path, environ=consulted)
         _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
     command = host_of("run", host)
     environ[files.RUN_VARIABLE] = name = _new_run()

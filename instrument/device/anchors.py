@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.device.cuda import Reading
+from instrument.runtime.cheap_start import NamedTuple
 
 BURST = 5
 POLLS = 200

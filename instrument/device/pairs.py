@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from instrument.device.anchors import RESOLUTION_NS, Ahead, AnchoredMoment, Anchors
 from instrument.device.cuda import Reading, Stream
+from instrument.runtime.cheap_start import NamedTuple
 
 T = TypeVar("T")
 

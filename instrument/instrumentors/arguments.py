@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from instrument import native
 from instrument.instrumentors.references import isinstance_of
@@ -48,7 +48,7 @@ from instrument.recording.spans import (
     VALUE_LIMIT,
     AttributeValue,
 )
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.cheap_start import NamedTuple, replace
 from instrument.runtime.faults import FAULTS
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.cheap_start import NamedTuple, replace
 
 
 class Family(NamedTuple):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.profile.model import RequestsRule
 from instrument.recorder import wrapping
@@ -16,6 +16,7 @@ from instrument.recorder.recorder import REQUEST, STEP, Recorder
 from instrument.recording.rows import END_NS, START_NS, unpacked_rows
 from instrument.recording.spans import Site
 from instrument.runtime import atomic, run_folder
+from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
 """The factor by which a span takes longer among other Python code than after another span, measured as 1.2 to 1.5."""

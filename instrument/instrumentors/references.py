@@ -24,8 +24,9 @@ from types import (
     GetSetDescriptorType,
     ModuleType,
 )
-from typing import Any, NamedTuple
+from typing import Any
 
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.main_module import MAINS, spawned_main
 
 DEPTH = 4

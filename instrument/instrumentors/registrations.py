@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 

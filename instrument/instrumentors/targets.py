@@ -34,7 +34,7 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument import native
 from instrument.instrumentors.references import (
@@ -46,7 +46,7 @@ from instrument.instrumentors.references import (
     type_namespace,
 )
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import dataclass, field, late_pattern
+from instrument.runtime.cheap_start import NamedTuple, dataclass, field, late_pattern
 from instrument.runtime.main_module import names_of
 
 Put = Callable[[Any], Any]

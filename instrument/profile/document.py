@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from instrument.errors import ProfileError
-from instrument.runtime.cheap_start import dataclass, field, replace
+from instrument.runtime.cheap_start import dataclass, field, late_pattern, replace
 
 if TYPE_CHECKING:
     import yaml
@@ -205,7 +205,7 @@ class YamlNode:
 Read = Callable[[YamlNode], Any]
 """A reader: a call for a node's value, which may refuse the node."""
 
-_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+_UNSTORABLE = late_pattern("[\0\ud800-\udfff]")
 
 
 def without_secrets(text: str) -> str:
@@ -251,6 +251,10 @@ def _root(document: Document) -> YamlNode:
             self.depth -= 1
             return node
 
+        def check_printable(self, data: str) -> None:
+            if not data.replace("\n", "").isprintable():  # else its pattern takes 5 ms to compile
+                super().check_printable(data)
+
     text = document.text
     try:
         loader = Loader(text)
@@ -283,8 +287,8 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 
 
 _TAG = "tag:yaml.org,2002:"
-_PATTERN = re.compile(r"![^!].*")
-_EXCLUDING = re.compile(r"(?:^|[\[,:-])\s*![^\s\"']")
+_PATTERN = late_pattern(r"![^!].*")
+_EXCLUDING = late_pattern(r"(?:^|[\[,:-])\s*![^\s\"']")
 """A plain value that begins with an exclamation mark, which is a tag for YAML."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
@@ -292,7 +296,7 @@ _SHAPES = {
     "sequence": ("list",),
     "mapping": ("mapping",),
 }
-_REFERENCE = re.compile(
+_REFERENCE = late_pattern(
     r"\$(?:(?P<escape>\$)|\{(?:env:)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\}|(?P<broken>\{[^}\n]*\}?))"
 )
 
@@ -461,7 +465,7 @@ def one_of(*words: str) -> Read:
     return read
 
 
-_WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,17})")
+_WHOLE = late_pattern(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 
 
 def whole(least: int) -> Read:
@@ -480,8 +484,8 @@ def whole(least: int) -> Read:
 SMALL = 1024
 """The least number without a unit for which a message suggests bytes."""
 
-_QUANTITY = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
-_MEASURED = re.compile(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
+_QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
+_MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
 
 def amount(text: str, units: Mapping[str, int]) -> int | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,6 +42,7 @@ from instrument.profile.document import (
 )
 from instrument.profile.presets import ENGINES, PRESETS, named_by, path_of, refined
 from instrument.profile.values import REQUEST_ATTRIBUTE_SYNTAX, VARIABLES, public_texts, sides, switched, traces_url
+from instrument.runtime.cheap_start import dataclass, members, replace
 from instrument.runtime.environment import settings
 
 
@@ -409,7 +409,7 @@ def _is_written(node: YamlNode, name: str) -> bool:
     return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
 
 
-_exports = one_or_more(one_of(*(way.name for way in fields(model.Export))))
+_exports = one_or_more(one_of(*(name for name, _ in members(model.Export))))
 
 
 @shaped({"anyOf": [section_shape("export"), SHAPES[_exports]]})

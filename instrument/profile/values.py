@@ -31,7 +31,7 @@ from instrument.profile.document import (
     syntax_shape,
 )
 from instrument.profile.model import COMPRESSIONS, PROTOCOLS, Capture, PercentileThreshold, Profile, Rate, Where
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.cheap_start import late_pattern, replace
 from instrument.runtime.control_groups import memory_bytes
 
 DURATION_UNITS: Mapping[str, int] = {
@@ -75,7 +75,7 @@ ATTRIBUTE_SYNTAX = r"\S(?:[\s\S]{0,254}\S)?"
 RATE_SYNTAX = r"([1-9][0-9]{0,8})/(s|min|h)"
 HEADER_NAME_SYNTAX = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 HEADER_VALUE_SYNTAX = r"[\t -~]*"
-_DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_DECIMAL = late_pattern(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 @shaped({"type": "number", "minimum": 0, "maximum": 1})

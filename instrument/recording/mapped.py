@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ from instrument.recording.paths import CallTree
 from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, value_of
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, buckets_of
+from instrument.runtime.cheap_start import NamedTuple
 
 LARGEST_BYTES = 1 << 40
 """The largest recording."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import Gpu, Site, plain_fields
+from instrument.runtime.cheap_start import NamedTuple
 
 Records = NDArray[np.void]
 

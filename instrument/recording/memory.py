@@ -16,12 +16,13 @@ import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument import clock
 from instrument.recording import memory_layout as layout
 from instrument.recording.claim import duplicate
 from instrument.runtime import atomic
+from instrument.runtime.cheap_start import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
 """The flag for a file in memory that is not executable. Some systems refuse or log files without it

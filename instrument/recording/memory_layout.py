@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import NamedTuple
+
+from instrument.runtime.cheap_start import NamedTuple
 
 MAGIC, VERSION = b"instrrec", 7
 HEADER_BYTES = 4096

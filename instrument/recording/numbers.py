@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import frexp, ldexp
-from typing import NamedTuple
 
 from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, Distribution, Metric
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import GAUGES, HOST, Gauge, Sample
+from instrument.runtime.cheap_start import NamedTuple
 
 NAME_BYTES = 112
 SUM = "sum"

@@ -9,9 +9,10 @@ import itertools
 from array import array
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import NamedTuple
 
 Said = TypeVar("Said")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from typing import NamedTuple
 
 from instrument.recording import memory_layout as layout
+from instrument.runtime.cheap_start import NamedTuple
 
 MOST_SLOTS = 1 << 15
 """The most slots that are read of a part."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from instrument.runtime.cheap_start import dataclass, late_pattern
+from instrument.runtime.cheap_start import NamedTuple, dataclass, late_pattern
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.recording import memory_layout as layout
 from instrument.recording.claim import GAUGES as CLAIMED
@@ -14,6 +14,7 @@ from instrument.recording.claim import Claim
 from instrument.recording.memory_layout import SAMPLES
 from instrument.recording.recording_head import RecordingHead, generation_of
 from instrument.recording.spans import GAUGES, Sample
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.unpatched import Lock
 
 _U64 = Struct("<Q")

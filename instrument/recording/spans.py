@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from sys import intern
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from instrument.recording.remote_parents import LinkedSpan, RemoteParent
-from instrument.runtime.cheap_start import Field, dataclass, field, fields
+from instrument.runtime.cheap_start import Field, NamedTuple, dataclass, field, fields
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Interval = tuple[int, int]

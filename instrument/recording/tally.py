@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.paths import NOT_BELOW, CallPath, CallTree
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import NamedTuple
 
 Records = NDArray[Any]
 Int32s = NDArray[np.int32]

@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections import _tuplegetter, namedtuple  # type: ignore[attr-defined]
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Field", "LazyModule", "asdict", "dataclass", "field", "fields", "late_pattern", "members", "replace"]
+__all__ = [
+    "Field",
+    "LazyModule",
+    "NamedTuple",
+    "asdict",
+    "dataclass",
+    "field",
+    "fields",
+    "late_pattern",
+    "late_patterns",
+    "members",
+    "replace",
+]
 
 
 COMPILED_AT = 32
-"""The number of instances of a dataclass after which its `__init__` is compiled. Compiling takes as long as ten
-instances."""
+"""The number of instances of a class after which its `__init__` or `__new__` is compiled. Compiling takes as long as
+ten instances."""
 
 
 class LazyModule:
@@ -32,12 +46,76 @@ class LazyModule:
         return getattr(import_module(self._name), attribute)
 
 
+@contextmanager
+def late_patterns() -> Iterator[None]:
+    """Let modules that are imported meanwhile compile their patterns for the first use. Only where one thread runs."""
+    compile_now = re.compile
+    re.compile = late_pattern
+    try:
+        yield
+    finally:
+        re.compile = compile_now
+
+
 if TYPE_CHECKING:
     from dataclasses import asdict as asdict
     from dataclasses import dataclass as dataclass
     from dataclasses import replace as replace
     from re import compile as late_pattern
+    from typing import NamedTuple as NamedTuple
 else:
+
+    class _NamedTupleType(type):
+        """Makes a class body with annotations a tuple with named items, of the type `type`."""
+
+        def __new__(kind, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+            cls = type.__new__(type, name, (_Named,), {**namespace, "__slots__": ()})
+            names = tuple(cls.__annotations__)
+            cls._fields = cls.__match_args__ = names
+            cls._field_defaults = {name: namespace[name] for name in names if name in namespace}
+            for index, name in enumerate(names):
+                setattr(cls, name, _tuplegetter(index, None))
+            return cls
+
+    class _Named(tuple):
+        """The base of all of them, with the methods of `typing.NamedTuple`."""
+
+        __slots__ = ()
+        _fields: tuple[str, ...] = ()
+        _field_defaults: Mapping[str, Any] = {}
+        _calls = 0
+
+        def __new__(cls, *values: Any, **options: Any) -> Any:
+            names = cls._fields
+            cls._calls += 1
+            if cls._calls < COMPILED_AT:
+                items = cls._field_defaults | dict(zip(names, values, strict=False)) | options
+                if len(items) == len(names) >= len(values) and options.keys().isdisjoint(names[: len(values)]):
+                    return tuple.__new__(cls, map(items.__getitem__, names))
+            cls.__new__ = namedtuple(cls.__name__, names, defaults=cls._field_defaults.values()).__new__
+            return cls(*values, **options)
+
+        @classmethod
+        def _make(cls, values: Iterable[Any]) -> Any:
+            result = tuple.__new__(cls, values)
+            return result if len(result) == len(cls._fields) else cls(*result)
+
+        def _replace(self, **changes: Any) -> Any:
+            result = self._make(map(changes.pop, self._fields, self))
+            if changes:
+                raise ValueError(f"Got unexpected field names: {[*changes]!r}")
+            return result
+
+        def _asdict(self) -> dict[str, Any]:
+            return dict(zip(self._fields, self, strict=True))
+
+        def __repr__(self) -> str:
+            return f"{type(self).__name__}({', '.join(map('{}={!r}'.format, self._fields, self))})"
+
+        def __getnewargs__(self) -> tuple[Any, ...]:
+            return tuple(self)
+
+    NamedTuple = type.__new__(_NamedTupleType, "NamedTuple", (), {})
 
     class late_pattern:  # noqa: N801 - called as `re.compile`
         """A regular expression that is compiled for its first use."""
@@ -111,8 +189,14 @@ else:
 
 def members(thing: Any) -> list[tuple[str, Field[Any]]]:
     """Return names and facts of the fields of a dataclass, or of its class; nothing of other things."""
-    facts = thing._members if hasattr(thing, "_members") else getattr(thing, "__dataclass_fields__", {})
-    return [(name, fact if isinstance(fact, Field) else field(default=fact)) for name, fact in facts.items()]
+    cls: Any = thing if isinstance(thing, type) else type(thing)
+    facts: Any = vars(cls).get("_all_members")
+    if facts is None:
+        declared = cls._members if hasattr(cls, "_members") else getattr(cls, "__dataclass_fields__", {})
+        facts = [(name, fact if isinstance(fact, Field) else field(default=fact)) for name, fact in declared.items()]
+        if hasattr(cls, "_members"):
+            cls._all_members = facts
+    return facts  # type: ignore[no-any-return]
 
 
 class _LateFields:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from instrument import clock
+from instrument.runtime.cheap_start import NamedTuple
 
 _INTERNET = (_socket.AF_INET, _socket.AF_INET6)
 

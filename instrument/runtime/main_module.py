@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.cheap_start import LazyModule, NamedTuple
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import select
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import poll

@@ -9,13 +9,13 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import Export, Summary
 from instrument.recording.spans import Origin
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.cheap_start import NamedTuple, replace
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import adopting
 from instrument.sessions import files

@@ -11,11 +11,11 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from instrument.recording.spans import AttributeValue, Site, Span
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.sessions.window import STEP, Step
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, rows_of

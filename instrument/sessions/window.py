@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from instrument.errors import ProfileError
 from instrument.profile.model import Profile, Schedule
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import Origin, Site
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.unpatched import RLock
 
 if TYPE_CHECKING:

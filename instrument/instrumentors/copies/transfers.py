@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.references import rebind
@@ -20,6 +20,7 @@ from instrument.profile.model import CopyRule
 from instrument.recorder.recorder import RECORDER, Recorder, stream_handle
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import Site, Work
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 

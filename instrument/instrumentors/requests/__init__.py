@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.functions import Undo, takes_place, undo_all
 from instrument.instrumentors.requests import blocked, propagation, servers
@@ -20,7 +20,7 @@ from instrument.profile.presets import ENGINES
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.cheap_start import LazyModule, NamedTuple
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import (
@@ -27,6 +27,7 @@ from instrument.instrumentors.requests.exchange import (
 )
 from instrument.recorder.outcomes import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
