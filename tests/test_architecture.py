@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (14_752, 50),
     "runtime": (2_781, 18),
     "sessions": (6_828, 25),
-    "trace": (10_303, 36),
+    "trace": (10_307, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -29,6 +29,7 @@ from instrument.recording.tally import Tally
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
+from instrument.trace.layout import decoded
 from instrument.trace.trace import Trace, columns_of_spans
 
 
@@ -168,6 +169,12 @@ def test_a_recording_whose_array_has_a_damaged_header_is_refused(damaged: bytes,
             target.writestr(member, data.replace(b"'shape': (", damaged) if member == "total_ns.npy" else data)
     with pytest.raises(TraceError, match="cannot read the recording"):
         file.load(path)
+
+
+def test_attributes_that_are_damaged_are_refused_as_they_are_read() -> None:
+    for text in (b'{"a": "\xb8"}', b'{"a": "\x01"}', b"[1]", b'{"a": '):
+        with pytest.raises(TraceError, match="attributes"):
+            decoded([text])
 
 
 @given(data=st.data())

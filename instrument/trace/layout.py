@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.errors import TraceError
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import AttributeValue, Site
 from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
@@ -260,10 +261,13 @@ def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
 
 def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     """Return the attributes in some JSON texts, with lists as tuples. Decoding them together takes half of the time.
-    Raises `TypeError` for a text that is no object."""
-    objects = json.loads(b"[%b]" % b",".join(texts))
+    Raises `TraceError` for a text that is no object."""
+    try:
+        objects = json.loads(b"[%b]" % b",".join(texts))
+    except ValueError as problem:
+        raise TraceError(f"the attributes of its spans are damaged ({problem!s:.80}); record it again") from problem
     if not all(isinstance(attributes, dict) for attributes in objects):
-        raise TypeError("its attributes are not valid")
+        raise TraceError("its attributes are not valid; record it again")
     return [{key: as_tuples(value) for key, value in attributes.items()} for attributes in objects]
 
 
