@@ -38,7 +38,7 @@ def texts(answer: Answer) -> list[str]:
 
 def complete(port: int, number: int, more: Mapping[str, object]) -> Answer:
     """Ask for a completion, every fifth time of a conversation; every fourth is streamed."""
-    text = "the quick brown fox " * (1 + number % 7)
+    text = "the quick brown fox " * 4 * (1 + number % 7)
     body = {"model": "tiny", "max_tokens": 4 + number % 13, "temperature": 0, "ignore_eos": True, **more}
     body |= {"stream": True, "stream_options": {"include_usage": True}} if number % 4 == 0 else {}
     headers = {"x-request-id": f"case-{number}"}

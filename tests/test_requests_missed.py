@@ -103,9 +103,9 @@ def test_connections_to_a_process_that_records_no_request_are_reported(
 def test_a_worker_of_a_queue_that_records_no_request_is_reported(
     family: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "celery.apps.worker", ModuleType("celery.apps.worker"))
+    monkeypatch.setitem(sys.modules, "arq.cli", ModuleType("arq.cli"))
     assert states(family)["jobs"] == ("unmet", None)
-    assert family.verdicts()[1].why.startswith("celery takes them off its queue")
+    assert family.verdicts()[1].why.startswith("arq takes them off its queue")
 
 
 def test_requests_recorded_in_another_process_are_not_reported_as_missed() -> None:

@@ -795,7 +795,8 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 }
 
 PyDoc_STRVAR(scope_doc,
-             "scope($self, name, *, kind=None, device=False, attributes=None, phase=None, stream=None, key=None, batch=None)\n--\n\n"
+             "scope($self, name, *, kind=None, device=False, attributes=None, phase=None, stream=None, key=None, batch=None, "
+             "carrier=None)\n--\n\n"
              "Time a block, as a span: ``with scope(\"tokenise\"):``, also ``async with``.\n"
              "\n"
              "    with scope(\"tokenise\", attributes={\"model\": \"7b\"}):\n"
@@ -809,6 +810,7 @@ PyDoc_STRVAR(scope_doc,
              "  `torch.cuda.current_stream(1)`, or its address\n"
              "- `key`: the id of the request that it serves, which other processes have for it, too\n"
              "- `batch`: the ids of all requests that it serves at once; a mapping says how much of it each takes\n"
+             "- `carrier`: headers with the `traceparent` of a caller, whose trace a request goes on in\n"
              "\n"
              "Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError` for a\n"
              "bad name, kind, phase or stream.");

@@ -40,6 +40,9 @@ SERVERS: Mapping[str, str] = {
     "litserve": "batches of LitServe's workers",
     "mosec": "batches of mosec's workers",
     "triton": "models of Triton's Python backend",
+    "celery": "tasks of Celery's workers",
+    "rq": "jobs of RQ's workers",
+    "dramatiq": "messages of Dramatiq's workers",
 }
 """The servers of `requests:`, with the owners of their requests or batches."""
 

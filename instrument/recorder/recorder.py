@@ -26,7 +26,7 @@ from instrument.recorder.core import Readback
 from instrument.recorder.outcomes import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING
 from instrument.recording.paths import OVERFLOW, CallTree
-from instrument.recording.remote_parents import REMOTE, link_of
+from instrument.recording.remote_parents import REMOTE, header_of, link_of, noted, remote_of
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
@@ -201,6 +201,7 @@ class Recorder(Readback):
         stream: Any = None,
         key: str | int | None = None,
         batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
+        carrier: Mapping[str, str] | None = None,
     ) -> Scope:
         """Make a scope. Raises `TargetError` for a bad name, kind, phase or stream."""
         if not isinstance(name, str) or not name:
@@ -221,6 +222,8 @@ class Recorder(Readback):
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
             keys = {KEY: key} if is_plain else span_attributes.key_attributes(key, batch, self.complain)
             values = {**values, **keys} if values else keys
+        if carrier is not None and (caller := noted(remote_of(header_of(carrier)))) is not None:
+            values = {**(values or {}), REMOTE: caller}
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), values)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:

@@ -21,6 +21,7 @@ def scope(
     stream: Any = None,
     key: str | int | None = None,
     batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
+    carrier: Mapping[str, str] | None = None,
 ) -> Scope:
     """Time a block, as a span: ``with scope("tokenise"):``, also ``async with``.
 
@@ -35,12 +36,21 @@ def scope(
       `torch.cuda.current_stream(1)`, or its address
     - `key`: the id of the request that it serves, which other processes have for it, too
     - `batch`: the ids of all requests that it serves at once; a mapping says how much of it each takes
+    - `carrier`: headers with the `traceparent` of a caller, whose trace a request goes on in
 
     Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError` for a
     bad name, kind, phase or stream.
     """
     return RECORDER.make_scope(
-        name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream, key=key, batch=batch
+        name,
+        kind=kind,
+        device=device,
+        attributes=attributes,
+        phase=phase,
+        stream=stream,
+        key=key,
+        batch=batch,
+        carrier=carrier,
     )
 
 
@@ -54,10 +64,19 @@ def scope_start(
     stream: Any = None,
     key: str | int | None = None,
     batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
+    carrier: Mapping[str, str] | None = None,
 ) -> Scope:
     """Begin a span in a handler that cannot use ``with``; `scope_end` closes it, possibly in another callback."""
     return scope(
-        name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream, key=key, batch=batch
+        name,
+        kind=kind,
+        device=device,
+        attributes=attributes,
+        phase=phase,
+        stream=stream,
+        key=key,
+        batch=batch,
+        carrier=carrier,
     ).start()
 
 

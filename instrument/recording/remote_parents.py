@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from instrument.runtime.cheap_start import NamedTuple, dataclass, late_pattern
@@ -77,6 +78,12 @@ def remote_of(context: object) -> RemoteParent | None:
         in_server_span,
         state_of(state) if isinstance(state, str | bytes) else "",
     )
+
+
+def header_of(carrier: Mapping[str, object]) -> tuple[object, object]:
+    """Return the `traceparent` and the `tracestate` of headers, whose names may be in any case."""
+    headers = {name.lower(): value for name, value in carrier.items() if isinstance(name, str)}
+    return headers.get("traceparent"), headers.get("tracestate", "")
 
 
 LOCAL, IN_SERVER_SPAN = "local", "in server span"

@@ -24,10 +24,10 @@ from instrument.runtime.cheap_start import LazyModule, NamedTuple
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
-    from instrument.instrumentors.requests import aiohttp, grpc, model_servers, triton
+    from instrument.instrumentors.requests import aiohttp, grpc, model_servers, queue_jobs, triton
 else:
-    aiohttp, grpc, model_servers, triton = (
-        LazyModule(f"{__name__}.{name}") for name in ("aiohttp", "grpc", "model_servers", "triton")
+    aiohttp, grpc, model_servers, queue_jobs, triton = (
+        LazyModule(f"{__name__}.{name}") for name in ("aiohttp", "grpc", "model_servers", "queue_jobs", "triton")
     )
 
 
@@ -144,7 +144,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     ),
     "unrouted": ("blacksheep", "pyramid.router", "cherrypy"),
     "unmet": ("sanic", "tornado.web", "robyn", "twisted.web.server", "http.server"),
-    "queue": ("celery.apps.worker", "rq.cli", "dramatiq.cli", "arq.cli", "huey.bin.huey_consumer"),
+    "queue": ("arq.cli", "huey.bin.huey_consumer", "taskiq.receiver", "faststream.app"),
     "engine": (*ENGINES, "bentoml"),
     "library": (
         *("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba"),
@@ -189,6 +189,9 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "ray": ("ray_serve", lambda: model_servers.RAY_SERVE),
     "litserve": ("litserve", lambda: model_servers.LITSERVE),
     "mosec": ("mosec", lambda: model_servers.MOSEC),
+    "celery": ("celery", lambda: queue_jobs.CELERY),
+    "rq": ("rq", lambda: queue_jobs.RQ),
+    "dramatiq": ("dramatiq", lambda: queue_jobs.DRAMATIQ),
 }
 """The kind of server of a package, and a call for the seams of its modules, which loads their code."""
 
