@@ -353,12 +353,12 @@ LINES_AND_FILES = {
     "otlp": (4_964, 19),
     "profile": (2_569, 8),
     "proposal": (1_403, 5),
-    "recorder": (2_753, 11),
+    "recorder": (2_754, 11),
     "recording": (4_173, 20),
-    "report": (14_752, 50),
+    "report": (14_754, 50),
     "runtime": (2_781, 18),
     "sessions": (6_828, 25),
-    "trace": (10_307, 36),
+    "trace": (10_319, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

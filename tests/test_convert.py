@@ -16,6 +16,7 @@ import chrome_rules
 import numpy as np
 import pytest
 from otlp_spans import requests_in, tree
+from pages import document_of
 from simulated_engine import Lives
 
 import instrument
@@ -33,7 +34,7 @@ from instrument.trace.trace import Trace
 
 SERVICE = """
 import os
-from instrument import annotate, scope, stop
+from instrument import annotate, gauge, scope, stop
 children = []
 for count in (2, 3, 4):
     child = os.fork()
@@ -44,6 +45,7 @@ for count in (2, 3, 4):
         try:
             with scope("fails"): raise KeyError(count)
         except KeyError: pass
+        gauge("jobs").set(count)
         stop()
         os._exit(0)
     children.append(child)
@@ -156,6 +158,15 @@ def test_sql_is_asked_over_all_files_of_a_folder(traces: Path, capsys: pytest.Ca
     assert [line.split() for line in said.splitlines()] == [
         ["name", "calls"], ["fails", "3"], ["request", "9"], ["work", "9"],
     ]  # fmt: skip
+
+
+def test_a_merged_run_has_the_gauges_of_each_process(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    statement = "select process, max(value) as jobs from samples where name = 'jobs' group by process order by jobs"
+    rows = json.loads(outcome(capsys, "query", traces, statement, "--json"))
+    assert [row["jobs"] for row in rows] == [2, 3, 4]
+    gauges = document_of(instrument.load(traces).saved.trace)["device"]["gauges"]
+    jobs = {gauge["of"]: gauge["values"][-1] for gauge in gauges if gauge["name"] == "jobs"}
+    assert jobs == {f"process {row['process']}": row["jobs"] for row in rows}
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ TABLES = {
     "sites": "site, name, kind, module, qualname, file, line, instance, device, attributes (JSON)",
     "threads": "thread_id, name",
     "attributes": "span_id, name, value (text, or JSON of what is none), number",
-    "samples": "name, device (-1: the host), at_ns, value: gauges",
+    "samples": "process (its pid; 0: of several), name, device (-1: the host), at_ns, value: gauges",
 }
 """The tables that `instrument.trace.tables` makes, with their columns."""
 

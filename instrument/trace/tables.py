@@ -172,7 +172,7 @@ def _given(facts: Trace) -> dict[str, Arrays]:
     trace, device = facts.columns, facts.columns.device
     since_1970_ns = facts.origin.realtime_of(0)
     threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict(facts.threads)
-    samples = [sample for sample in facts.samples if sample.value is not None]
+    readings = [(pid, sample) for pid, sample in facts.readings() if sample.value is not None]
     by_row = ("span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns")
     spans = {name: getattr(trace, name) for name in (*by_row, "site", "error", "clipped", "level")}
     intervals = {
@@ -195,10 +195,11 @@ def _given(facts: Trace) -> dict[str, Arrays]:
         },
         "threads": {"thread_id": np.array(list(threads), dtype=np.int64), "name": _texts(threads.values())},
         "samples": {
-            "name": _texts(sample.name for sample in samples),
-            "device": np.array([sample.device for sample in samples], dtype=np.int64),
-            "at_ns": np.array([sample.at_ns for sample in samples], dtype=np.int64),
-            "value": np.array([sample.value for sample in samples], dtype=np.float64),
+            "process": np.array([pid for pid, _ in readings], dtype=np.int64),
+            "name": _texts(sample.name for _, sample in readings),
+            "device": np.array([sample.device for _, sample in readings], dtype=np.int64),
+            "at_ns": np.array([sample.at_ns for _, sample in readings], dtype=np.int64),
+            "value": np.array([sample.value for _, sample in readings], dtype=np.float64),
         },
     }
 

@@ -275,6 +275,17 @@ class Trace:
         """Return the facts of this trace with other columns."""
         return replace(self, spans=SpanViews(columns))
 
+    def readings(self) -> Iterator[tuple[int, Sample]]:
+        """Yield the readings of all gauges on the trace's clock, each with the pid of its process.
+
+        The pid is 0 for a gauge of several processes of a merged trace.
+        """
+        pid = 0 if self.processes else self.origin.pid
+        yield from ((pid, sample) for sample in self.samples)
+        for process in self.processes:
+            for sample in process.facts.samples:
+                yield process.facts.origin.pid, replace(sample, at_ns=sample.at_ns + process.moved_ns)
+
     @property
     def coverage(self) -> Interval:
         """The part of the window without overwritten spans. Shares of time refer to it."""

@@ -214,27 +214,29 @@ class DeviceLanes:
 
     def _gauges(self) -> list[dict[str, Any]]:
         """Return the readings of each gauge of each device, in the order of the known gauges."""
-        readings_of: dict[tuple[int, str], list[tuple[int, float]]] = {}
-        for sample in self._recording.trace.samples:
+        trace = self._recording.trace
+        readings_of: dict[tuple[int, str, int], list[tuple[int, float]]] = {}
+        for pid, sample in trace.readings():
             if sample.value is not None and np.isfinite(sample.value):
-                readings_of.setdefault((sample.device, sample.name), []).append((sample.at_ns, float(sample.value)))
+                key = (sample.device, sample.name, pid if trace.processes else 0)
+                readings_of.setdefault(key, []).append((sample.at_ns, float(sample.value)))
         self._readings = {key: len(readings) for key, readings in readings_of.items()}
         places = {name: place for place, name in enumerate(GAUGES)}
-        models = {gpu.device: gpu.model for gpu in self._recording.trace.gpus}
-        base_ns = self._recording.trace.start_ns
+        models = {gpu.device: gpu.model for gpu in trace.gpus}
         gauges = []
-        for device, name in sorted(readings_of, key=lambda key: (key[0], places.get(key[1], len(places)), key[1])):
-            readings = readings_of[device, name]
+        for key in sorted(readings_of, key=lambda key: (key[0], places.get(key[1], len(places)), *key[1:])):
+            (device, name, pid), readings = key, readings_of[key]
             some = readings[:: -(-len(readings) // MOST_READINGS)]
             model = shorten(safe(models.get(device, "")), NAME // 2)
+            host = f"process {pid}" if pid else "process and host"
             gauges.append({
-                "of": "process and host" if device == HOST else f"GPU {device}, {model}".removesuffix(", "),
+                "of": host if device == HOST else f"GPU {device}, {model}".removesuffix(", "),
                 "name": shorten(safe(name), NAME),
                 "unit": GAUGES[name].unit if name in GAUGES else "",
                 "about": GAUGES[name].about if name in GAUGES else "",
-                "at": steps(np.array([at_ns - base_ns for at_ns, _ in some], dtype=np.int64)),
+                "at": steps(np.array([at_ns - trace.start_ns for at_ns, _ in some], dtype=np.int64)),
                 "values": [float(f"{value:.4g}") for _, value in some],
             })  # fmt: skip
         return gauges
 
-    _readings: Mapping[tuple[int, str], int] = {}
+    _readings: Mapping[tuple[int, str, int], int] = {}
