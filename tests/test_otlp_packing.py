@@ -140,7 +140,7 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
     messages = iter(decoded(spans, ids))
     remote = spans[0].remote
     trace_id = (ids.trace_id(spans[0].root_id) if remote is None else remote.trace_id).to_bytes(16, "big")
-    w3c_flags = 1 if remote is None else remote.flags
+    w3c_flags = 3 if remote is None else remote.flags  # sampled, and random where the id is ours
     for of in spans:
         message = next(messages)
         own_id = ids.span_id(of.span_id).to_bytes(8, "big")
