@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (323, 4),
-    "agent": (4_508, 17),
+    "agent": (4_590, 17),
     "chrome": (3_069, 9),
     "cli": (2_943, 16),
     "compat": (1_181, 6),

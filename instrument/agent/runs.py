@@ -104,6 +104,7 @@ class Runs:
             0 if own_run is None else own_run.first,
             loop.after,
             lambda: {process.pid for run in self for process in run.processes},
+            loop.selector,
         )
         """The Python processes of the agent's own run that record nothing."""
         self.own_is_over = False
@@ -140,6 +141,7 @@ class Runs:
         """Stop all work and close all. Files for the reports of `kept_runs` remain, for an agent after this one."""
         self._jobs.stop()
         self.exports.stop()
+        self.unseen.close()
         if self._another_fd >= 0:
             os.close(self._another_fd)
         for run in self:

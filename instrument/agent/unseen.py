@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+import selectors
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,6 +25,14 @@ from instrument.runtime import listening, run_folder
 LOOK_S = 1.0
 """Seconds between two looks of the agent for them."""
 
+BEGUN_S = (0.005, 0.03)
+"""Seconds from the begin of an interpreter to two looks at new processes. One that has ended by then is not found."""
+
+_IN_OPEN = 0x20
+"""The event of inotify(7) when a file is opened, as the system does when a process begins to run it."""
+_MOST_NEW = 500
+"""The most new ids that are looked at one by one. After more, or if the ids begin again, the next look finds them."""
+
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
 _AUTOSTART = b"/instrument/sessions/autostart"
@@ -34,7 +44,8 @@ _OFF = (b"off", b"0", b"false", b"no")
 class Unseen:
     """Counts them for the run whose first process is `first`, by why they are not seen; none for a run without one.
 
-    `after(seconds, function)` calls a function later, `joined()` returns the processes that have joined.
+    `after(seconds, function)` calls a function later, `joined()` returns the processes that have joined. `selector` is
+    the agent's own.
     """
 
     def __init__(
@@ -43,6 +54,7 @@ class Unseen:
         first: int,
         after: Callable[[float, Callable[[], object]], object],
         joined: Callable[[], Collection[int]],
+        selector: selectors.BaseSelector,
     ) -> None:
         self._notes = Path(f"{socket}{run_folder.UNSEEN_SUFFIX}")
         self._after = after
@@ -52,20 +64,55 @@ class Unseen:
         self._family: dict[int, tuple[bytes, str]] = {first: (b"", "")}
         """Living processes of the run: the command of each as it was last looked at, and why it is not seen."""
         self._gone: Counter[str] = Counter()
+        self._young: set[int] = set()
+        """The processes found since the last look. They may not have begun their command yet."""
+        self._newest = _newest_id()
+        self._selector = selector
+        self._begun_fd = -1
 
         if first:
             with suppress(OSError):
                 self._notes.touch(0o600)
             self._look_on()
+            self._begun_fd = _opens_of(sys.executable)
+            if self._begun_fd >= 0:
+                selector.register(self._begun_fd, selectors.EVENT_READ, self._take_begun)
+
+    def close(self) -> None:
+        """Look for new processes no more."""
+        if self._begun_fd >= 0:
+            self._selector.unregister(self._begun_fd)
+            os.close(self._begun_fd)
+            self._begun_fd = -1
 
     def _look_on(self) -> None:
         if not self._is_reported:
             self._after(LOOK_S, self._look_on)
             self._look()
 
+    def _take_begun(self, descriptor: int) -> None:
+        """Look soon at the processes that begin to run the interpreter of this run now."""
+        with suppress(BlockingIOError):
+            os.read(descriptor, 1 << 16)
+        if not self._is_reported:
+            for wait_s in BEGUN_S:
+                self._after(wait_s, self._look_at_new)
+
+    def _look_at_new(self) -> None:
+        """Look at processes with ids newer than at the look before."""
+        before, self._newest = self._newest, _newest_id()
+        if before < self._newest <= before + _MOST_NEW:
+            for pid in range(before + 1, self._newest + 1):
+                if pid not in self._family and _parent_of(pid) in self._family and _is_process(pid):
+                    self._family[pid] = b"", ""
+                    self._known.add(pid)
+                    self._young.add(pid)
+        if self._young:
+            self._name_causes(self._young & self._family.keys())
+
     def _look(self) -> None:
         """Look at processes that are new, or run another command than at the last look."""
-        joined = self._joined()
+        self._young.clear()
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:
@@ -76,7 +123,13 @@ class Unseen:
                 self._family.update(dict.fromkeys(below, (b"", "")))
                 for pid in below:
                     del parent_by_pid[pid]
-        for pid, (command, _) in self._family.items():
+        self._name_causes(self._family)
+
+    def _name_causes(self, pids: Iterable[int]) -> None:
+        """Note the causes of processes that run another command than at the last look."""
+        joined = self._joined()
+        for pid in pids:
+            command, _ = self._family[pid]
             with suppress(OSError):
                 now = (PROC / str(pid) / "cmdline").read_bytes()
                 if now and now != command:
@@ -124,6 +177,33 @@ class Unseen:
         reasons = "; ".join(f"{why} ({count})" if count > 1 else why for why, count in sorted(counts.items()))
         many = f"{counts.total()} Python processes of this run were" if counts.total() > 1 else "1 Python process was"
         return f"{many} not seen: {reasons}"
+
+
+def _opens_of(path: str) -> int:
+    """Return a descriptor that can be read once a file was opened, -1 if the system offers none."""
+    import ctypes  # the agent alone
+
+    system = ctypes.CDLL(None)
+    descriptor = int(system.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK))
+    if descriptor >= 0 and system.inotify_add_watch(descriptor, os.fsencode(path), _IN_OPEN) < 0:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def _newest_id() -> int:
+    """Return the id of the newest process or thread of this namespace, 0 if the system does not say it."""
+    try:
+        return int((PROC / "loadavg").read_bytes().split()[4])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _is_process(pid: int) -> bool:
+    """Return True for the id of a process, False for that of a thread."""
+    with suppress(OSError):
+        return f"\nTgid:\t{pid}\n".encode() in (PROC / str(pid) / "status").read_bytes()
+    return False
 
 
 def _parent_of(pid: int) -> int:
