@@ -21,6 +21,7 @@ from instrument.instrumentors import contexts, loaders
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER, RING_BYTES, Recorder
+from instrument.recording.spans import GAUGES
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.imports import Finder
 
@@ -144,9 +145,11 @@ def end_what_was_left() -> None:
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
     """Fail the test that leaves a session, patch, finder or thread of ours, and no test after it."""
-    before, threads = left_behind(), own_threads()
+    before, threads, gauges = left_behind(), own_threads(), dict(GAUGES)
     RECORDER.reset()
     yield
+    for name in GAUGES.keys() - gauges:  # of a recording that the test has read
+        del GAUGES[name]
     for thread in own_threads():
         if thread not in threads:
             thread.join(60)  # one that nobody needs any more ends by itself

@@ -343,7 +343,7 @@ LINES_AND_FILES = {
     "": (323, 4),
     "agent": (4_590, 17),
     "chrome": (3_069, 9),
-    "cli": (2_943, 16),
+    "cli": (2_953, 16),
     "compat": (1_181, 6),
     "device": (3_719, 11),
     "docs": (0, 0),
@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (14_754, 50),
     "runtime": (2_781, 18),
     "sessions": (6_828, 25),
-    "trace": (10_319, 36),
+    "trace": (10_335, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

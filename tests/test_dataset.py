@@ -117,6 +117,15 @@ def test_every_file_has_the_schema_of_the_definition_whatever_its_trace_has(name
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("trace", [simulated(), replace(hostile(), spans=[])])
+def test_a_single_file_has_the_spans_of_a_dataset(trace: Trace, tmp_path: Path) -> None:
+    folder = written(tmp_path, [trace])
+    output = ["-o", str(tmp_path / "spans.parquet")]
+    assert main(["convert", str(tmp_path / "files" / "0.npz"), "--to", "parquet", *output]) == 0
+    assert parquet.ParquetFile(tmp_path / "spans.parquet").read().equals(rows_of(folder, "spans"))
+    assert {path.name for path in tmp_path.iterdir()} == {"files", "data", "spans.parquet"}
+
+
 def test_values_that_no_column_has_become_text_or_are_missing(tmp_path: Path) -> None:
     folder = written(tmp_path, [hostile()])
     rows = {row["name"]: row for row in rows_of(folder, "spans").to_pylist()}

@@ -31,7 +31,11 @@ FORMS = {
     "chrome": (".json.gz", "Chrome JSON, which https://ui.perfetto.dev and chrome://tracing open"),
     "perfetto": (".pftrace", "Perfetto's own format; wants instrument-sdk[perfetto]"),
     "otlp": (".otlp.jsonl", "OTLP in JSON, a line per request, as a collector's otlpjsonfile receiver reads it"),
-    "parquet": ("", "a dataset: a folder of Parquet files, local or s3://...; wants instrument-sdk[parquet]"),
+    "parquet": (
+        "",
+        "a dataset: a folder of Parquet files, local or s3://..., or a file OUT.parquet with the spans "
+        "alone; wants instrument-sdk[parquet]",
+    ),
 }
 """The forms of a converted trace: the end of such a file's name, and its use."""
 
@@ -112,27 +116,33 @@ def with_refusals(target: Path, action: Callable[[], object]) -> None:
 def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
     """Write the tables of all files to the folder of a dataset, and say which files these are.
 
-    A second conversion of the same files replaces those of the first.
+    A second conversion of the same files replaces those of the first. An output that ends in `.parquet` is one file,
+    with the table of spans alone.
     """
     from hashlib import blake2b
 
     from instrument.trace.dataset import DatasetRows, process_name
-    from instrument.trace.dataset_files import DatasetWriter, Folder
+    from instrument.trace.dataset_files import DatasetWriter, Folder, write_spans
     from instrument.trace.merge import merge
 
     if options.output is None:
         raise InstrumentError("convert: a dataset needs a folder; name it: --to parquet FOLDER")
-    folder = Folder(options.output)
+    is_file = options.output.endswith(".parquet") and not Path(options.output).is_dir()
+    folder = Folder("." if is_file else options.output)
     merged = merge(read_bounded("convert", paths, options.memory), by_wall_clock=options.clock == WALL)
     parts = [part.saved.trace for part in merged.parts]
     if not all(facts.origin.realtime_ns for facts in parts):
         raise TraceError("a file has no time of day, which a dataset needs; choose another form")
     windows = sorted((process_name(facts.origin), facts.start_ns, len(facts.columns)) for facts in parts)
     writer = DatasetWriter(folder, blake2b(repr(windows).encode(), digest_size=8).hexdigest())
+    tables = DatasetRows(merged).tables()
     try:
-        for name, rows in DatasetRows(merged).tables():
-            writer.write(name, rows)
-        names = writer.close()
+        if is_file:
+            names = [write_spans(options.output, (rows for name, rows in tables if name == "spans"))]
+        else:
+            for name, rows in tables:
+                writer.write(name, rows)
+            names = writer.close()
     except OSError as problem:
         raise TraceError(f"cannot write to {options.output}: {problem}") from problem
     finally:

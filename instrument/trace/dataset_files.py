@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -76,8 +76,8 @@ class _OpenFile:
         from pyarrow import parquet
 
         self.name, self._folder = name, folder
-        directory, _, base = name.rpartition("/")
-        self.part = f"{directory}/.{base}.part"
+        directory, slash, base = name.rpartition("/")
+        self.part = f"{directory}{slash}.{base}.part"
         self.rows = 0
         self._sink = folder.create(self.part)
         types = schema(table)
@@ -104,6 +104,22 @@ class _OpenFile:
                 closing()
         self._writer.is_open = False  # or its end would try once more, and print that it cannot
         self._folder.remove(self.part)
+
+
+def write_spans(path: str, rows: Iterable[Any]) -> str:
+    """Write rows of the table `spans` as one file, and return its name. `OSError` is for the caller."""
+    directory, slash, name = path.rpartition("/")
+    folder = Folder(directory or slash or ".")
+    file = _OpenFile(folder, "spans", name)
+    try:
+        for some in rows:
+            file.write(some)
+        file.close()
+    except BaseException:
+        file.discard()
+        raise
+    folder.rename(file.part, name)
+    return f"{folder.path}/{name}"
 
 
 class DatasetWriter:
