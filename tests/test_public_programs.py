@@ -106,8 +106,13 @@ START_LINES = (
 """The lines of `instrument run` with which a service may begin."""
 
 
+RACING_MONITOR = re.compile(r"(?ms)^[^\n]*Monitoring worker crashed$.*?^\w+Error: [^\n]*\n")
+"""The traceback of LitServe's monitor thread where the server's manager ends before it."""
+
+
 def but_for_numbers(text: str) -> list[str]:
     """Lines without what differs from run to run, in an order that does not depend on who wrote first."""
+    text = RACING_MONITOR.sub("", text)
     lines = [line.rpartition("\r")[2] for line in text.splitlines() if not any(words in line for words in RACES)]
     lines = [line for line in lines if not line.startswith(START_LINES)]
     return sorted(re.sub(r"\d+(\.\d+)?", "N", re.sub(r"[0-9a-f-]{36}", "UUID", line)) for line in lines)
