@@ -357,7 +357,7 @@ LINES_AND_FILES = {
     "recording": (4_173, 20),
     "report": (14_754, 50),
     "runtime": (2_781, 18),
-    "sessions": (6_828, 25),
+    "sessions": (6_840, 25),
     "trace": (10_335, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import importlib
 import inspect
 import json
 import os
@@ -77,6 +78,22 @@ def test_a_process_that_records_nothing_loads_the_import_hook_alone(preset: str)
     ours = {"instrument", "instrument.sessions", "instrument.sessions.autostart", waiting.__name__}
     assert on - {"__future__"} == {"sitecustomize", *ours}
     assert off | off_too <= {"sitecustomize"}
+
+
+def test_a_namespace_package_is_loaded_once_a_module_of_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("space", "space/part"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "space" / "part" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        importlib.import_module("space")
+        assert not waiting.is_loaded("space")
+        importlib.import_module("space.part")
+        assert waiting.is_loaded("space")
+    finally:
+        for name in ("space", "space.part"):
+            sys.modules.pop(name, None)
+    assert [waiting.is_loaded(name) for name in ("json", "time", "nowhere")] == [True, True, False]
 
 
 @pytest.mark.slow

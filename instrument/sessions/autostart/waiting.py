@@ -32,11 +32,23 @@ def begin() -> None:
     if _is_helper():
         return
     packages = _awaited_packages()
-    if _is_first() or packages is None or not packages.isdisjoint(sys.modules):
+    if _is_first() or packages is None or any(map(is_loaded, packages)):
         _start()
     else:
         _waiting = Wait(packages)
         sys.meta_path.insert(0, _waiting)
+
+
+def is_loaded(package: str) -> bool:
+    """Return True for a package that is loaded, and for a namespace package once a module of it is.
+
+    cuda-bindings 12.9 imports the namespace package `cuda` at each start of Python.
+    """
+    if package not in sys.modules:
+        return False
+    module = sys.modules[package]
+    is_namespace = hasattr(module, "__path__") and getattr(module, "__file__", None) is None
+    return not is_namespace or any(name.startswith(f"{package}.") for name in sys.modules)
 
 
 def begin_now() -> None:
