@@ -208,8 +208,8 @@ thread.start()
 open_ = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 for path in ("/", "/", "/health"):
     assert open_(f"http://127.0.0.1:{listener.getsockname()[1]}{path}").read() == b"fine"
+server.task_dispatcher.shutdown()  # waits for its threads, which use the trigger
 server.trigger.pull_trigger(server.close)  # by its own thread, which may be about to look at it
-server.task_dispatcher.shutdown()
 thread.join(60)
 """
 
