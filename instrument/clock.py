@@ -93,7 +93,7 @@ def start_ticks(stat: Path) -> int:
 
 
 LEAST_S = 0.25
-"""Seconds that each of the last waits has, even where the work of the end, as on a large file, has used up the time."""
+"""The least seconds of each last wait. A report or summary is tried even if saving has used up all the time."""
 
 
 class Deadline:

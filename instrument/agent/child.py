@@ -20,7 +20,7 @@ from instrument.agent.loop import Connection
 from instrument.runtime import packets
 
 MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
-"""The most restarts of a child within the window in seconds; a child does not end by itself."""
+"""The most starts of a child within a window in seconds. After more, none starts until the window has passed."""
 
 REAP_S, LOOK_S = 2.0, 0.001
 """The longest wait for the end of a killed child, and the pause between two checks of it, in seconds."""

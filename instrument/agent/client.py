@@ -1,4 +1,4 @@
-"""The client of agents: a command of the same user sends requests through the socket in each run's folder."""
+"""The client of agents: commands ask the agents of the same user's runs, through the socket in each run's folder."""
 
 from __future__ import annotations
 
@@ -199,4 +199,4 @@ def request_of(
 
 
 LOOK_S = 0.2
-"""Seconds between two looks whether the time for answers is over."""
+"""The most seconds that one wait for an answer lasts, before the client checks its time limit again."""

@@ -23,13 +23,13 @@ RECORDING = ".npz"
 LAST_GAUGES = " Its last gauges, "
 
 MOST_REQUESTS = 5
-"""The most open requests that the sentence names; the file has all of them."""
+"""The most open requests that the message on an ended process names. The capture has all of them."""
 MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
-"""The most attributes of a span that the sentence names, and the most characters of each value."""
+"""The most attributes of a span that the message on an ended process names, and the most characters of each value."""
 OF_TRANSPORT = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
-"""Attributes that the sentence leaves to the file."""
+"""The prefixes of attributes that the message on an ended process leaves out. The capture has them."""
 NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
-"""The gauges whose last readings the sentence names; the file has all of them."""
+"""The gauges whose last readings the message on an ended process names. The capture has the readings of all gauges."""
 
 
 def capture(

@@ -29,10 +29,10 @@ from instrument.runtime.cheap_start import NamedTuple
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A call for each message that no process of a run can print, None without one."""
+"""A function that prints a message where no process of the run has a standard error for it. None: nothing prints it."""
 
 WAIT_MS = 50
-"""The longest wait for room in a full pipe, in milliseconds."""
+"""The most milliseconds for which a message to a process's standard error waits for room in a full pipe."""
 
 MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file with a message next to a capture."""

@@ -37,16 +37,16 @@ else:  # a run that has only its gauges read needs no numpy
     exporter, kept_files = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.kept_files")
 
 LOOK_S = 0.2
-"""Seconds between two looks at recordings; the ring of a thread must have room for its rows of that time."""
+"""Seconds between two reads of all recordings. Rows that a thread's ring overwrites within that time are lost."""
 
 BEHIND_S = 0.02
 """Seconds between two rounds while recordings have spans that wait to be sent."""
 
 EXPORTERS = 8
-"""The most exporters, each with a thread, that stay for the next recording with their settings."""
+"""The number of exporters, one thread each, beyond which those that no recording uses are stopped."""
 
 SCRAPE_LOOKS = 20
-"""The most times that all recordings are read on for one scrape."""
+"""The most rounds of reading all recordings for one scrape, or for settling what has ended."""
 
 SAID = 1000
 """The most characters of a problem in the exporter process that the agent prints."""

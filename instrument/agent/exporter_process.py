@@ -1,4 +1,4 @@
-"""The agent's end of its exporter, a child that starts with the first recording to export or gauge to read.
+"""The agent's side of its exporter: a child that starts with the first recording to export or gauge to read.
 
 It reads recordings and talks to a collector and to drivers. So the agent stays small, answers meanwhile, and survives a
 fault there: after a crash another child goes on from the progress in the recordings.

@@ -24,7 +24,7 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 
 AGAIN_S = 1.0
-"""Seconds until the next try to begin, where the process still reads its gauges itself."""
+"""Seconds until the next try to take over a process's gauges, while the process still reads them itself."""
 
 SILENT_S = 10.0
 """Seconds after which a reading is reported as hanging, in a note to each process."""

@@ -1,4 +1,4 @@
-"""The present of a run: requests in flight, rates by endpoint, where the time goes, what was lost.
+"""The live view of a run: open requests, rates by endpoint, where the time goes, and losses.
 
 Numbers cover the time since the previous look, at first since the begin of each session. They are read from the
 recordings of the running processes, without their help.
@@ -29,8 +29,8 @@ from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
 EVEN = 0.9
-"""The least ratio of the shortest window to the longest one for which the screen shows a single time for all
-processes."""
+"""The least ratio of the processes' shortest window to their longest. Below it the screen shows the window of each
+process."""
 
 ROWS = 12
 """Rows of each table, at most; the others are counted."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from instrument.runtime import packets, run_folder
 
 WAITING_PACKETS = 1024
-"""The most that wait for one connection."""
+"""The most unsent packets of one connection. A connection with more is closed as broken."""
 
 _JOIN = b'{"join":'
 """The first bytes of a packet that joins a process."""
@@ -107,7 +107,7 @@ class Connection:
 
 
 CONNECTIONS = 2048
-"""The most at a time; a new one beyond them is closed."""
+"""The most open connections. The agent closes a new one beyond them."""
 
 PACKETS_AT_ONCE = 64
 """The most packets read from one connection before the loop reads the next one."""

@@ -1,4 +1,4 @@
-"""The agent's view of the processes of a run: the facts, the state, the end and a note of each.
+"""The processes of a run in the agent: their facts, their states and ends, and a note for the next agent on each.
 
 Notes are files next to the run's socket, for an agent that takes over. A living process joins the next agent by itself.
 A process that ended without an agent, or before its recording was saved, is known by its note only. Its rows are lost,

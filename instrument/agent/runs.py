@@ -51,18 +51,18 @@ DISK_BYTES = 1 << 30
 """The most bytes of captures for processes that give no `limits.disk`."""
 
 MOST_ROWS = 10_000
-"""The most spans that a process saves itself at its end, with all that it knows of them."""
+"""The most spans that an ending process saves itself. The agent saves the recording of a process with more."""
 
 ENDED = 16
-"""The most ended processes whose spans are kept; beyond it half of them leave only their totals."""
+"""The number of ended processes from which on the oldest half is reduced to totals, without spans."""
 
 START_S = 10.0
 """Seconds after a run's start without a joined process until a message reports that."""
 
 
 ABANDONED_S = 60.0
-"""Seconds for which a new agent without an own run keeps the files of its predecessor, for reports of runs that
-return."""
+"""Seconds after which a new agent without a run of its own removes the files that its predecessor saved for reports. It
+keeps those of a run that has come back."""
 
 
 class Runs:

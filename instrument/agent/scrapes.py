@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 ANSWER_S = 10.0
-"""Seconds that a scrape may take to send its request, and as long again until its answer."""
+"""The most seconds for receiving a scrape's request, and again for making its answer."""
 
 APART, SCOPES = 16, 64
-"""The most ended processes with totals of their own, and the most scopes and services with summed totals of ended
-processes. The latest ones keep their own, because they may be read once more."""
+"""The most ended processes whose totals are separate, because a scrape may read them once more. Older totals are summed
+by scope and service, for at most `SCOPES` of such pairs."""
 
 FILE = "metrics.ended"
 
 Scope = tuple[str, str]
-"""The scope of a scrape: `run` and its name, or `listen` and the address that was asked."""
+"""The processes that a scrape reads: (`run`, name of the run), or (`listen`, address of the scraped socket)."""
 
 
 class EndedMetrics:

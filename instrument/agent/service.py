@@ -131,13 +131,13 @@ END_S = 4.5
 """The longest life of the agent after SIGTERM, in seconds."""
 
 LIVE_S = 3.0
-"""Seconds of it for which the agent waits for living processes, and exports their spans."""
+"""Seconds after SIGTERM for which the agent waits for living processes and exports their spans."""
 
 SEND_S = 4.0
-"""The longest that spans are still sent for as the agent ends."""
+"""The most seconds for sending the last spans as the agent ends."""
 
 CLOSE_S = 0.5
-"""Seconds after that for the exporter to report the outcome."""
+"""Seconds after the last sending in which the exporter reports the outcome to the agent."""
 
 LOOK_S = 0.1
 """Seconds between two checks for the end of all saving."""

@@ -1,4 +1,4 @@
-"""Python processes of a run without a session, and requests that no process records.
+"""Python processes of a run that have no session, and requests that no process records.
 
 A process in which our `sitecustomize` cannot start a session, such as one of an older Python, notes that itself. Other
 processes never load it: the agent finds them among the descendants of the run's first process. It also looks for
@@ -23,20 +23,20 @@ from instrument.agent.processes import PROC, Process
 from instrument.runtime import listening, run_folder
 
 LOOK_S = 1.0
-"""Seconds between two looks of the agent for them."""
+"""Seconds between two searches for processes that have no session."""
 
 BEGUN_S = (0.005, 0.03)
-"""Seconds from the begin of an interpreter to two looks at new processes. One that has ended by then is not found."""
+"""Seconds from the start of an interpreter to the two searches for it. A process that ends earlier is missed."""
 
 _IN_OPEN = 0x20
 """The event of inotify(7) when a file is opened, as the system does when a process begins to run it."""
 _MOST_NEW = 500
-"""The most new ids that are looked at one by one. After more, or if the ids begin again, the next look finds them."""
+"""The most new process ids that are examined one by one. After more, or a wrap, the next regular search finds them."""
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
 _AUTOSTART = b"/instrument/sessions/autostart"
-"""The end of the folder of our `sitecustomize`: the agent may run from a checkout, the service from a package."""
+"""The end of our folder's path on PYTHONPATH. The agent may run from another installation than the service."""
 _ENTRY = os.fsencode(Path(__file__).with_name("entry.py"))
 _OFF = (b"off", b"0", b"false", b"no")
 
@@ -218,7 +218,7 @@ FIRST_S, LONGEST_S = 0.5, 60.0
 """The fewest and the most seconds between two looks at a process."""
 
 AGE_SHARE, COST_SHARE = 4, 100
-"""Between two looks is a fourth of the time since a process has joined, and a hundred times what a look has cost."""
+"""The pause between two looks at a process: a fourth of its time since joining, plus 100 times the cost of a look."""
 
 
 class ConnectionWatch:

@@ -28,10 +28,10 @@ DEEPEST = 900
 """The deepest nesting of brackets in a trace."""
 
 MOST_TRIES = 4
-"""The number of brackets, from the end of a block, that are tried as the end of a value."""
+"""The most closing brackets, from the last one of the text on, that are tried as the end of the last whole value."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""The bytes that are first decoded for a value, and the bytes at the end of a text that may be a cut token."""
+"""The bytes that are decoded first for a value. A token that ends in a text's last `CUT_BYTES` may be incomplete."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
 

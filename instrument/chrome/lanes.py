@@ -1,4 +1,4 @@
-"""Lanes: the place of each slice in a viewer, and the arrows between them.
+"""Lanes: the place of each slice in a viewer, and the arrows between slices.
 
 * Each process of a merged trace is a process with a unique number. A task's lane belongs to one process.
 * A span that no task ran is a complete event (`X`) on the lane of its thread.
@@ -44,10 +44,10 @@ SPARE_PIDS = 1 << 22
 """The first number beyond all pids of Linux (man 5 proc, pid_max)."""
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
-"""The first id beyond all processes and threads of a host. Devices are processes, further lanes threads there."""
+"""The first number above a host's process and thread ids. Devices get process ids from it, further lanes thread ids."""
 
 DEEPEST = 511
-"""The deepest nesting on a lane. Perfetto draws the 513th slice at the top, and the 512th looks the same."""
+"""The most nested slices of a lane. Perfetto draws the 513th level at the top, and the 512th looks the same."""
 
 
 # Processes

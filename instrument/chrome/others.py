@@ -157,7 +157,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _attention(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _attention(backward=True) for name in _ATTENTION},
 }
-"""The formulas by the name of the event. The outer of two nested events counts."""
+"""The number of operations, as a function of a call's shapes and values, by the name of torch's operator."""
 
 
 OPERATOR = "cpu_op"
@@ -184,8 +184,8 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The least time in microseconds that counts from 1970, so that 0 is no valid time. Up to the second number of slices
-at 0 are kept until such a time is seen."""
+"""The least time, in microseconds, that must be a time since 1970. One such time makes slices at time 0 invalid. Until
+it comes, up to `MOST_AT_ZERO` slices at 0 wait."""
 
 
 class _Facts(NamedTuple):
@@ -515,7 +515,7 @@ class ForeignSlices:
 
 _VALUES = frozenset((str, int, float, bool))
 _NOT_PLAIN = (b"[", b"\\", b"null", b'"flops"')
-"""Texts that must not occur in arguments that are kept as text."""
+"""The parts of JSON that must be absent from arguments for these to become attributes without decoding."""
 
 
 def are_attributes(args: bytes) -> bool:

@@ -26,7 +26,7 @@ class Meaning(NamedTuple):
 
 
 _PART = Meaning("phase", (("phase", False),))
-"""The meaning of a part of an operator, which is no phase of a step."""
+"""The meaning of an event that is a part of an operator. Its phase is no phase of a training step."""
 
 _MEANINGS: Mapping[str, Meaning] = {
     "Backward": Meaning("phase", (("phase", "backward"),)),
@@ -62,7 +62,7 @@ _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""The largest difference of an event's two times, in ns."""
+"""The largest difference, in ns, between an event's start and the start in its arguments, which is exact."""
 
 
 def meaning(category: str, name: str) -> tuple[str, Meaning] | None:

@@ -1,4 +1,4 @@
-"""The reader of trace files: those of `dump` exactly, those of other profilers by their slices."""
+"""The reader of trace files: it restores a file of `dump` exactly, and reads the slices of other profilers' files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from instrument.trace.trace import Trace
 from instrument.trace.watched import KernelColumns
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
-"""The largest ratio of a packed file's unpacked size, above a number of bytes. Traces pack to a tenth or a thirtieth,
-because their times do not repeat."""
+"""The most unpacked bytes per packed byte of a file, or `LEAST_UNPACKED` bytes if that is more. Real traces unpack to
+10 to 30 times their size."""
 
 LIMIT_KEYS = 1000
 """The largest number of top-level keys in a trace, without the events."""
 
 LIMIT_BACKWARD = 1000
-"""The largest number of parents that start after their children. More of them would take unbounded time."""
+"""The most spans that begin before their parent. Views would take unbounded time for a damaged file with more."""
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:

@@ -1,4 +1,4 @@
-"""Conversion of a trace file's slices into columns, for any writer.
+"""Conversion of a trace file's slices into columns, for files of any profiler.
 
 Slices nest within a line: that of a thread, or of an async key. The innermost slice around another is its parent,
 unless its arguments name one. Our slices have ids as arguments, and the numbers that do not follow from other slices.
@@ -38,7 +38,7 @@ LIMIT_EVENTS = 5 * LIMIT_SPANS
 """The largest number of events in a file, slices or not."""
 
 UNTOLD = -INT64
-"""The placeholder of a number that a slice of ours does not name."""
+"""The placeholder of a number that is missing among the arguments of a slice."""
 
 _SLICES = frozenset("XBEbe")
 _NUMBERS = ("id", "site", "parent", "root", "own_id", "task", "self_ns", "active_ns")
@@ -373,7 +373,7 @@ def _roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
-"""The characters of a flat JSON object after its opening brace, with texts and numbers only."""
+"""The bytes of a flat JSON object of texts and numbers, except its first `{`."""
 
 
 def _refuse_attributes(text: bytes) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[perfetto]"
 
 SEQUENCE = 1
-"""The only sequence of packets, so names have one numbering."""
+"""The id of the file's only packet sequence. Names are numbered per sequence, so each name is written once."""
 
 PROCESS = 1
 """The track of the first process."""

@@ -43,7 +43,7 @@ from instrument.trace.trace import Trace
 
 
 SPARE_BINDS = 1 << 63
-"""The bit in every bind id, because Perfetto numbers the `s` and `f` arrows from 0 in the same space."""
+"""The bit that each of our bind ids has. Perfetto numbers `s` and `f` arrows from 0 in the same space."""
 
 
 NOT = repeat(UNSET)

@@ -1,4 +1,4 @@
-"""`instrument compare`: what a deployment changed, apart from what its load changed, and a gate for it."""
+"""`instrument compare`: what a deployment changed, apart from what its load changed, and an exit code for CI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from instrument.report.view import Recording
 
 REGRESSION, INCONCLUSIVE = 1, 3
-"""Exit codes of the gate. 0 is that nothing got slower by more than asked for."""
+"""Exit codes of the gate: a slowdown beyond the limit, and a comparison without a clear result. 0 is a pass."""
 
 MOST = 15
 """The default number of rows of a table in text."""

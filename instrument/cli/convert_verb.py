@@ -43,7 +43,7 @@ FORM_OF_END = {
     ".json": "chrome",
     **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form not in ("otlp", "parquet")},
 }
-"""The form of a file by its suffix. OTLP keeps the processes of a merged trace apart."""
+"""The form of an output file by its suffix, for forms that can hold a merged trace. Another suffix is a recording."""
 
 
 def _add_convert(verbs: Verbs) -> None:

@@ -14,7 +14,7 @@ INCONCLUSIVE = 3
 """The exit code of an inconclusive explanation."""
 
 MOST = 15
-"""The most rows of a table in text without a number from the user."""
+"""The default number of rows of a table in text."""
 
 
 def add(verbs: Verbs) -> None:

@@ -1,4 +1,4 @@
-"""The files that a verb reads: recordings and Chrome traces, named, or all of a folder, and the memory for them."""
+"""The input files of a command: recordings and Chrome traces, by name or by folder, within a memory bound."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 LEAST_BYTES = 500_000_000
-"""The least bound for a verb, of all memory of the process."""
+"""The least memory bound, in bytes, for a command that reads files. Larger files raise it."""
 
 COMMAND_BYTES = 150_000_000
-"""Memory of a command before it reads. A program that calls `main` may have more, which does not count."""
+"""Bytes that a command uses before it reads files. Bytes beyond them, in a program that calls `main`, are extra."""
 
 SHARE_OF_DATA = 0.9
-"""The share of the bound that is the system's limit, which does not count libraries and stacks."""
+"""The share of the bound that the system enforces as RLIMIT_DATA, which leaves out libraries and stacks."""
 
 PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
-"""The multiples of its size that a trace file may need: a span has 12 to 40 bytes packed, 200 plain and 6 in a
-recording, and up to 600 while views are made of it."""
+"""Bytes of memory per byte of a packed trace, a plain one and a recording. A span takes 12 to 40 bytes packed, 200
+plain, 6 in a recording, and up to 600 in views."""
 
 
 def bound_bytes(files: Sequence[str]) -> int:

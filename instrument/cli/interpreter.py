@@ -1,4 +1,4 @@
-"""The command of a service: its interpreter, the service's name, and a child process that runs it."""
+"""The command that starts a service: its interpreter, the service's name, and a child process for the command."""
 
 from __future__ import annotations
 

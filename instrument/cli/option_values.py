@@ -1,4 +1,4 @@
-"""Readers of the values of command options, which refuse a bad text and name the allowed ones; also of the profile."""
+"""Readers of command options, which refuse an invalid text and name the allowed ones, and the choice of the profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instrument.profile.presets import PRESETS, path_of
 from instrument.profile.values import SIZE_UNITS
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""The part of the command's parser that a verb adds its own to."""
+"""The object to which each verb adds its own command line parser."""
 
 
 def count(text: str) -> int:

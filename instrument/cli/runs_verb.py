@@ -1,4 +1,4 @@
-"""The verbs on runs: `ps` lists them, `live` shows one, `dump` saves its memory, `recover` the files of rings."""
+"""The verbs on runs: `ps` lists them, `live` shows one, `dump` saves its memory, `recover` saves its ring files."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from instrument.trace.trace import Trace
 SKIPPED_ITERATIONS = 5
 
 _EVALUATES = "autograd::engine::evaluate_function"
-"""The prefix of operators that only call one of backward."""
+"""The prefix of autograd's operators that only call one operator of the backward pass."""
 
 
 class Device:

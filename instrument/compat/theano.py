@@ -158,7 +158,7 @@ class ProfileStats:
 
 _profiles: list[ProfileStats] = []
 _made: Counter[tuple[object, ...]] = Counter()
-"""The number of functions of each place."""
+"""The number of recorded functions by the key of their site. The second and later ones get a number in their name."""
 
 _lock = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""Devices: the intervals of their work for spans, and gauges of GPUs and host.
+"""Devices: the time that spans take on them, and gauges of GPUs and the host.
 
 `timer` and its modules time spans by pairs of events. `gauges` reads gauges of torch's allocator, of GPUs by `nvml`,
 and of the operating system. Nothing here initialises a device. A vendor's bindings are imported only with a driver.

@@ -1,4 +1,4 @@
-"""Pairs of events that time spans on a device, the contexts that own them, and their places on the host's clock.
+"""Pairs of events that time spans on a device, the contexts that own the pairs, and their times on the host's clock.
 
 The distance of an event to an anchor is known to about a microsecond. The order of events on a stream is certain.
 `Placing` combines both, so that intervals nest in a trace as they did on the device.

@@ -1,4 +1,4 @@
-"""The timer: device time of spans by pairs of events, without a wait on a thread of the service.
+"""The timer: device time of spans by pairs of events. No thread of the service waits for the device.
 
 A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread
 of ours, the resolver, polls for events that have happened, places the interval between them on the host's clock and

@@ -1,4 +1,4 @@
-"""The device time of one session, by a timer that starts with the import of a library that uses a device."""
+"""The device timing of one session. Its timer starts once the service imports a library that uses a device."""
 
 from __future__ import annotations
 
