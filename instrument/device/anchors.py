@@ -22,7 +22,7 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The anchors of a burst, the most polls for each, and the longest time, after which the device counts as busy."""
+"""The most readings for an anchor, polls per reading, and ns per reading. Beyond these the device counts as busy."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -30,7 +30,7 @@ RESOLUTION_NS = 500
 """The documented resolution of an event's time (cuEventElapsedTime)."""
 
 OSCILLATORS = 100e-6
-"""The largest difference of two oscillators."""
+"""The largest relative difference between the rates of two oscillators, 100 ppm."""
 
 SLEW = 500e-6
 """The largest rate at which NTP slews the host's clock (adjtime(3))."""
@@ -39,7 +39,7 @@ DRIFT = OSCILLATORS + SLEW
 """The largest drift of a device's clock from the host's before a second anchor measures it."""
 
 WANDER = 10e-6
-"""The largest change of two oscillators' rate within seconds, by temperature."""
+"""The largest change of the ratio of two oscillators' rates within seconds, 10 ppm, by temperature."""
 
 JUMP = 2e-3
 """The largest deviation of a clock's rate from 1 that counts as drift. A larger one means that a clock was set or
@@ -48,7 +48,7 @@ stopped."""
 READINGS = 3
 
 LOOSE_NS = 5 * 10**5
-"""An anchor with a larger uncertainty leaves nearly all places stale."""
+"""The uncertainty of an anchor, in ns, above which another anchor is needed soon."""
 
 _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 

@@ -30,11 +30,11 @@ from instrument.runtime.faults import FAULTS
 T = TypeVar("T")
 
 Reading = Callable[[int, int, int], tuple[int, int, int]]
-"""A call that records an event on a stream and polls for it, for some ns at most. It returns the driver's error, and
-the times before the record and after the event was seen."""
+"""A function that records an event on a stream and polls for it: (event, stream, most ns) -> (the driver's error, time
+before the record, time after the event has happened)."""
 
 CAPTURING = 1_000_000
-"""A value in place of an error: the stream is being captured into a graph, and nothing was recorded."""
+"""The result in place of a driver's error for a stream that a graph captures. Nothing was recorded."""
 
 NOT_READY = 600
 
@@ -326,7 +326,7 @@ def _address(function: Any) -> int:
 # Streams
 
 Stream = tuple[int, int]
-"""The index of a device by the process's numbers, and the handle of one of its streams."""
+"""The index of a device as this process numbers its devices, and the handle of a stream."""
 
 Current = Callable[..., "Stream | None"]
 """A call that returns the calling thread's current stream, on its current device or on a given one. It returns None

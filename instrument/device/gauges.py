@@ -81,7 +81,7 @@ RARELY_NS = 10 * 10**9
 measurement, and a loop that read it every 25 ms delayed the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""The least age of the newest reading of a share or a rate for another reading at the end."""
+"""The least age, in ns, of the newest reading of a share or a rate for one more reading at the end of a session."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -461,7 +461,7 @@ def _after_fork_in_parent() -> None:
 PROC = Path("/proc")
 
 _PROCESS_CLOCK = 2
-"""Linux's `CPUCLOCK_SCHED` in the number of a process's clock, which `process_time` reads for this process."""
+"""Linux's `CPUCLOCK_SCHED`: the kind in a process's clock id. `process_time` reads the same kind for this process."""
 
 
 MOST_THREADS = 256

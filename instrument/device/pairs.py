@@ -20,7 +20,7 @@ T = TypeVar("T")
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The most streams of a context with a state. States that are of no more use are dropped first."""
+"""The most streams of a context whose state is kept. A state that no pair needs any more is dropped first."""
 
 
 class Driver(Protocol):
@@ -256,16 +256,16 @@ STALE_NS = 10**6
 """An interval is stale if its uncertainty exceeds this, and a tenth of its length."""
 
 LAUNCH_NS = 20_000
-"""A stream that reaches a span's end this soon after the host was idle, as a launch takes 3 to 10 us."""
+"""A span is launch-bound if its device interval ends this soon after it, in ns. A launch takes 3 to 10 us."""
 
 SHORT = 20
-"""The least length of an interval, as a multiple of an empty one: events alone are 5 % of it."""
+"""The least length of an interval that is not launch-bound, in lengths of an empty one: events take 5 % of it."""
 
 RECENT = 256
 """The most recent intervals of a stream that are kept for comparison with other streams. Adjacent ones are merged."""
 
 Answer = tuple[int, int, "int | None"]
-"""The driver's error, a pair's length, and its begin from the newest anchor on, None if not asked."""
+"""The driver's error, a pair's length in ns, and the ns from the newest anchor to its begin, None if not measured."""
 
 _by_begin = attrgetter("begin_ns")
 

@@ -25,50 +25,48 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The pairs of a new pool, and the least number of free pairs, below which the resolver doubles the pool."""
+"""The pairs of a new pool, and the number of free pairs below which the resolver doubles the pool."""
 
 LOW = 64
 """The number of free pairs at which the resolver is woken."""
 
 POOL_LIMIT = 8_192
-"""The most pairs of events of a context, and so of spans that wait for the device. An event takes some hundred
+"""The most pairs of events of a context. Spans that find none free get no device time. An event takes some hundred
 bytes."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
-"""The shortest and the longest time between two polls for events that have not happened.
-
-Each poll takes the lock of the interpreter from a busy service: for 20 us and 4 us a pair on an idle machine, for half
-a millisecond and more if cores must wake up. Few polls of many pairs are better than many polls of few.
-"""
+"""The shortest and the longest pause between two polls for events, in seconds. A poll takes the lock of the interpreter
+from a busy service: for 20 us and 4 us a pair on an idle machine, for over 0.5 ms if cores must wake up. So polls are
+few, each of many pairs."""
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
-"""The time between two anchors, and the first pause between two tries on a busy device, which then doubles."""
+"""The ns between two anchors, and the first pause after a try on a busy device. Each further try doubles the pause."""
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""The pause between two polls of a watch, and their number: some 30 ms in a second without an anchor."""
+"""The seconds between two polls for the next end on a busy device, and the most polls per second without an anchor."""
 
 MEASURED_AT_ONCE = 1000
 """The most pairs in one measurement by the driver, which takes a millisecond of its time."""
 
 DEFERRED_LIMIT = 512
-"""The most intervals of a span on several streams that wait for its end. A generator that runs for days adds them in
-portions of this size."""
+"""The most intervals of a span on several streams that wait for the span's end. Beyond it they are added before that,
+as in a generator that runs for days."""
 
 INTERRUPTED = -2
 """A value in place of an error: a signal handler raised, so the state of the event is unknown."""
 
 ROW_NS = 10**7
-"""The longest time from a span's row to the end of its pair."""
+"""The most ns from a span's row to the second event of its pair. Later spans may lack a device time."""
 
 NOTE_NS = 2 * 10**7
-"""The interval between two notes of the settled time in the recording."""
+"""The ns between two writes of the settled time into the recording. Spans that ended by it have their device times."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
-"""The longest wait of `stop` for the device, and the pause between two polls."""
+"""The most ns that `stop` waits for the device, and the seconds between its polls."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16

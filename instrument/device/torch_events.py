@@ -51,7 +51,7 @@ TEXTS = {
     907: "operation not permitted on an event last recorded in a capturing stream",
     999: "unknown error",
 }
-"""The texts of CUDA's and ROCm's errors. Before 2.8 torch gives the text alone."""
+"""The texts of CUDA's and ROCm's errors by number. torch before 2.8 gives the text without the number."""
 
 OWN_TEXTS = {
     "must be completed before calculating elapsed time": cuda.NOT_READY,

@@ -32,7 +32,7 @@ RESULTS = {
         "high_ratio": "double", "cost_ns": "double",
     },
 }  # fmt: skip
-"""The columns of the tables that are results alone."""
+"""The columns, with types, of the tables that only functions return. No dataset has them."""
 
 
 def _columns(table: str) -> dict[str, str]:

@@ -32,13 +32,13 @@ SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The variable with the key of the digests, new for each run of `instrument init`."""
 
 LOOKS = 1000
-"""The first calls of a function, all of which are examined: a sample would show each function other requests."""
+"""The first calls of each function that are examined, all of them: samples would show each function other requests."""
 
 ITEMS = 64
 """The most items of a sequence or mapping that are examined."""
 
 DIGESTS = 4096
-"""The most digests of one path, and the most objects that are distinguished at a time."""
+"""The most digests of values per path, and the most objects with a number of their own at a time."""
 
 ATTRIBUTES = 60
 """The most attributes of an object that are examined."""

@@ -178,10 +178,10 @@ _READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _size, "type": _
 RETURN = "return"
 EACH = "[]"
 FACTS_OF_REQUEST = 2
-"""The number of the native reader of facts."""
+"""The mode of the native reader in which it reads facts of requests."""
 
 TEXTS_KNOWN = 4096
-"""The most texts of which the rest without the matches of an expression is cached."""
+"""The most texts whose shortened form is cached. One more empties the cache."""
 
 Values = dict[Any, Any]
 ReadResult = Callable[[Any], Values]

@@ -59,7 +59,7 @@ OPERATIONS: Mapping[str, str] = {
     "recv_anysource": "recv",
     "_end_coalescing": "coalesced",
 }
-"""The names in `torch.distributed` by the methods of a process group, of all supported versions of torch."""
+"""The operation of `torch.distributed` by the process group's method that performs it, for all supported versions."""
 
 PEERS = frozenset({"send", "recv"})
 

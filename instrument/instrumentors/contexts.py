@@ -1,4 +1,4 @@
-"""Copies of contexts, and work that is handed to other threads, reported to the recorder.
+"""Reports to the recorder on copies of contexts, and on work that is handed to other threads.
 
 To publish the current span of each context at any time, the recorder would write a variable twice per span, which costs
 more than the rest of a span. Instead it is informed of copies. `contextvars.copy_context` copies contexts, and so does

@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Family] = {
 """The family of each key of a profile, in the order in which they attach."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The keys of the families that `change` to other rules. Others are made anew, as their probes are few."""
+"""The families whose probes stay as their rules change. The probes of other families are few, and attached anew."""
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:

@@ -1,4 +1,4 @@
-"""Log records with the trace and the span in which they were made, by OpenTelemetry's names for formats of logs.
+"""Log records with the ids of the trace and the span that made them, under OpenTelemetry's names for log formats.
 
 `logs: auto` gives each record of `logging` the attributes `trace_id` and `span_id`, which formatters name. They are
 empty outside of spans. Events of structlog have both keys within spans. The ids are those at a collector.
@@ -16,7 +16,7 @@ from instrument.runtime.faults import FAULTS
 TRACE_ID, SPAN_ID = "trace_id", "span_id"
 
 _CLASSES = {"logging": ("Logger", "makeRecord"), "structlog._base": ("BoundLoggerBase", "_process_event")}
-"""The methods that make records or events, by module: the class, and the name."""
+"""The class and the method that make log records or events, by module."""
 
 
 class LogRecords(Switch):

@@ -1,4 +1,4 @@
-"""Gauges of a rule: numbers of the service that are read at calls, see `instrument.recorder.own_numbers`.
+"""Gauges of a rule: numbers read from arguments and results of calls, see `instrument.recorder.own_numbers`.
 
 A path is that of a key. A gauge that is not due is not read.
 """

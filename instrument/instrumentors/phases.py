@@ -34,7 +34,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
 }
-"""The phases of a thread during which a call of each phase gets no span of its own."""
+"""The phases that suppress the span of a call, if one is open on the thread, by the phase of the call."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -42,7 +42,7 @@ _WRAPPED_IN: Mapping[str, str] = {
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""Classes that wrap a model, and the model's name in them."""
+"""The attribute with the wrapped model, by the class of the wrapper."""
 
 UNSEEN = "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
 

@@ -1,4 +1,4 @@
-"""The cost of a probe on this machine, measured at the start of a session by the shape of the probe."""
+"""The time that a probe of each shape costs on this machine, measured at the start of a session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AMONG = 1.3
 
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, the calls per round, and the calls in the time of a request, which takes longer."""
+"""The rounds of a measurement, the calls per round, and the number of calls in place of which one request is timed."""
 
 
 class ProbeCost(NamedTuple):
@@ -215,7 +215,7 @@ def measure_passed_ns() -> dict[str, float]:
 
 
 SWEPT_BYTES = 2 << 20
-"""The memory that is read, and as much written, to remove our data from the nearer caches of 1 to 2 MiB."""
+"""The bytes that are read, and as many written, to push our data out of the nearer caches of 1 to 2 MiB."""
 
 
 def measure_cold_ns(*, with_ticks: bool = False) -> float:

@@ -36,8 +36,8 @@ WIDTH = 200
 """The most objects of one depth that are followed."""
 
 MANY = 200
-"""The most objects for which the garbage collector is asked for referrers, at one comparison with the whole heap each.
-For more objects a set is used."""
+"""The most objects for which `gc.get_referrers` is used, which compares the whole heap with each. For more, a set of
+their ids is used."""
 
 HIDDEN = "something that Python does not show, such as a local variable or an object made in C"
 

@@ -49,8 +49,8 @@ _UNREGISTERED = "put in place past torch's registration"
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""The walks that may fail to find a layer of a class, and the pause after each further walk, as a multiple of its
-duration."""
+"""The walks of the heap that may fail to find a layer of a class. After each later walk there is a pause, this many
+times as long as the walk."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 """Classes that wrap a module in their attribute `module`."""

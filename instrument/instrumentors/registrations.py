@@ -47,7 +47,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "bottle": (Seam("Route", "__init__", "callback", 4),),
     "celery.app.base": (Seam("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
 }
-"""The seams of each module of a framework."""
+"""The methods by which each module of a framework registers a handler."""
 
 
 def install(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:

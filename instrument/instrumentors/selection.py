@@ -63,8 +63,8 @@ LOOKS = 2
 importing at the first."""
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The variables with which a command asks each process for the verdicts on all rules. Each family is then loaded at
-once."""
+"""The variables by which `init` and `check` ask each process for verdicts on all rules. With one of them each family
+attaches at once, not with its first package."""
 
 
 class Selection:

@@ -69,7 +69,7 @@ SUBCLASSES = "+"
 """The end of a pattern that also means a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The most objects around a decorated function that are searched for it."""
+"""The most objects around a decorated function that are searched for the function itself."""
 
 
 @dataclass(frozen=True, slots=True)

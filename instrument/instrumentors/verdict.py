@@ -31,7 +31,7 @@ RECORDING = ("attached", "partly", "uncalled")
 """The states of a target that carries a probe."""
 
 _BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""States in the order in which they prevail between processes: the state of the process that saw more comes first."""
+"""The states in the order in which a verdict of one process prevails over another's: more knowledge comes first."""
 
 
 @dataclass(frozen=True, slots=True)

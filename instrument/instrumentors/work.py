@@ -1,4 +1,4 @@
-"""Work: the CUDA devices of a layer or a call, by the model that it runs or the tensors that it gets.
+"""The CUDA devices on which a layer or a call works, by the model that it runs or the tensors that it gets.
 
 The current device is no answer: a model may be on another device, or on several. A layer works on the devices of its
 parameters. A method works on the devices of its object, or of a model in that object. A function works on those of
@@ -36,10 +36,10 @@ KEPT = 1024
 """The most objects whose devices are cached."""
 
 SELDOM = 1024
-"""The most calls until a missing model is sought again."""
+"""The most calls until an object without a model is searched again. The pause doubles up to this number."""
 
 ITEMS = 64
-"""The most items of a container among the arguments that are examined."""
+"""The most items that are examined of a container among a call's arguments."""
 
 _PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
 _CONTAINERS = (list, tuple, dict, UserDict)

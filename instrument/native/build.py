@@ -1,4 +1,4 @@
-"""The build of the recorder in C. An install on CPython without a compiler fails with a remedy."""
+"""The build of the recorder in C. Without a compiler, an install on CPython fails and says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The facts of a process for the exporter of its spans: their ids, their resource, and the rules of capture.
+"""The facts of a process for the exporter: ids and resource of its spans, the rules of capture, and its metrics.
 
 They are JSON in the recording, except for the collector's settings, which may hold secrets: these go through the run's
 socket. The reader checks them, and ignores malformed ones.

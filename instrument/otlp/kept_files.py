@@ -1,4 +1,4 @@
-"""Files with the kept traces of a running process: recordings, which `instrument report` reads as a folder."""
+"""Files with the kept traces of a running process. `instrument report` reads a folder of such recordings."""
 
 from __future__ import annotations
 

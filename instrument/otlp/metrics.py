@@ -1,4 +1,4 @@
-"""Metrics on their way to a collector: samples of gauges, each as the metric that it is, and snapshots of totals.
+"""Metrics on their way to a collector: samples of gauges, converted to metrics, and snapshots of totals.
 
 Names, units and kinds are those of OpenTelemetry's conventions where it has one (hardware, process and system metrics,
 version 1.44); other names begin with `instrument.`. A value keeps the time at which it was read.

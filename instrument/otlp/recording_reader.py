@@ -1,4 +1,4 @@
-"""The reader of one recording: new rows as columns that wait to be settled, their device times, and totals."""
+"""The reader of one recording: its new rows as columns, their device times, and its totals."""
 
 from __future__ import annotations
 

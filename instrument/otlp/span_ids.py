@@ -1,4 +1,4 @@
-"""The ids of spans as columns: those of `Ids`, for many rows at once."""
+"""The ids of spans as columns: the same ids as `Ids` makes, for many rows at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of a first profile's functions: those in which requests spend their time, and those that divide it.
+"""The choice of functions for a first profile: those that take time themselves, and those that split a request's time.
 
 A function gets a rule if it has enough time of its own, or divides the time of a request or a step between such
 functions. The time of functions that are too short or too frequent to be recorded, of layers and of copies counts for

@@ -1,4 +1,4 @@
-"""The choice of keys and batches of a first profile, from the observed arguments of calls.
+"""The choice of argument paths that name one request (a key) or several (a batch), from observed calls.
 
 A path names requests if its values differ between requests and occur elsewhere, too. The values occur in arguments or
 the result of a function below the requests, and in arguments on another thread or in another process. A path with

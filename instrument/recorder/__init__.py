@@ -1,1 +1,1 @@
-"""The recorder: its face over the hot path in C, wrapped functions, what they cost and their bounds."""
+"""The recorder: an interface to the hot path in C, probes on functions, their cost, and a bound for it."""

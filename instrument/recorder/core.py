@@ -1,4 +1,4 @@
-"""The core of the recorder: the one in C, or where that is missing, one that records and raises nothing.
+"""The core of the recorder: the one in C, or a substitute that records nothing where that is missing.
 
 In Python it has what calls do not need: names and muting of sites, and rows and totals read back.
 """

@@ -1,4 +1,4 @@
-"""Numbers of the service's own, set in its code or by rules: gauges, counters and histograms.
+"""Numbers that the service sets in its code or by rules: gauges, counters and histograms.
 
 Each has a slot in the recording with its newest value, which a call overwrites. Once per interval a value also goes
 into a ring, for timelines. A session counts from 0.

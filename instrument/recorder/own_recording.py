@@ -1,4 +1,4 @@
-"""The recording of this process, read as others read it, with the call paths and open spans of the recorder."""
+"""The recording of this process, through the reader that other processes use, with its call paths and open spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions, coroutines and generators with a span around them, each still of its own kind.
+"""Wrappers with a span around functions, coroutines and generators. A wrapper of a coroutine function is one, too.
 
 A coroutine's span stays current while it is suspended, for its task has a context of its own: its wrapper steps it and
 times its suspensions. A generator runs in the context of its caller, so its span is current only while its body runs.

@@ -1,4 +1,4 @@
-"""Transfers: the facts of one copy, and its span if a rule wants it.
+"""Transfers: the facts of a call that copies, and the call's span if a rule asks for such copies.
 
 An adapter knows the functions of one framework that copy, and returns the transfer of each call. All adapters share one
 guard, so that nested calls that copy (a subclass of a tensor, one framework that calls another) give one span. The time
@@ -44,8 +44,8 @@ Facts = Callable[[Any, Any, Any], Transfer | None]
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""A reader of the stream of a call, from its positional and its named arguments: a stream or its address, None for the
-framework's current stream, `Work` for the current stream of another device, `NOWHERE` if it is unknown before."""
+"""A reader of a call's stream from its positional and its named arguments. The result is a stream, its address, None
+for the framework's current stream, or `Work` for another device's current one. `NOWHERE`: only the call decides."""
 
 
 class _Inside(threading.local):

@@ -1,4 +1,4 @@
-"""Frameworks whose own entry points record. This package imports none of them; it attaches when the service does.
+"""Frameworks whose entry points are recorded. Nothing here imports one: it attaches when the service imports it.
 
 Three have a table of entry points here. A span of ONNX Runtime's `run_async` covers the call, which only hands the
 work over. A pipeline of transformers that is called with a data set returns at once and works while its result is read:
@@ -29,7 +29,7 @@ _ENCODERS = (
     ("sparse_encoder", "sparse_encoder.SparseEncoder", "SparseEncoder", "encode"),
     ("cross_encoder", "cross_encoder.CrossEncoder", "CrossEncoder", "predict"),
 )
-"""The package of each class of sentence-transformers, its module in older versions, its name and its method."""
+"""The classes of sentence-transformers: package, module in older versions, class and recorded method."""
 
 
 def _of_session(session: Any) -> Facts:

@@ -27,7 +27,7 @@ from instrument.recording.spans import AttributeValue, Site
 from instrument.runtime.faults import FAULTS
 
 Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
-"""The instance of a site and its attributes."""
+"""The `instance` of a site, and the site's attributes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

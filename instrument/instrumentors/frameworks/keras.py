@@ -29,7 +29,7 @@ from instrument.runtime.faults import FAULTS
 
 LAYER = "keras.src.layers.layer"
 BACKENDS = ("jax", "torch", "numpy")
-"""The backends whose tracing can be recognised."""
+"""The backends with which a call that runs differs visibly from one that is only traced. Only these are recorded."""
 
 ENTRIES = [
     Entry(("keras.src.models.model",), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")

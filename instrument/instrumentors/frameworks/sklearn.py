@@ -28,7 +28,7 @@ METHODS = ("predict", "predict_proba", "decision_function", "transform")
 
 BASE = ("sklearn.base", "BaseEstimator")
 WRAPPING = "_SetOutputMixin"
-"""The class that replaces `transform` in each class below it, after its `__init_subclass__` has called the others."""
+"""The class of scikit-learn that wraps `transform` in each subclass, after all other `__init_subclass__` have run."""
 
 
 class Estimators:

@@ -151,11 +151,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         *("sklearn", "sentence_transformers", "torch", "transformers"),
     ),
 }
-"""The packages of each role, by the names under which they are imported.
-
-The requests of `web` are recorded, those of `unrouted` without their routes. Requests of `unmet` and jobs of `queue`
-are not recorded. A `server` serves other packages' apps, an `engine` is a complete model server.
-"""
+"""The packages of each role, by the names under which they are imported. A `server` serves other packages' apps, an
+`engine` is a complete model server. Requests of `web` are recorded, those of `unrouted` without their routes. Requests
+of `unmet` and jobs of `queue` are not recorded."""
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
 """The preset for each package that has one."""
@@ -193,7 +191,7 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "rq": ("rq", lambda: queue_jobs.RQ),
     "dramatiq": ("dramatiq", lambda: queue_jobs.DRAMATIQ),
 }
-"""The kind of server of a package, and a call for the seams of its modules, which loads their code."""
+"""The kind of server by package, and a function that loads our code for it and returns what attaches to its modules."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.MODULE: blocked.attach,

@@ -43,7 +43,7 @@ NEWEST = 256
 """The newest rows of a thread among which the blocking span is sought, since it ends near the callback's end."""
 
 OPEN_LIMIT = 1_000
-"""The most open requests with which all open rows are still read."""
+"""The most open requests with which all open spans are searched. With more, only the innermost open span is used."""
 
 BLOCKERS_KNOWN = 100
 """The most sites of blocking spans that are counted."""
@@ -142,7 +142,7 @@ class _Named(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callback that a loop names in its log if they fail. Steps of tasks are not named, and cost less."""
+"""The types of callback that get a wrapper, so that a loop's log of a failure names them. Steps of tasks need none."""
 
 
 def _run_here(function: Callable[..., Any], *args: Any) -> Any:
@@ -151,7 +151,7 @@ def _run_here(function: Callable[..., Any], *args: Any) -> Any:
 
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
-"""The count of blocks of an event loop and the nanoseconds of the longest, by the blocking span's site."""
+"""The number of stretches for which spans of a site blocked an event loop, and the ns of the longest, by site."""
 
 
 def _note(

@@ -75,7 +75,7 @@ GAPS_KEPT = 10_000
 """The most gaps of one answer that are kept, for the median gap."""
 
 ADDRESSES_KNOWN = 8
-"""The most addresses of a server with endpoints of their own: some servers read theirs from a caller's header."""
+"""The most addresses of a server with endpoints of their own. Some servers take the address from a caller's header."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
 """The exchange for which a context works."""

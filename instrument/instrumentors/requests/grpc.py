@@ -34,13 +34,13 @@ SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INT
 """Statuses that are errors of the server. The others are answers to a wrong request."""
 
 DEADLINE_SLACK_S = 0.05
-"""Seconds before its deadline from which a broken-off call counts as late: the caller's clock may run out first."""
+"""Seconds before the deadline from which a broken-off call counts as timed out: the caller's clock may be ahead."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 
 _attached: list[Arrivals] = []
-"""The arrivals of each rule. The interceptors of all servers use the last."""
+"""The arrivals of each attached rule. The interceptors of all servers use those of the last rule."""
 
 
 class _Arrived(NamedTuple):

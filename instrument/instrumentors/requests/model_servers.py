@@ -30,7 +30,7 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
 from instrument.runtime.faults import FAULTS
 
 STREAMED_CALL = "encode_response"
-"""The call whose span ends with its answer's last item, if answers are streams."""
+"""The function of LitServe's API whose span, if its answer is a stream, ends with the last item."""
 
 
 class _Taken(threading.local):
@@ -125,7 +125,7 @@ MOSEC_STATUSES: Mapping[str, int] = {
     "INTERNAL_ERROR": 500,
     "TIMEOUT_ERROR": 408,
 }
-"""The status of the front's answer by the worker's flag."""
+"""The HTTP status of mosec's answer, by the flag that its worker sends."""
 
 
 class _Batches:

@@ -1,4 +1,4 @@
-"""Jobs of queues: each that a worker of Celery, RQ or Dramatiq takes is a request, named by its task.
+"""Jobs of queues: a job that a worker of Celery, RQ or Dramatiq takes is a request with the name of its task.
 
 A job is in its caller's trace, by the `traceparent` of its message: of Celery's headers, of the `meta` of an RQ job,
 and of the options of a Dramatiq message. RQ and Dramatiq say when a job came into its queue.
