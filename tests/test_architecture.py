@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "profile": (2_569, 8),
     "proposal": (1_403, 5),
     "recorder": (2_754, 11),
-    "recording": (4_173, 20),
+    "recording": (4_171, 20),
     "report": (14_754, 50),
     "runtime": (2_781, 18),
     "sessions": (6_840, 25),

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 REQUEST_BYTES = 512 << 10
 """A request's limit before compression: there are receivers that refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
-"""The least limit that a collector which refuses sizes may bring about."""
+"""The least size to which a collector's refusals can limit requests, and the waiting bytes that are sent at once."""
 HALVINGS = 12
-"""The most requests in a row that are halved as too large for the collector: enough for single spans from 4,000.
-Further refused requests are given up whole, until the collector has taken one again."""
+"""The most requests in a row that are halved as too large for the collector: 12 lead from 4,000 spans to single ones.
+Then such requests are given up, until the collector takes one."""
 
 HOLD_LIMIT_S = 300.0
-"""The longest that a collector may have all spans wait by one answer. They wait in the queue, within its bound."""
+"""The most seconds for which one answer of a collector can delay all spans, which wait in the queue meanwhile."""
 
 _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.packed_spans", "instrument.trace.trace")
@@ -75,7 +75,7 @@ class Delivery:
 
 
 SILENCE_NS = 1_500_000_000
-"""The longest that a request waits for an answer without a word in the log."""
+"""The ns that a request waits for an answer until a log message says so."""
 
 
 class Exporter:

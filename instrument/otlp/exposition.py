@@ -51,11 +51,11 @@ BOUNDS_OF: Mapping[str, Sequence[float]] = {
     QUEUE_TIME: (0.001, 0.005, *_GENERATION_S),
     "instrument.call.duration": tuple(round(1e-5 * 4**power, 5) for power in range(13)),
 }  # fmt: skip
-"""The bounds of histograms by metric. Metrics of OpenTelemetry's GenAI conventions have the bounds given there, similar
-metrics as wide ones. Calls of functions have bounds from 10 us to some minutes."""
+"""The bounds of histograms of times by metric, in seconds. Metrics of OpenTelemetry's GenAI conventions have the bounds
+given there, similar metrics a similar range. Calls of functions have bounds from 10 us to some minutes."""
 
 BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
-"""The bounds of counts, between whole numbers."""
+"""The bounds of histograms of counts. No bound is a whole number, so no count is on a bound."""
 
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
 """The names of units in the names of metrics. A unit in braces is in no name."""

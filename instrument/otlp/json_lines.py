@@ -24,7 +24,7 @@ from instrument.trace.text import INT64
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 SPANS_IN_A_LINE = 1_000
-"""The spans after which a line ends with the tree."""
+"""The number of spans from which on a line ends with the next end of a tree."""
 
 
 def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s, roots: Int64s) -> Iterator[bytes]:

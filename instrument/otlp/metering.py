@@ -31,17 +31,17 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""Nanoseconds until the next snapshot, if ended spans were unread when the last one was requested."""
+"""The ns until another snapshot, if the last one lacks rows that had ended before it was requested."""
 
 GAUGES_FOR_NS = 30 * 10**9
-"""Nanoseconds; a scrape gets no older reading of a gauge."""
+"""The largest age, in ns, of a gauge's reading that a scrape gets."""
 
 RELEASE_S = 0.5
-"""Seconds; the longest wait for a request of metrics that is being sent as another exporter takes over."""
+"""The most seconds to wait for a request of metrics that is on its way, before another exporter takes over."""
 
 
 GROUPS: dict[tuple[str, str], set[str]] = {}
-"""The groups of requests by service and attribute. All processes of a service share them."""
+"""The names of groups of requests, by service and grouping attribute. All processes of a service share them."""
 
 
 class Metering:

@@ -36,8 +36,8 @@ from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
 from instrument.runtime.unpatched import Lock
 
 DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGRAM,)}
-"""The kinds of metrics that are sent as deltas, by the preferred temporality, as in OpenTelemetry's exporters. Our
-counters are read when they are sent, which `lowmemory` leaves as totals."""
+"""The kinds of metrics that are sent as deltas, by the value of OpenTelemetry's temporality variable. `lowmemory`
+leaves our counters as totals, because these are read as they are sent."""
 
 
 @dataclass(slots=True)
@@ -190,11 +190,11 @@ DELAY_NS = 10 * 10**9
 """Nanoseconds for which samples are gathered before they are sent, many in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The most samples or series of a request, and the least to which that falls if a collector refuses large requests. A
-sample takes some 200 bytes, a histogram 400."""
+"""The most samples or series of a request, and the least to which a collector's refusals can lower that. A sample takes
+some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
-"""The longest that spans wait because metrics do not get through."""
+"""The most ns that one delivery of metrics may delay the spans behind it."""
 
 
 @dataclass(frozen=True, slots=True)

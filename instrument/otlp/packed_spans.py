@@ -65,16 +65,16 @@ class RareMembers(NamedTuple):
 
 
 Part = tuple[str, bytes | int]
-"""A part of a head: "" and the bytes that all heads of a layout share, or the name of a field and its width."""
+"""A part of the bytes before a span's members: ("", bytes that a layout's spans share) or (field, width in bytes)."""
 
 
 class Form(Protocol):
     """A form of OTLP, by the bytes of its parts."""
 
     end: bytes
-    """The last piece of an entry without members."""
+    """The bytes that end a span without rare members."""
     around: int
-    """The bytes of an entry that its length does not count."""
+    """The bytes of a span that its length field does not count."""
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
         """Return the bytes that each value of a field takes."""
@@ -392,7 +392,7 @@ class ProtobufForm:
 
     end = b""
     around = 1
-    """Bytes of an entry that its length does not count."""
+    """The byte of the tag in front of the length."""
 
     length_widths = staticmethod(varint_widths)
 

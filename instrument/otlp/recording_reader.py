@@ -32,7 +32,7 @@ DEVICE_WAIT_NS = 2 * 10**9
 """Nanoseconds for which spans wait for their device times before they are sent without."""
 
 INTERVALS_KNOWN = 4_096
-"""The past looks that say which device intervals came after the begin of a span."""
+"""The most past looks that are remembered. Each says how many device intervals the recording had at that time."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 

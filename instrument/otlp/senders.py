@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from instrument.profile.model import Otlp
 
 THREAD_NAME = "instrument-otlp"
-"""The export thread."""
+"""The name of the thread that sends to the collector."""
 
 _FIRST_BACK_OFF_S = 0.25
 _REFUSED = (404, 405, 415, 501)  # what collectors of traces alone say of metrics
@@ -307,9 +307,9 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""Statuses after which OTLP has a client try again, RESOURCE_EXHAUSTED only where the collector sends RetryInfo."""
+"""The statuses after which an OTLP client tries again. RESOURCE_EXHAUSTED counts only with a RetryInfo."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
-"""The messages for too large requests of gRPC in C and Go, in Rust, and in Java (RESOURCE_EXHAUSTED, OUT_OF_RANGE)."""
+"""The texts by which gRPC in C, Go, Rust and Java refuses too large requests (RESOURCE_EXHAUSTED, OUT_OF_RANGE)."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
 # RetryInfo {retry_delay {seconds, nanos}}, as a detail of a status or by itself
 _RETRY_INFO = {

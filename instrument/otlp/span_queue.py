@@ -26,14 +26,14 @@ QUEUE_BYTES = 16 << 20
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""The least age of a reading of the wall clock, and the least drift, for a new reading. New readings are rare, because
-spans placed by two readings nest less exactly."""
+"""The least ns between two corrections for drift of the wall clock, and the least drift in ns. Corrections are rare,
+because spans before and after one nest less exactly."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The difference that is no drift but a step, as of a machine that was suspended."""
+"""The least change of the wall clock, in ns, that is a step and not drift, as after the machine was suspended."""
 
 PATIENCE_S = 0.1
-"""Seconds for which the lock is waited for where a signal handler may have interrupted its holder."""
+"""The most seconds to wait for the lock, whose holder may be interrupted by the signal handler that waits."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 _SENDING = "sending"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FILE_BYTES = 2**20
 """The size of the largest file that is read."""
 NODES = 10_000
-"""The most values of a document, with each use of an alias."""
+"""The most values of a document. Each use of an alias counts again."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
 """The prefixes of variables whose values, if not understood, do not prevent the start of a service."""
 DEPTH = 32
@@ -203,7 +203,7 @@ class YamlNode:
 
 
 Read = Callable[[YamlNode], Any]
-"""A reader: a call for a node's value, which may refuse the node."""
+"""A function that returns the value of a node, or refuses the node."""
 
 _UNSTORABLE = late_pattern("[\0\ud800-\udfff]")
 
@@ -289,7 +289,7 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 _TAG = "tag:yaml.org,2002:"
 _PATTERN = late_pattern(r"![^!].*")
 _EXCLUDING = late_pattern(r"(?:^|[\[,:-])\s*![^\s\"']")
-"""A plain value that begins with an exclamation mark, which is a tag for YAML."""
+"""A pattern that begins with `!` and has no quotes, so that YAML reads a tag."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
     "scalar": ("null", "bool", "int", "float", "text", "date"),
@@ -482,7 +482,7 @@ def whole(least: int) -> Read:
 
 
 SMALL = 1024
-"""The least number without a unit for which a message suggests bytes."""
+"""The least number without a unit that a message takes for bytes. For a smaller one it suggests the example's unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")

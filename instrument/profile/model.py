@@ -44,7 +44,7 @@ SERVERS: Mapping[str, str] = {
     "rq": "jobs of RQ's workers",
     "dramatiq": "messages of Dramatiq's workers",
 }
-"""The servers of `requests:`, with the owners of their requests or batches."""
+"""The servers that `requests:` can name, each with a description of its requests or batches."""
 
 VIEWS: Mapping[str, str] = {
     "brief": "one screen: requests or steps with their parts, where the time went, the device, the cost",
@@ -286,7 +286,7 @@ class PercentileThreshold:
 
 
 Comparison = tuple[str, str | bool | int | float]
-"""A comparison of an attribute with a value: `=`, `>=`, `>`, `<=` or `<`, all but the first for numbers alone."""
+"""An operator (`=`, `>=`, `>`, `<=` or `<`) and the value to compare with. Only `=` takes texts and booleans."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ FILE = Path(__file__).with_name("profile.schema.json")
 LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
 
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
-"""The shape of a pattern that selects, and does not exclude."""
+"""The schema of a pattern that selects. One that excludes begins with `!`."""
 
 SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     ("functions", "match"): {
@@ -52,7 +52,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     },
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""The shapes of keys with more conditions than those of the reader."""
+"""The schemas of keys that have more conditions than their readers state."""
 
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {
@@ -70,10 +70,10 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
-"""The descriptions with words of other modules."""
+"""The descriptions of keys that list names of other modules. All other descriptions stay as in the schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults to which the reader of a section adds a part."""
+"""The defaults in the form that a profile writes, to which a section's reader adds a part."""
 
 
 def schema() -> dict[str, Any]:

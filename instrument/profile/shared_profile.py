@@ -19,13 +19,13 @@ from instrument.runtime.cheap_start import members, replace
 from instrument.runtime.environment import settings
 
 NAME = "profile"
-"""The name of its file in the folder of a run."""
+"""The name of the file with the parsed profile in a run's folder."""
 
 _CLASS = ""
-"""The key of a plain mapping with the name of a dataclass. No field has this name."""
+"""The key that has the class's name in a mapping made of a dataclass. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of variables that a profile iterates over."""
+"""The prefix of variables that a profile may search for by prefix, so all of them count as read."""
 
 
 class Consulted(Mapping[str, str]):

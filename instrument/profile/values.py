@@ -400,7 +400,7 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
 
 
 SERVICE = "INSTRUMENT_SERVICE"
-"""The variable in which `instrument run` passes the name of a service without another name."""
+"""The variable in which `instrument run` passes the service's name if nothing else names the service."""
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "service": (("OTEL_SERVICE_NAME", string), (SERVICE, string)),

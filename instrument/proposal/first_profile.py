@@ -39,7 +39,7 @@ SHOWN = 6
 """The most items that a comment lists."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The least share that a named layer has of the time of all layers, and of the time of its block."""
+"""The least share of a layer with a rule in all layers' time, and of a part with a rule in its block's time."""
 
 LEAST_LAYER_NS = 20_000
 """The least time per call of a named layer."""

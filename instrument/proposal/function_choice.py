@@ -45,11 +45,11 @@ def share_of(share: float) -> str:
 
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The least share of a function with a rule: of the requests' time, of other work, or of a run without repeated work.
-A private function needs twice as much."""
+"""The least self time of a function with a rule, as a share of requests' time, of other repeated work, or of the run. A
+function with a leading underscore needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The least share of a function that gets a rule because it divides its time."""
+"""The least share of time of a function with little self time that gets a rule because its parts split that time."""
 
 LEAST_PART = 0.02
 """The least share of a part in the time of the divided function."""
@@ -64,11 +64,11 @@ REPEATED = 3
 """The calls per process from which on work counts as repeated."""
 
 LOADING_NS = 50_000_000
-"""The least time of a loading function with a rule."""
+"""The least ns per process of a loading function with a rule."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""A function only repeats its request if its share of the request's time is at least the first number, and its self
-time is less than the second share."""
+"""A function gets no rule if it only repeats its request: its share of the request's time is at least the first number,
+and its self time less than the second share."""
 
 RULES = 12
 """The most functions in a first profile, besides those that requests, steps and keys need."""

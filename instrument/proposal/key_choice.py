@@ -17,10 +17,10 @@ from instrument.proposal.function_choice import OF_REQUESTS, OUTSIDE, FunctionCh
 from instrument.proposal.observation import Observation, ObservedNode
 
 KEYS, BATCHES = 3, 3
-"""The most rules with a key, in addition to the rule that binds it, and the most rules with a batch."""
+"""The most rules with a key for work outside of requests, and the most rules with a batch."""
 
 LOOKS = 3
-"""The least number of observations of a path."""
+"""The least number of observed values of a path that may be a key, and of values that it shares with a function."""
 
 DISTINCT = 0.8
 """The least share of distinct values of a path that names requests."""
@@ -29,13 +29,13 @@ SHARED = 0.5
 """The least share of a path's values that come from requests."""
 
 LEAST_BATCH = 0.05
-"""The least share of a batch in the work outside of requests."""
+"""The least share of a function with a batch in the time of work outside of requests."""
 
 PASSED = 0.95
-"""The least calls of the rule that binds the key, as a share of the calls of the function that most requests call."""
+"""The least calls of the function that names requests, as a share of the calls of the candidate with the most calls."""
 
 COVERED = 0.8
-"""The share of a function's time that its parts must cover for their batches to be named instead of its own."""
+"""The least share of a function's time in its parts from which on these get batches, and the function does not."""
 
 
 @dataclass(frozen=True, slots=True)

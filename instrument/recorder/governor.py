@@ -29,13 +29,13 @@ STEP_NS = 10**9
 """The interval between two comparisons of the probes' cost with the budget."""
 
 ROOM = 0.8
-"""The largest share of the budget in use after a muted site comes back, or it would flap."""
+"""The share of the budget up to which muted sites may return. Without a margin they would be muted again at once."""
 
 SOON_NS = 5 * 10**7
-"""The interval after a look that found too much recorded, or more rows than the rings can keep."""
+"""The ns until the next comparison while the budget is exceeded, or rows come faster than the rings can keep."""
 
 WORTH = 0.05
-"""The least share of the budget that a site's count costs for its probe to be detached."""
+"""The least share of the budget that counting a muted site's calls costs before the site's probe is detached."""
 
 SAMPLE_S = 0.02
 """Seconds for which a detached probe is attached to count the calls."""
@@ -51,10 +51,10 @@ LEFT = 0.5
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
-"""The first and the longest time for which a probe is off before a try: it doubles each time."""
+"""The first and the longest ns for which a probe stays detached until a try. Each failed try doubles the time."""
 
 SETTLED = 10
-"""The multiple of its last wait within which a site, muted or detached again, waits twice as long."""
+"""A returned site that is muted or detached again within this multiple of its last wait then waits twice as long."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
 """A call that detaches a site's probe. It returns the call that attaches it again, or None."""

@@ -69,7 +69,7 @@ RPC_DURATION = "rpc.server.call.duration", "Duration of incoming remote procedur
 """The metrics of requests by protocol, each with its description."""
 
 Ended = Mapping[Labels, Mapping[int, int]]
-"""The buckets of ended requests by endpoint."""
+"""The counts of ended requests by histogram bucket, by the labels of the endpoint."""
 
 
 class MeteredRows(Protocol):
@@ -387,7 +387,7 @@ def queued_tasks() -> Mapping[str, int]:
 
 
 _OF_POOL = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""The end of a thread's name behind that of its pool."""
+"""The part of a pool thread's name after the name of the pool."""
 
 
 def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:

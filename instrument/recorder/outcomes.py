@@ -37,8 +37,8 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "tornado.web": {"HTTPError": "status_code"},
     "werkzeug.exceptions": {"HTTPException": "code"},
 }
-"""The HTTP status of exceptions by module and class, or the attribute that has it: a number, or a text that begins with
-three digits. The attributes are plain, so reading them runs no code of the service."""
+"""The HTTP status of an exception by module and class, or the attribute that has the status. Its value is a number, or
+a text that begins with three digits. Reading these attributes runs no code of the service."""
 
 
 CANCELLED = "cancelled"

@@ -18,7 +18,7 @@ from instrument.recording.numbers import SUM, bucket_of, cell_name, fits
 from instrument.runtime.unpatched import Lock
 
 EVERY_NS = 10**9
-"""Nanoseconds between the values of a number on timelines."""
+"""The default ns between two values of a number that are kept for timelines."""
 
 NEVER_NS = 1 << 62
 REFUSED = "numbers that are none, or have no room"

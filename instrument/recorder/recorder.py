@@ -102,10 +102,10 @@ LEAST_MEMORY_BYTES = 64 << 20
 """The least size of the memory for rings. Untouched memory costs nothing, and a later session may need more."""
 
 MANUAL = 2
-"""The core's state of a span that `end_manual` closes."""
+"""The state, in the core, of a span that only `end_manual` closes."""
 
 STEP = "step"
-"""The shape of a generator's step after its first, which is no probe."""
+"""The shape of a generator's later steps, whose cost is measured apart. The first step counts with the probe."""
 
 REQUEST = "request"
 """The shape of a request over ASGI."""

@@ -94,7 +94,7 @@ ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an o
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
 
 KEY_PART = 4096
-"""The number of characters at each end of a long key that its checksum covers, which bounds the service's time."""
+"""The characters at each end of a long key that its checksum covers. More would take too much of the service's time."""
 
 
 class Complain(Protocol):
@@ -384,7 +384,7 @@ def _scalar(value: object) -> str | bool | int | float | None:
 
 _BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
 _ITEMS = (bool, int, float, str)
-"""The classes of an item that is an attribute."""
+"""The classes that the only item of an array may have, to be an attribute."""
 
 
 def _text(value: object) -> str | None:

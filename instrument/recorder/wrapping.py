@@ -29,10 +29,10 @@ Results = Callable[[Any], "dict[Any, Any] | None"]
 """A call for the attributes of a call's span from its result, None for none; never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
-"""The forms of calls, in the order in which the recorder numbers them. The last two hand work to other threads."""
+"""The forms of functions in the order of the recorder's numbers. `submit` and `start` hand work to other threads."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
-"""A test of a call's positional arguments: True for a call that goes to the bare function; never raises."""
+"""A test of a call's positional arguments: True for a call that gets no span. It never raises."""
 
 
 def wrap(

@@ -1,1 +1,1 @@
-"""The recording: rows, totals, sites and spans, as those who record and those who read share them."""
+"""The recording: rows, totals, sites and spans, in the form that recorders and readers share."""

@@ -18,10 +18,10 @@ VARIABLE = "INSTRUMENT_RUN_BOARD"
 _NAME = "instrument-run"
 
 _BYTES = 1 << 20
-"""The largest size of a board. A mark is a line of 20 bytes, and each is written about once."""
+"""The most bytes of a board that are read. A mark is a line of 20 bytes, and each is written about once."""
 
 _IN_VAIN = "%020d\n"
-"""The first line: the last time at which a process's end waited in vain for a collector, on the monotonic clock."""
+"""The first line: the monotonic time in ns at which a process last ended while it waited in vain for a collector."""
 
 RECORDED = "recorded"
 """The mark of a process that has recorded calls and will report them itself."""

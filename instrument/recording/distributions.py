@@ -1,4 +1,4 @@
-"""Metrics as the process reads them, for every exporter: totals since the session's start.
+"""Metrics of a process for every exporter: totals since the session's start.
 
 A duration becomes a distribution: exact count and sum, and the tally's buckets. The middle of a bucket is at most 1/128
 (0.78 %) away from any value in it. Exporters convert buckets by their middles.

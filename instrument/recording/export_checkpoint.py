@@ -1,4 +1,4 @@
-"""The states of a recording's export and metrics, which its exporter writes into it so that the next can continue.
+"""The progress of a recording's export and metrics, written into the recording so that another exporter can go on.
 
 One process at a time exports: it has a lock on the recording, which the system releases as that process ends. Each
 state is JSON in two copies. That of the metrics has totals of requests by status, which the tally does not have, the
@@ -25,15 +25,13 @@ EXPORT_COUNTERS = (
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
     "derived lost", "deriving", "unqueued", "queueing",
 )  # fmt: skip
-"""The counters of a recording's spans by their fate. `seen` spans were read, `missed` ones overwritten before that.
-The tail sampler has `passed` over some seen spans, others were `beyond` its limits, and it `kept` the rest. Device
-`intervals` of kept spans count, too: a collector gets them as spans. A kept span is `exported`, `rejected`, `failed`,
-`dropped`, waiting, or in the batch that is `sending` now. `untimed` spans were exported before their device times came.
-If the exporter is killed, the spans it was sending are `unanswered`: the collector may have them. `abandoned` spans had
-not been sent by then, or belong to requests that had not ended as their process did.
-
-The others count no recorded spans: lost spans of stages, requests without their time in the queue, and those of both
-whose fate is not known yet, as in `OPEN_FATES`."""
+"""The counters of a recording's spans by their fate. `seen` spans were read, `missed` ones were overwritten before. The
+tail sampler dropped `passed` ones, its limits dropped the ones `beyond`, and the others are `kept`. `intervals` are
+those of kept spans on devices, which a collector gets as spans. A kept span is `exported`, `rejected`, `failed`,
+`dropped`, waiting, or in the request that is `sending`. `untimed` ones were exported without their device times. If the
+exporter is killed, its `sending` spans become `unanswered`: the collector may have them. `abandoned` ones had not been
+sent by then, or their request had not ended as its process did. `derived lost` counts lost spans of stages. `unqueued`
+counts requests without a queue time in the metrics. `deriving` and `queueing` count those without a decision yet."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """The fates of kept spans."""
@@ -45,7 +43,7 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The final counter of each undecided one if the exporter is killed."""
+"""The counters of undecided spans and requests, and the counter that gets each if the exporter is killed."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric points that the collector did not take, in addition to the fates of spans."""

@@ -39,7 +39,7 @@ JOINED = (QUEUE_TIME, SERVING_BATCH_SIZE)
 """The metrics that need the requests of all processes joined with their batches."""
 
 ONE = 10**9
-"""The number 1 in a distribution of counts, which have the unit 1e-9."""
+"""The number 1 in a distribution of counts, which counts in units of 1e-9."""
 
 DESCRIPTIONS = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",

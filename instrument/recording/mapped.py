@@ -52,7 +52,7 @@ MOST_SLOTS = {
     "intervals": 1 << 26,
     "rows": 1 << 31,
 }
-"""The most slots that are read of each part, even if a damaged file claims more."""
+"""The most slots of each part. A recording that claims more is damaged."""
 TRIES = 3
 """The most reads of the open spans. A span is taken once two copies of it are equal."""
 READINGS = 10
@@ -122,7 +122,7 @@ class Mapped:
     """
 
     in_doubt = 1
-    """The rows of a ring that may be half written: the next one of a process that may have been ended."""
+    """The number of rows of a ring that a killed process may have left half written: the next one."""
 
     def __init__(self, source: int | memoryview) -> None:
         self._memory = source if isinstance(source, memoryview) else None

@@ -1,4 +1,4 @@
-"""The facts of a recording in memory, as readers check them: its process, sites, open spans, and details of rows.
+"""Facts read from a recording in memory and checked: its process, sites, open spans, and details of rows.
 
 Another process wrote them, as numbers followed by JSON. They may be anything: a value of the wrong type counts as
 missing.

@@ -147,7 +147,7 @@ INTERVAL_SHARE = 8
 SAMPLES = 131_072
 """The most readings of gauges: an hour with one GPU. They take 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
-"""Former values of the service's own numbers that are kept, in a ring; and numbers, whose newest values follow it."""
+"""The slots of a ring with former values of the service's numbers, and the slots after it with their newest values."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """The bytes of the export state, at the end of a recording; only its exporter writes them. See
 `instrument.recording.export_checkpoint`."""

@@ -1,4 +1,4 @@
-"""The numbers of a service's own: gauges, counters and histograms, as a recording has them.
+"""The service's own numbers in a recording: gauges, counters and histograms.
 
 A cell has a name, a unit and a kind, each on a line. A histogram has a cell of its sum, and one for each bucket in use,
 whose value is the count. A reader adds the names of gauges to `GAUGES`, with which all readings are shown.
@@ -20,7 +20,7 @@ OWN_GAUGES = 2_000
 """The most names of numbers that a process knows."""
 
 LARGEST = 9e9
-"""The largest middle of a bucket in a distribution."""
+"""The largest value of a bucket's middle, so that it fits 64 bits in units of 1e-9."""
 
 NANO = 10**9
 """Distributions count values in units of 1e-9."""

@@ -1,4 +1,4 @@
-"""Spans of other tracers: the caller of a request, the links of a root or a batch, and their form in rows."""
+"""Spans of other tracers: the caller of a request, links of a root or a batch, and the texts that keep them in rows."""
 
 from __future__ import annotations
 

@@ -21,15 +21,15 @@ TASK: Final = 4
 START_NS: Final = 5
 END_NS: Final = 6
 CHILDREN_NS: Final = 7
-"""Time of the children, less what the span waited: the active time less this is its own, in which it waits, too."""
+"""The ns of the children less the ns that the span waited. The active time less this is its self time with waits."""
 ACTIVE_NS: Final = 8
-"""-1 if that is the total."""
+"""The active time in ns, -1 if it is the total time."""
 ERROR: Final = 9
 """The name of the exception, or None."""
 ATTRIBUTES: Final = 10
-"""Or None."""
+"""The attributes of the span, or None."""
 MORE: Final = ACTIVE_NS
-"""The index of the first detail of a row: their types are `More`."""
+"""The index of a row's first detail. The details have the types of `More`."""
 
 More = tuple[int, "str | None", "dict[Any, Any] | None"]
 
@@ -37,7 +37,7 @@ REQUEST_BIT = 1
 """The bit of a span id that is set for root requests alone: a root id shows whether it is a request's."""
 
 PACKED_ROW = memory_layout.ROW.packer()
-"""A row in 64 bytes, as recordings have it. `rare` is 0, twice the active time and 1, or 8 if details have more."""
+"""A row in 64 bytes, as in recordings. `rare` is 0, or 1 plus twice the active time, or 8 if details have more."""
 
 _unpack = PACKED_ROW.iter_unpack
 

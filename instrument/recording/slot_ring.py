@@ -1,4 +1,4 @@
-"""Rings of slots that Python writes: the newest records of one size, in a part of the recording or in memory."""
+"""Rings of slots that Python writes: the newest records of one kind, in a recording or in local memory."""
 
 from __future__ import annotations
 

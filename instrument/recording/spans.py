@@ -1,4 +1,4 @@
-"""The span model: what a place and one timed execution are, and the facts of a process.
+"""The span model: an instrumented place (site), one timed execution (span), and the facts of a process.
 
 Everything here is plain data with integer nanoseconds on the monotonic clock. It knows nothing of how spans are
 recorded or shown, so that a trace saved by one process reads in another.
@@ -126,14 +126,14 @@ BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.
 """The attributes of a span that serves several requests: their keys, and the weight of each in the span."""
 
 FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
-"""The attribute of a span that lists its facts of requests: a word of `KEEPS`, a space and an attribute's name. A fact
-with a value per request is a list. The attribute of its name and `FACT_KEYS` has the key of each value."""
+"""The attribute of a span that lists its facts of requests, each as a word of `KEEPS`, a space and a name. A list as
+value has one item per request. The attribute with that name and `FACT_KEYS` has their keys."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
-"""Characters of a key, of a longer one the rest is a checksum; and keys of a batch, of more the rest is counted."""
+"""The most characters of a key, a longer one ends in a checksum, and the most keys of a batch that are kept."""
 
 BLOCKED_BY, BLOCKED_AT = "instrument.blocked_by", "instrument.blocked_at"
-"""The attribute of a stretch for which an event loop was blocked: the name of the span or function that did it."""
+"""The attributes of a stretch of a blocked event loop: the span or function that blocked it, and the line of code."""
 
 
 @dataclass(slots=True)
@@ -363,7 +363,7 @@ def is_operator(site: Site) -> bool:
 
 
 BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="Handle._run")
-"""Spans of it are stretches for which an event loop ran one callback while requests were open."""
+"""The site of stretches for which an event loop ran one callback while requests were open."""
 
 
 def is_blocked_loop(site: Site) -> bool:
@@ -372,7 +372,7 @@ def is_blocked_loop(site: Site) -> bool:
 
 
 COLLECTION = Site("garbage collection", "user", module="gc", qualname="collect")
-"""Spans of it are collections of Python's, which stopped all threads of a process."""
+"""The site of garbage collections, each of which stopped all threads of the process."""
 
 
 def is_collection(site: Site) -> bool:

@@ -39,7 +39,7 @@ LARGEST_COPY_BYTES = 1 << 50
 """The most bytes of one copy. A larger number comes from a damaged file and is not added to the sum."""
 
 LARGEST = 1 << 62
-"""The most that all lines add up to. Numbers beyond it are damage, and are cut so that every sum has 64 bits."""
+"""The largest sum over all lines. Larger numbers come from damaged files, and are cut so that sums fit 64 bits."""
 
 ALL_THREADS = "(all threads)"
 
@@ -72,7 +72,7 @@ class Totals(NamedTuple):
 
 
 CORE_WIDTH = Totals._fields.index("first_ns") + 1
-"""Numbers of a recorder's line, the first of the fields."""
+"""The number of fields that a recorder fills, which come first in a line."""
 
 TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
 WIDTH = len(Totals._fields)
