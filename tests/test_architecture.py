@@ -355,10 +355,10 @@ LINES_AND_FILES = {
     "proposal": (1_403, 5),
     "recorder": (2_754, 11),
     "recording": (4_171, 20),
-    "report": (14_754, 50),
+    "report": (14_741, 50),
     "runtime": (2_781, 18),
     "sessions": (6_840, 25),
-    "trace": (10_335, 36),
+    "trace": (10_362, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -38,7 +38,7 @@ def sample(seed: int, calls: int = 4_000, factor: float = 1.0, size: float = 100
         level = alike * level + rng.gauss(0, 0.1 * math.sqrt(1 - alike * alike))
         sizes.append(size * math.exp(rng.gauss(0, 0.5)))
         values.append(factor * (5_000 + 100 * sizes[-1]) * math.exp(level))
-    return CallSample(np.array(values), np.array([sizes]), np.zeros(calls, dtype=np.int64))
+    return CallSample(np.array(values), np.log1p([sizes]), np.zeros(calls, dtype=np.int64))
 
 
 def compared(before: Service, after: Service) -> Comparison:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import stat
 import subprocess
@@ -29,7 +30,7 @@ from instrument.recording.tally import Tally
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.layout import decoded
+from instrument.trace.layout import GatheredAttributes, decoded
 from instrument.trace.trace import Trace, columns_of_spans
 
 
@@ -175,6 +176,17 @@ def test_attributes_that_are_damaged_are_refused_as_they_are_read() -> None:
     for text in (b'{"a": "\xb8"}', b'{"a": "\x01"}', b"[1]", b'{"a": '):
         with pytest.raises(TraceError, match="attributes"):
             decoded([text])
+
+
+def test_the_values_of_an_attribute_are_those_of_the_rows() -> None:
+    texts = (b'{"a":[1,["b"]],"c":2}', b'{"a":Infinity}', b'{"c":-Infinity,"a":null}', b'{"a\\"b":1,"a":1e400}')
+    gathered = GatheredAttributes()
+    for row, text in enumerate(texts):
+        gathered.add(row, text)
+    packed = gathered.packed(np.arange(len(texts), dtype=np.int32))
+    for name in ("a", "c", 'a"b', "none"):
+        assert packed.values(name, np.arange(4)) == [packed[row].get(name) for row in range(4)]
+    assert packed.values("a", np.array([3, 0])) == [math.inf, (1, ("b",))]
 
 
 @given(data=st.data())

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ from instrument.runtime import atomic
 from instrument.trace.call_tree import paths_of_rows
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE, nearest
-from instrument.trace.groups import Groups
+from instrument.trace.groups import Groups, distinct
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
@@ -408,6 +409,8 @@ def _side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
 
 
 def _joined(samples: Sequence[CallSample]) -> CallSample:
+    if len(samples) == 1:
+        return samples[0]
     return CallSample(
         np.concatenate([sample.values_ns for sample in samples]),
         np.concatenate([sample.covariates for sample in samples], axis=1),
@@ -419,25 +422,26 @@ def sizes_in(trace: Columns) -> set[str]:
     """Return the names of attributes that have the size of the work."""
     rows = trace.attributes.rows()
     some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), NAMES_LOOKED_FOR_IN)).astype(np.int64))]
-    return {name for row in some.tolist() for name in trace.attributes[row] if SIZE.search(name)}
+    names = set(chain.from_iterable(trace.attributes.distinct(some)[1]))
+    return {name for name in names if SIZE.search(name)}
 
 
 def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the covariates that match calls, a row for each: see the top of this module."""
-    requests = joined.rows
+    """Return `log1p` of the covariates that match calls, a row for each: see the top of this module."""
+    requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
-    in_flight = np.searchsorted(begins, trace.start_ns, "right") - np.searchsorted(ends, trace.start_ns, "right")
-    served = joined.served
-    sizes = np.bincount(served.batch, minlength=len(trace)).astype(np.float64)
+    sizes = np.bincount(served.batch, minlength=len(trace))
     weights = np.bincount(served.batch, served.weight / THOUSANDTHS, minlength=len(trace))
     batch = nearest(trace.parent, sizes > 0)
-    in_flight = np.where(batch == NONE, in_flight, 0)  # load acts on a batch by what is in it
-    columns = [in_flight, *(np.where(batch == NONE, 0, column[batch]) for column in (sizes, weights))]
+    outside = np.flatnonzero(batch == NONE)  # load acts on a batch by what is in it
+    starts = trace.start_ns[outside]
+    in_flight = np.zeros(len(trace))
+    in_flight[outside] = np.log1p(np.searchsorted(begins, starts, "right") - np.searchsorted(ends, starts, "right"))
+    columns = [in_flight, *(np.append(np.log1p(column), 0)[batch] for column in (sizes, weights))]
     for name in names:
-        numbers = size_numbers(trace, name)
-        of_request = np.where(joined.owner == NONE, 0, numbers[joined.owner])
-        columns.append(np.where(numbers > 0, numbers, of_request))
-    return np.maximum(np.array(columns, dtype=np.float64), 0)
+        numbers = np.log1p(np.maximum(size_numbers(trace, name), 0))
+        columns.append(np.where(numbers > 0, numbers, np.append(numbers, 0)[joined.owner]))
+    return np.array(columns)
 
 
 def size_numbers(trace: Columns, name: str) -> Floats:
@@ -453,7 +457,7 @@ def size_numbers(trace: Columns, name: str) -> Floats:
 def _members_of_batches(runs: Sequence[Recording]) -> float | None:
     """Return the mean number of requests in a batch, None without batches."""
     served = [recording.once(joined_requests).served for recording in runs]
-    batches = sum(len(np.unique(pairs.batch)) for pairs in served)
+    batches = sum(len(distinct(pairs.batch)) for pairs in served)
     return sum(len(pairs.batch) for pairs in served) / batches if batches else None
 
 

@@ -14,7 +14,6 @@ widens the interval, by the variance of the mean of a first-order autoregression
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
 from instrument.trace.columns import Int64s
-from instrument.trace.groups import numbered
+from instrument.trace.groups import numbered, ranked
 
 Floats = NDArray[np.float64]
 
@@ -32,6 +31,9 @@ LEAST_CALLS = 200
 
 LEAST_OF_STRATUM = 5
 """The least number of calls per side in a stratum."""
+
+ROUNDING = 1e-9
+"""An allowance for logarithms of powers of two."""
 
 MOST_BLOCKS, LEAST_BLOCKS = 16, 8
 LEAST_RUNS = 3
@@ -53,16 +55,12 @@ POWER = 0.9
 class CallSample:
     """Calls of one side in the order of their begins: `values_ns`, and per call its `covariates` and its `run`.
 
-    `covariates` has a row per covariate, without negative values.
+    `covariates` has a row per covariate: `log1p` of numbers that are not negative.
     """
 
     values_ns: Floats
     covariates: Floats
     run: Int64s
-
-    def only(self, chosen: NDArray[np.bool_]) -> CallSample:
-        """Return the sample of the chosen calls."""
-        return CallSample(self.values_ns[chosen], self.covariates[:, chosen], self.run[chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,93 +120,78 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
     return int(ordered[low]) if low >= 0 else None, int(ordered[high]) if high < count else None
 
 
-class _Matched:
-    """The like calls of both sides: by side the stratum and the value of each call, in the order of time."""
+class _LikeCalls:
+    """The like calls of both sides. The cell of a call is its stratum, and from `strata` on that of the side after."""
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
-        of_call, count = _strata(before, after)
-        sizes = [np.bincount(places, minlength=count) for places in of_call]
-        self.both = np.minimum(*sizes)
-        is_common = self.both >= LEAST_OF_STRATUM
-        self.samples = [sample.only(is_common[places]) for sample, places in zip((before, after), of_call, strict=True)]
-        self.places = [places[is_common[places]] for places in of_call]
-        self.sizes = [np.where(is_common, size, 0) for size in sizes]
-        self.both = np.where(is_common, self.both, 0)
+        covariates = np.concatenate([before.covariates, after.covariates], axis=1)
+        covariates = covariates[covariates.min(axis=1) < covariates.max(axis=1)]
+        count = len(before.values_ns)
+        bins = np.floor(covariates * (2 / math.log(2)) + ROUNDING).astype(np.int64)
+        stratum, firsts = numbered(np.zeros(covariates.shape[1], dtype=np.int64), *bins)
+        self.strata = len(firsts)
+        cells = stratum + self.strata * (np.arange(len(stratum)) >= count)
+        sizes = np.bincount(cells, minlength=2 * self.strata).reshape(2, -1)
+        self.both = np.where(sizes.min(axis=0) < LEAST_OF_STRATUM, 0, sizes.min(axis=0))
+        is_like = self.both[stratum] > 0
+        self.cells, self.covariates = cells[is_like], covariates[:, is_like]
+        self.values = np.concatenate([before.values_ns, after.values_ns])[is_like]
+        self.run = np.concatenate([before.run, after.run])[is_like]
+        self.sizes = np.maximum(sizes * (self.both > 0), 1)
+        first = int(np.count_nonzero(is_like[:count]))
+        self.sides = slice(0, first), slice(first, None)
 
-    def means(self, values: Sequence[Floats]) -> list[Floats]:
+    def means(self, values: Floats) -> Floats:
         """Return the mean of each stratum on each side, 0 for one without calls."""
-        return [
-            _means(places, numbers, size) for places, numbers, size in zip(self.places, values, self.sizes, strict=True)
-        ]
+        sums = np.bincount(self.cells, values, minlength=2 * self.strata).reshape(2, -1)
+        return np.asarray(sums / self.sizes)
 
-    def centered(self, values: Sequence[Floats]) -> list[Floats]:
+    def centered(self, values: Floats) -> Floats:
         """Return the values less the mean of their stratum on their side."""
-        means = self.means(values)
-        return [numbers - mean[places] for numbers, mean, places in zip(values, means, self.places, strict=True)]
+        return np.asarray(values - self.means(values).ravel()[self.cells])
 
-    def without_slopes(self, values: list[Floats]) -> list[Floats]:
+    def without_slopes(self, values: Floats) -> Floats:
         """Return the values adjusted to the mean covariates of their stratum on both sides."""
-        for_each = [
-            [np.log1p(column) for column in columns]
-            for columns in zip(*(s.covariates for s in self.samples), strict=True)
-        ]
-        columns = [np.concatenate(self.centered(columns)) for columns in for_each]
-        some = [at for at, column in enumerate(columns) if float(column @ column) > 1e-6 * len(column)]
-        if not some:
+        centered = np.array([self.centered(column) for column in self.covariates])
+        squares = centered @ centered.T if len(centered) else centered
+        some = np.flatnonzero(np.diagonal(squares) > 1e-6 * len(values)) if len(centered) else ()
+        if not len(some):
             return values
-        explained = np.array([columns[at] for at in some]).T
-        slopes = np.linalg.lstsq(explained, np.concatenate(self.centered(values)), rcond=None)[0]
-        for slope, at in zip(slopes.tolist(), some, strict=True):
-            first, second = self.means(for_each[at])
-            values = [
-                numbers - slope * (column - (first + second)[places] / 2)
-                for numbers, column, places in zip(values, for_each[at], self.places, strict=True)
-            ]
+        products = centered[some] @ self.centered(values)
+        slopes = np.linalg.lstsq(squares[np.ix_(some, some)], products, rcond=1e-12)[0]
+        for slope, column in zip(slopes.tolist(), self.covariates[some], strict=True):
+            of_stratum = np.tile(self.means(column).mean(axis=0), 2)
+            values = values - slope * (column - of_stratum[self.cells])
         return values
 
 
 def effect(before: CallSample, after: CallSample) -> Effect | None:
     """Return the change of like work from one sample to the other, None with too few like calls on both sides."""
-    matched = _Matched(before, after)
-    calls = len(matched.places[0]), len(matched.places[1])
+    like = _LikeCalls(before, after)
+    calls = len(like.values[like.sides[0]]), len(like.values[like.sides[1]])
     spent_ns = float(after.values_ns.sum())
     if min(calls) < LEAST_CALLS or spent_ns <= 0:
         return None
-    first, second = matched.means([sample.values_ns for sample in matched.samples])
-    weight = matched.both * (first + second)
+    weight = like.both * like.means(like.values).sum(axis=0)
     if not weight.any():
         return None
     weight /= weight.sum()
-    values = matched.without_slopes([np.log1p(sample.values_ns) for sample in matched.samples])
-    first, second = matched.means(values)
-    has_runs = min(len(np.unique(sample.run)) for sample in matched.samples) >= LEAST_RUNS
-    variances, freedoms = [], []
-    for side, numbers in enumerate(matched.centered(values)):
-        influence = (weight / np.maximum(matched.sizes[side], 1))[matched.places[side]] * numbers
-        run = np.unique(matched.samples[side].run, return_inverse=True)[1]
-        variance, freedom = (
-            _variance(np.bincount(run, influence).astype(np.float64)) if has_runs else _variance_by_blocks(influence)
-        )
-        variances.append(variance)
-        freedoms.append(freedom)
+    values = like.without_slopes(np.log1p(like.values))
+    means = like.means(values)
+    influence = (weight / like.sizes).ravel()[like.cells] * like.centered(values)
+    of_sides = [(influence[side], ranked(like.run[side])) for side in like.sides]
+    has_runs = min(len(runs) for _, (runs, _) in of_sides) >= LEAST_RUNS
+    variances, freedoms = zip(
+        *(
+            _variance(np.bincount(run, part).astype(np.float64)) if has_runs else _variance_by_blocks(part)
+            for part, (_, run) in of_sides
+        ),
+        strict=True,
+    )
     variance = sum(variances)
     freedom = variance**2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True)) if variance else 1.0
-    share = float(matched.samples[1].values_ns.sum()) / spent_ns
-    return Effect(float(weight @ (second - first)), float(np.sqrt(variance)), freedom, calls, share)
-
-
-def _strata(before: CallSample, after: CallSample) -> tuple[tuple[Int64s, Int64s], int]:
-    """Return the stratum of each call of both sides, and the number of strata."""
-    covariates = np.concatenate([before.covariates, after.covariates], axis=1)
-    bins = np.floor(2 * np.log2(1 + covariates)).astype(np.int64)
-    numbers, firsts = numbered(np.zeros(covariates.shape[1], dtype=np.int64), *bins)
-    count = len(before.values_ns)
-    return (numbers[:count], numbers[count:]), len(firsts)
-
-
-def _means(places: Int64s, values: Floats, sizes: Int64s) -> Floats:
-    sums = np.bincount(places, values, minlength=len(sizes)).astype(np.float64)
-    return sums / np.maximum(sizes, 1)
+    share = float(like.values[like.sides[1]].sum()) / spent_ns
+    return Effect(float(weight @ (means[1] - means[0])), float(np.sqrt(variance)), freedom, calls, share)
 
 
 def _variance(sums: Floats) -> tuple[float, float]:

@@ -277,11 +277,10 @@ def _members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
     if (members := _members_of.get(attributes)) is None:
         rows = attributes.having(BATCH_KEYS)
         of_rows = [batch_keys(value) for value in attributes.values(BATCH_KEYS, rows)]
-        weights = map(batch_weights, attributes.values(BATCH_WEIGHTS, rows), map(len, of_rows))
+        counts = np.fromiter(map(len, of_rows), np.int64, len(of_rows))
+        weights = batch_weights(attributes.values(BATCH_WEIGHTS, rows), counts)
         keys = tuple(chain.from_iterable(of_rows))
-        flat = np.fromiter(chain.from_iterable(weights), np.int64, len(keys))
-        batch = np.repeat(rows, np.array([len(keys_of_row) for keys_of_row in of_rows], dtype=np.int64))
-        members = _members_of[attributes] = batch, flat, keys
+        members = _members_of[attributes] = np.repeat(rows, counts), weights, keys
     return members
 
 
@@ -316,15 +315,20 @@ def batch_keys(value: Any) -> Sequence[str]:
     return [key for key in keys[:BATCH_LIMIT] if isinstance(key, str)]
 
 
-def batch_weights(value: Any, count: int) -> Sequence[int]:
-    """Return the weight of each key in thousandths. Weights are equal if they are missing or all 0."""
-    equal_weights = [THOUSANDTHS] * count
-    if not isinstance(value, (list, tuple)) or len(value) != count:
-        return equal_weights
-    weights = [
-        round(min(item, HEAVIEST) * THOUSANDTHS) if isinstance(item, (int, float)) and item > 0 else 0 for item in value
-    ]
-    return weights if any(weights) else equal_weights
+def batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
+    """Return the weight of each key in thousandths. Those of a batch are equal if they are missing or all 0."""
+    items = list(
+        chain.from_iterable(
+            value if isinstance(value, (list, tuple)) and len(value) == count else (0,) * count
+            for value, count in zip(values, counts.tolist(), strict=True)
+        )
+    )
+    if not set(map(type, items)) <= {int, float}:
+        items = [item if isinstance(item, (int, float)) else 0 for item in items]
+    numbers = np.array([min(item, HEAVIEST) for item in items], dtype=np.float64)
+    weights = np.round(np.where(numbers > 0, numbers, 0) * THOUSANDTHS).astype(np.int64)
+    batch = np.repeat(np.arange(len(counts)), counts)
+    return np.where(np.bincount(batch, weights, len(counts))[batch] > 0, weights, THOUSANDTHS)
 
 
 # Sub-requests
@@ -561,6 +565,8 @@ def _in_circles(parent: Int32s) -> Bools:
     """Return True for rows whose ancestors are cyclic."""
     above = parent.copy()
     for _ in range(len(parent).bit_length() + 1):
+        if not (above != NONE).any():
+            break
         above = np.where(above == NONE, np.int32(NONE), above[above]).astype(np.int32)
     return np.asarray(above != NONE)
 

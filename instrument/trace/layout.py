@@ -10,6 +10,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -186,7 +187,6 @@ def attribute_texts(trace: Columns, rows: Iterable[int], *, finite: bool = True)
 # Unpacked
 
 BYTES_AT_ONCE = 1 << 22
-TEXTS_AT_ONCE = 1000
 
 
 class PackedAttributes:
@@ -233,11 +233,12 @@ class PackedAttributes:
         places = self._place[rows]
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
-        numbers = distinct(of_rows[of_rows != NONE]).tolist()
+        numbers = distinct(of_rows[of_rows != NONE])
+        value_in, texts = _reader_of(name), self._texts
+        firsts, ends = np.where(numbers > 0, self._ends[numbers - 1], 0), self._ends[numbers]
         values: dict[int, AttributeValue | None] = {NONE: None}
-        for first in range(0, len(numbers), TEXTS_AT_ONCE):
-            chunk = numbers[first : first + TEXTS_AT_ONCE]
-            values |= zip(chunk, (pairs.get(name) for pairs in decoded(map(self._text, chunk))), strict=True)
+        for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends.tolist(), strict=True):
+            values[number] = value_in(bytes(texts[first:end]))
         return list(map(values.__getitem__, of_rows.tolist()))
 
     def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
@@ -271,9 +272,29 @@ def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     return [{key: as_tuples(value) for key, value in attributes.items()} for attributes in objects]
 
 
+@lru_cache(maxsize=64)
+def _reader_of(name: str) -> Callable[[bytes], Any]:
+    """Return a function that reads the value of one attribute from a JSON text. No other value becomes an object."""
+
+    def value_in(text: bytes) -> Any:
+        try:
+            return as_tuples(decode(text).value)
+        except msgspec.MsgspecError:  # JSON has no infinity, and attributes may
+            return decoded([text])[0].get(name)
+
+    try:
+        only_value = msgspec.defstruct("Attributes", [("value", Any, None)], rename={"value": name})
+    except ValueError:  # a name with quotes
+        return lambda text: decoded([text])[0].get(name)
+    decode: Callable[[bytes], Any] = msgspec.json.Decoder(only_value).decode
+    return value_in
+
+
 def as_tuples(value: Any) -> Any:
     """Return the value of an attribute with JSON's lists as tuples."""
-    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    return tuple([as_tuples(item) if isinstance(item, list) else item for item in value])
 
 
 def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:

@@ -5,8 +5,8 @@
 Pairs of recordings of one service, whose neighbouring steps are alike by 0.9: first of the same code, while the load
 doubles, prompts are three times as long, or both; then with one function of ten slower by 3 %, under the same changes.
 `plain` beside the first is Mann-Whitney's test at 1 % on the same calls, unmatched, as a plain tool would ask: the
-pairs of which it calls any call path slower. The last line is what a comparison of two recordings takes that have so
-many spans together.
+pairs of which it calls any call path slower. The first line is what the whole command takes for two recordings, which
+have that number of spans together.
 
 Targets: of 60 pairs of the same code at most 1 with a regression; of 60 with a slower function at least 54 found, and
 52 by its call path. Two recordings of a million spans in all within 2 s and 500 MB.
@@ -15,9 +15,7 @@ Targets: of 60 pairs of the same code at most 1 with a regression; of 60 with a 
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from instrument.report.view import Options, Recording
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from simulated_engine import PARTS, Service
+from views import print_cost
 
 SHIFTS: tuple[dict[str, float], ...] = ({"a_second": 80.0}, {"prompt": 600.0}, {"a_second": 80.0, "prompt": 600.0}, {})
 
@@ -57,6 +56,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_500)
     parser.add_argument("--spans", type=int, default=1_000_000)
     options = parser.parse_args()
+    print_cost("compare", {"before.npz": 2, "after.npz": 3}, options.spans)
     alarms = plain = found = named = wrong = 0
     for seed in range(options.pairs):
         before, after = pair(seed, options.requests, **SHIFTS[seed % len(SHIFTS)])
@@ -69,12 +69,6 @@ def main() -> None:
         paths = slower_paths(compare([before], [after], Options()))
         found, named, wrong = found + bool(paths), named + (name in paths), wrong + bool(set(paths) - {name})
     print(f"3 % slower: found in {found} of {options.pairs} pairs, named in {named}; another path named in {wrong}")
-    before, after = pair(1, options.spans // 110)
-    spans = len(before.columns) + len(after.columns)
-    started = time.process_time()
-    compare([before], [after], Options())
-    most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{spans} spans: {time.process_time() - started:.2f} s of processor, {most_mb:.0f} MB with the simulation")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +59,9 @@ from instrument.report.summary import prepare
 from instrument.trace import file
 from instrument.trace.self_times import self_times_of
 from instrument.trace.trace import Trace, columns_of_spans
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from simulated_engine import Service
 
 TARGET_S, TARGET_MB, TARGET_RECORDING_S, TARGET_RECORDING_MB, TARGET_LIVE_MS = 8.0, 600, 1.5, 400, 60
 LIVE_VIEWS = ("events", "classes", "ops", "instances", "cost")
@@ -213,6 +219,25 @@ def taken(command: list[str], repeat: int) -> tuple[float, float, float]:
         runs.append((time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024))
     wall_s, processor_s, most_mb = map(min, zip(*runs, strict=True))
     return wall_s, processor_s, most_mb
+
+
+def write_of_service(path: str, seed: int, spans: int) -> None:
+    """Write a recording of a simulated service of about that number of spans."""
+    file.dump(path, Service(seed, requests=spans // 69).run())
+
+
+def print_cost(verb: str, seeds: Mapping[str, int], spans: int) -> None:
+    """Print the cost of a verb over files of a simulated service, which have that number of spans together."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(Path(folder, name)) for name in seeds]
+        with ProcessPoolExecutor(1, get_context("spawn")) as own_process:
+            for path, seed in zip(paths, seeds.values(), strict=True):
+                own_process.submit(write_of_service, path, seed, spans // len(seeds)).result()
+        wall_s, processor_s, most_mb = taken([sys.executable, "-m", "instrument", verb, *paths], 3)
+    print(
+        f"{verb} of {spans} spans: {processor_s:.2f} s of processor, {wall_s:.2f} s in all, {most_mb:.0f} MB",
+        flush=True,
+    )
 
 
 def by_view(views: list[str], path: str, repeat: int) -> None:
