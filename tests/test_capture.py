@@ -377,7 +377,7 @@ SECOND_NS = 10**9
 HALF_AS_LONG_AGAIN = Capture(sample=0.0, slow_over=PercentileThreshold(0.99, 1.5))
 
 
-@pytest.mark.parametrize("look_every", [1, 7, 500, 10_000])
+@pytest.mark.parametrize("look_every", [pytest.param(1, marks=pytest.mark.slow), 7, 500, 10_000])
 def test_requests_that_are_slow_for_their_endpoint_are_kept_and_hardly_any_other_of_5000(
     timed: Timed, look_every: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -49,6 +50,12 @@ MOST = {
 named by a pronoun, an adverb or a participle, and sentences of a docstring over 30 words. A change lowers these."""
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the tree of a module, parsed once for all tests."""
+    return ast.parse(path.read_text("utf-8"))
+
+
 def docstrings(tree: ast.Module) -> Iterator[str]:
     """Yield the docstrings of a module, of its classes and functions, and of its constants."""
     for node in ast.walk(tree):
@@ -81,10 +88,9 @@ def english(folder: str) -> tuple[int, int, int, int]:
     for path in paths:
         if path.suffix not in SOURCES or path.name.startswith("d3"):
             continue
-        text = path.read_text("utf-8")
-        words += len(PRIVATE_WORD.findall(text))
+        words += len(PRIVATE_WORD.findall(path.read_text("utf-8")))
         if path.suffix == ".py":
-            tree = ast.parse(text)
+            tree = parsed(path)
             names += sum(VAGUE_NAME.fullmatch(name) is not None for name in variables(tree))
             for docstring in docstrings(tree):
                 clauses += CLAUSE.match(docstring) is not None
@@ -113,7 +119,7 @@ def texts(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_message_has_a_private_word_and_no_public_name_is_vague() -> None:
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in ROOT.rglob("*.py")}
+    trees = {path: parsed(path) for path in ROOT.rglob("*.py")}
     assert [
         (path.name, text) for path in trees for text in texts(trees[path]) if PRIVATE_WORD.search(text) and " " in text
     ] == []

@@ -628,6 +628,7 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     assert recorder.rings()[0].usage()[0][1:] == ((1 << 32) + 3, full, 0)
 
 
+@pytest.mark.slow
 def test_the_histograms_of_many_paths_and_threads_add_up_beyond_what_their_parts_hold(make_recorder: Any) -> None:
     recorder = make_recorder()
     sites = [Site(f"f{n}") for n in range(16_000)]

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -326,10 +327,16 @@ def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
                 yield span.span_id, [known[trace_id, span_id] for trace_id, span_id, _ in links]
 
 
-@pytest.mark.parametrize(
-    ("make", "seed"),
-    [*((run_of, at) for at in range(12)), *((with_strays, at) for at in range(8)), (with_slots, 0), (with_slots, 1)],
-)
+def engines(*counts: tuple[Callable[[int], Run], int]) -> list[Any]:
+    """Return each maker of runs with its first seeds. The first three seeds run at once, the others as slow tests."""
+    return [
+        pytest.param(make, seed, marks=[pytest.mark.slow] if seed > 2 else [])
+        for make, count in counts
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("make", "seed"), engines((run_of, 12), (with_strays, 8), (with_slots, 2)))
 def test_stages_and_links_of_random_engines_are_those_of_their_recordings(
     make: Callable[[int], Run], seed: int
 ) -> None:
@@ -497,9 +504,7 @@ def with_some_open(make: Callable[[int], Run], seed: int) -> Run:
 
 
 @pytest.mark.parametrize("limit", [None, 60])
-@pytest.mark.parametrize(
-    ("make", "seed"), [(make, at) for make in (run_of, with_strays, with_nested) for at in (0, 2, 4)]
-)
+@pytest.mark.parametrize(("make", "seed"), engines((run_of, 5), (with_strays, 5), (with_nested, 5)))
 def test_a_batch_is_given_to_each_of_its_requests_once_whatever_engines_do_and_memory_is_bounded(
     make: Callable[[int], Run], seed: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -550,14 +555,7 @@ def queued(run: Run) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("sample", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("make", "seed"),
-    [
-        *((run_of, at) for at in range(12)),
-        *((make, at) for make in (with_strays, with_nested) for at in range(6)),
-        (with_slots, 0),
-    ],
-)
+@pytest.mark.parametrize(("make", "seed"), engines((run_of, 12), (with_strays, 6), (with_nested, 6), (with_slots, 1)))
 def test_queue_times_of_random_engines_are_those_of_their_recordings(
     make: Callable[[int], Run], seed: int, sample: float
 ) -> None:
