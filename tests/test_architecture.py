@@ -348,17 +348,17 @@ LINES_AND_FILES = {
     "device": (3_717, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
-    "instrumentors": (11_536, 45),
+    "instrumentors": (11_807, 46),
     "native": (9_462, 28),
     "otlp": (4_964, 19),
-    "profile": (2_569, 8),
+    "profile": (2_585, 8),
     "proposal": (1_403, 5),
     "recorder": (2_754, 11),
-    "recording": (4_171, 20),
+    "recording": (4_175, 20),
     "report": (14_741, 50),
     "runtime": (2_781, 18),
     "sessions": (6_840, 25),
-    "trace": (10_362, 36),
+    "trace": (10_367, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -528,6 +528,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "provider": Key("provider", string),
         "by": Key("by", readers.attribute_name),
         "at_most": Key("at_most", whole(1)),
+        "server_timing": Key("server_timing", readers.server_timing),
     },
     "schedule": {
         "skip_first": Key("skip_first", whole(0)),

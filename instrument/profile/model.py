@@ -235,7 +235,8 @@ class RequestsRule:
     that may have data of a caller. The caller's trace is followed, linked to, or left alone (`traceparent`). Reports
     and metrics group requests `by` an attribute, such as one that names a tenant: by up to `at_most` values, and the
     others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by item, by
-    what is called `provider`.
+    what is called `provider`. Answers have their timings (`server_timing`): all, those whose requests have a header, or
+    none ("").
     `blocked_ns` is that of the profile's `Limits`, added when the rule is attached.
     """
 
@@ -248,6 +249,7 @@ class RequestsRule:
     provider: str = ""
     by: str = ""
     at_most: int = 50
+    server_timing: str = ""
     blocked_ns: int | None = None
     line: int = field(default=0, compare=False)
     text: str = "requests"

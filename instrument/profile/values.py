@@ -191,6 +191,19 @@ request_attribute = spelled(
     "http.request.header.<name in small letters>, url.path, url.query, client.address or user_agent.original",
     lambda text: f"http.request.header.{text.lower()}",
 )
+_timing_header = spelled(
+    rf"header {HEADER_NAME_SYNTAX}", "true, off, or `header NAME`", lambda text: f"header {text.split()[-1]}"
+)
+
+
+@shaped({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
+def server_timing(node: YamlNode) -> str:
+    """Read which answers have their timings: "true" for all, "header NAME", or "" for none."""
+    if node.is_off:
+        return ""
+    return "true" if node.kind == "bool" else str(_timing_header(node))
+
+
 attribute_name = spelled(ATTRIBUTE_SYNTAX, "the name of an attribute, of at most 256 characters")
 number_name = spelled(r"[!-~]{1,64}", "a name of at most 64 printable characters without spaces")
 folder_path = spelled(

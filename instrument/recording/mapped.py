@@ -88,7 +88,7 @@ ROWS = _type(layout.ROW)
 _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
 _INTERVAL, _SAMPLE, _NUMBER = _type(layout.INTERVAL), _type(layout.SAMPLE), _type(layout.NUMBER)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
-_FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
+_FACT, _DETAIL = layout.FACT.packer(), layout.DETAIL.packer()
 
 
 @cache
@@ -243,9 +243,9 @@ class Mapped:
         if generation != self.generation or part.used < until:
             self._site_by_number, until = {}, 0
         data = self._bytes(part.offset + until, min(part.used, part.slots) - until)
-        for fact, text in records(data, _FACT):
-            self._site_by_number[int(fact["site"])] = site_of(facts_in(text))
-            until += int(fact["size_bytes"])
+        for (site, size_bytes, _), text in records(data, _FACT):
+            self._site_by_number[site] = site_of(facts_in(text))
+            until += size_bytes
         self._sites_until = self.generation, until
         return self._site_by_number
 
@@ -627,10 +627,10 @@ class Mapped:
 def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
     """Return the active time and the text of each span that copied details are of."""
     return {
-        int(detail["span_id"]): (int(detail["active_ns"]), text)
+        span_id: (active_ns, text)
         for data in pieces
-        for detail, text in records(data, _DETAIL)
-        if detail["span_id"]
+        for (span_id, active_ns, *_), text in records(data, _DETAIL)
+        if span_id
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -117,12 +118,15 @@ class Detail(NamedTuple):
     attributes: Mapping[str, Any]
 
 
-def records(data: bytes, kind: np.dtype[np.void]) -> Iterator[tuple[Any, bytes]]:
-    """Yield records one after another, each with the text behind it, up to the first invalid one."""
-    at, least = 0, kind.itemsize
+def records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
+    """Yield records one after another, each with the text behind it, up to the first invalid one.
+
+    The last fields of a record are its size and that of its text.
+    """
+    at, least = 0, packer.size
     while at + least <= len(data):
-        record = np.frombuffer(data, kind, 1, at)[0]
-        size, text = int(record["size_bytes"]), int(record["text_bytes"])
+        record = packer.unpack_from(data, at)
+        size, text = record[-2:]
         if size < least + text or size % 8 or at + size > len(data):
             return
         yield record, data[at + least : at + least + text]

@@ -121,13 +121,18 @@ class RowSnapshot:
     read_ns: int
 
     @classmethod
-    def of(cls, mapped: Mapped, since_ns: int = 0, leave_out: frozenset[int] = frozenset()) -> RowSnapshot:
-        """Copy the rows that ended after a time and the open spans, without rows of the threads in `leave_out`."""
+    def of(
+        cls, mapped: Mapped, since_ns: int = 0, leave_out: frozenset[int] = frozenset(), details_from: int = 0
+    ) -> RowSnapshot:
+        """Copy the rows that ended after a time and the open spans, without rows of the threads in `leave_out`.
+
+        The details of the rows are at or after the place `details_from`.
+        """
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
         rings = mapped.rows(mapped.first_after(since_ns)) if since_ns else mapped.rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
         has_details = any(bool(has_more(ring.rows).any()) for ring in rings) or open_spans
-        details, _ = mapped.copied_details() if has_details else ([], 0)
+        details, _ = mapped.copied_details(details_from) if has_details else ([], 0)
         wrapped, given_up = map(frozenset, mapped.overwritten_since(since_ns))
         return cls(mapped.tree(), rings, open_spans, details, wrapped, given_up, read_ns)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace, takes_place
-from instrument.instrumentors.requests.exchange import Arrival, Exchange, Exchanges
+from instrument.instrumentors.requests.exchange import SERVER_TIMING, Arrival, Exchange, Exchanges
 from instrument.instrumentors.requests.propagation import Caller, with_state
 from instrument.recorder.outcomes import STATUS
 
@@ -28,6 +28,7 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange: Exchange | None = None
         is_events = False
         failure: BaseException | None = None
+        method = ""
 
         def write_headers(self, status_line: Any, headers: Any, *args: Any) -> Any:
             exchange = self.exchange
@@ -35,6 +36,10 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
                 try:
                     exchange.answer(int(status_line.split(" ", 2)[1]))
                     self.is_events = headers.get("Content-Type", "").startswith("text/event-stream")
+                    if exchange.timing is not None:
+                        exchange.timing.begin_parts(headers.items(), self.method)
+                        headers = headers.copy()  # an application may send them again
+                        headers.add(SERVER_TIMING, exchange.timing.text(exchange))
                 except Exception:
                     exchange.unread()
             return super().write_headers(status_line, headers, *args)
@@ -47,11 +52,15 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
         def write_eof(self, chunk: Any = b"") -> Any:
             if self.exchange is not None and chunk:
                 self._count(self.exchange, chunk, is_last=True)
+            if self.exchange is not None and self.exchange.timing is not None:
+                chunk = bytes(chunk) + self.exchange.timing.comment(self.exchange)
             return super().write_eof(chunk)
 
         def _count(self, exchange: Exchange, chunk: Any, *, is_last: bool) -> None:
             try:
                 exchange.answer_bytes += len(chunk)
+                if exchange.timing is not None:
+                    exchange.timing.sent(bytes(chunk))
                 if len(chunk) and (exchange.stream is not None or not is_last):
                     exchange.item((bytes(chunk).count(b"\n\n") or 1) if self.is_events else 1)
             except Exception:
@@ -68,7 +77,7 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange = (http if is_http else websocket).begun(request)
         if exchange is None:
             return await handle(self, request, start_time, request_handler)
-        writer.exchange = exchange
+        writer.exchange, writer.method = exchange, request.method
         try:
             result = await exchange.stepped(handle(self, request, start_time, request_handler))
         except BaseException as error:

@@ -16,6 +16,7 @@ from instrument.instrumentors.requests.exchange import Arrival, Arrivals, Exchan
 from instrument.instrumentors.requests.propagation import Caller, with_state
 from instrument.recorder.outcomes import FIRST_OF_SERVER
 from instrument.recorder.recorder import header_values
+from instrument.runtime.faults import FAULTS
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -30,6 +31,8 @@ PLAIN = (b"traceparent", b"tracestate", b"content-length")
 
 NOWHERE = (None, None)
 CONTENT_TYPE, CONTENT_LENGTH = (b"content-type",), (b"content-length",)
+
+TIMINGS, TRAILERS = b"server-timing", "http.response.trailers"
 
 WHOLE_FILE = "http.response.pathsend"
 FILES = (WHOLE_FILE, "http.response.zerocopysend")
@@ -56,7 +59,7 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
     if exchange is None:
         return await app(scope, receive, send)
     is_http = scope["type"] == "http"
-    channel = Http() if is_http else Websocket()
+    channel = Websocket() if not is_http else Http() if exchange.timing is None else TimedHttp(scope)
     channel.exchange, channel.server_receive, channel.server_send = exchange, receive, send
     try:
         answer = app(scope, receive if is_http else channel.receive, channel.send)
@@ -165,6 +168,61 @@ class Http(AsgiChannel):
             exchange.end()
         else:
             exchange.end_of_parts()
+
+
+class TimedHttp(Http):
+    """The channel of a request whose answer has its timings (`AnswerTimings`), with a trailer for those of a stream.
+
+    A trailer is sent if the server takes one (`http.response.trailers`), the client does (`TE`), and the answer has no
+    length.
+    """
+
+    __slots__ = ("_has_own_trailer", "_method", "_takes_trailer", "_timings_at_end")
+
+    def __init__(self, scope: Message) -> None:
+        (accepted,) = header_values(_kept(scope["headers"], scope), (b"te",))
+        is_known = TRAILERS in (scope.get("extensions") or ())
+        self._takes_trailer = is_known and accepted is not None and b"trailers" in accepted.lower()
+        self._method = scope.get("method", "")
+        self._has_own_trailer, self._timings_at_end = False, b""
+
+    def send(self, message: Message) -> Awaitable[None]:
+        try:
+            message = self._timed(message)
+        except Exception as fault:
+            FAULTS.note("server timing", fault)
+        return super().send(message)
+
+    def _timed(self, message: Message) -> Message:
+        timing, kind = self.exchange.timing, message["type"]
+        if timing is None:
+            return message
+        if kind == "http.response.start":
+            pairs = [*message.get("headers", ()), (TIMINGS, timing.text(self.exchange).encode())]
+            timing.begin_parts(pairs, self._method)
+            (length,) = header_values(pairs, CONTENT_LENGTH)
+            has_parts = length is None and self._method != "HEAD" and message["status"] not in (204, 304)
+            if self._takes_trailer and has_parts and not message.get("trailers"):
+                self._has_own_trailer, message = True, {**message, "trailers": True}
+                pairs.append((b"trailer", TIMINGS))
+            return {**message, "headers": pairs}
+        if kind == "http.response.body":
+            timing.sent(message.get("body", b""))
+        elif kind == TRAILERS and self._timings_at_end and not message.get("more_trailers"):
+            return {**message, "headers": [*message.get("headers", ()), (TIMINGS, self._timings_at_end)]}
+        return message
+
+    async def _send_last(self, message: Message) -> None:
+        timing = self.exchange.timing
+        if timing is not None and self.exchange.is_open:
+            if self._takes_trailer:
+                self._timings_at_end = timing.text(self.exchange).encode()
+            elif message["type"] == "http.response.body" and (comment := timing.comment(self.exchange)):
+                message = {**message, "body": message.get("body", b"") + comment}
+        if self._has_own_trailer:
+            await self.server_send(message)
+            message = {"type": TRAILERS, "headers": [(TIMINGS, self._timings_at_end)], "more_trailers": False}
+        await super()._send_last(message)
 
 
 class Websocket(AsgiChannel):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import types
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,17 @@ from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
+    from instrument.instrumentors.requests import server_timing
     from instrument.recording import gen_ai_metrics
 else:
     gen_ai_metrics = LazyModule("instrument.recording.gen_ai_metrics")
+    server_timing = LazyModule("instrument.instrumentors.requests.server_timing")
 
 HEADER = "http.request.header."
 """The prefix of attributes for headers of a request."""
+
+SERVER_TIMING = "Server-Timing"
+"""The header of an answer with its timings."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
 CLIENT_GONE = "client gone"
@@ -107,7 +113,13 @@ class Exchanges:
         self._extract: Extract | None = None if rule.traceparent == "off" else extractor()
         self._follows = rule.traceparent == "follow"
         self._links = rule.traceparent == "link"
-        self.is_plain = not rule.attributes and self._follows and self._extract is w3c
+        self._timed_by = rule.server_timing.removeprefix("header ").lower().encode() if rule.server_timing else None
+        self.times_all = rule.server_timing == "true"
+        """True if each answer has its timings, not only those whose requests ask for them by a header."""
+        if self._timed_by is not None:
+            import_module(server_timing.__name__)  # numpy takes long, and no request may wait for it
+        asks = self._timed_by is not None and not self.times_all
+        self.is_plain = not rule.attributes and self._follows and self._extract is w3c and not asks
         """True if only the address and the caller of a request are read."""
         self._at: dict[Any, Endpoints] = {}
         self._arrivals: dict[Any, Arrivals] = {}
@@ -151,6 +163,11 @@ class Exchanges:
             facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
             if span.state:
                 facts[LINK_STATE] = span.state
+
+    def timing(self, headers: Mapping[bytes, bytes]) -> server_timing.AnswerTimings | None:
+        """Return the timings of an answer if its request asks for them."""
+        is_asked = self.times_all or (self._timed_by is not None and self._timed_by in headers)
+        return server_timing.AnswerTimings(self.recorder) if is_asked else None
 
     def at(self, address: tuple[Any, ...], facts: Mapping[str, AttributeValue]) -> Endpoints | None:
         """Return the endpoints at an address, None beyond `ADDRESSES_KNOWN`."""
@@ -244,10 +261,11 @@ class Exchange:
     """A request and its answer. One context uses it at a time; calls after its end have no effect.
 
     `frame` is its span's frame, None once the last byte is sent. `facts` are attributes of the span, and must not
-    change after that. `stream` has the items of an answer in parts, None for an answer in one piece.
+    change after that. `stream` has the items of an answer in parts, None for an answer in one piece. `timing` is None
+    if the answer has no timings.
     """
 
-    __slots__ = ("answer_bytes", "facts", "frame", "method", "prefix", "route", "status", "stream")
+    __slots__ = ("answer_bytes", "facts", "frame", "method", "prefix", "route", "status", "stream", "timing")
 
     answer_bytes: int
     facts: dict[Any, Any]
@@ -257,6 +275,7 @@ class Exchange:
     route: str
     status: int
     stream: Stream | None
+    timing: server_timing.AnswerTimings | None
 
     @property
     def is_open(self) -> bool:
@@ -399,7 +418,10 @@ class Arrivals:
             exchange.prefix = exchange.route = ""
             exchange.status = exchange.answer_bytes = 0
             exchange.stream = None
+            exchange.timing = None
             exchange.frame = method.open_request(method.site, facts, caller, length)
+            if not self._is_plain or exchanges.times_all:
+                exchange.timing = exchanges.timing({} if self._is_plain else headers)
             CURRENT.set(exchange)
             return exchange
         except Exception as fault:

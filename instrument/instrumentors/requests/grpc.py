@@ -19,6 +19,7 @@ from instrument.instrumentors.requests.exchange import (
     CURRENT,
     PORT,
     SERVER,
+    SERVER_TIMING,
     Arrival,
     Arrivals,
     Exchange,
@@ -167,8 +168,20 @@ class _Call:
         self.exchange = self._arrivals.begun(_Arrived(self._details, context))
         return self.exchange
 
+    def _add_timings(self, context: Any) -> None:
+        """Add the timings of a call to the metadata after its answer, if it is asked for."""
+        exchange = self.exchange
+        try:
+            if exchange is not None and exchange.timing is not None and exchange.is_open and context is not None:
+                timing, exchange.timing = exchange.timing, None  # once
+                metadata = context.trailing_metadata() or ()
+                context.set_trailing_metadata((*metadata, (SERVER_TIMING.lower(), timing.text(exchange))))
+        except Exception as fault:
+            FAULTS.note("server timing", fault)
+
     def _returned(self, context: Any) -> None:
         """Note that the behaviour has returned. A single answer ends the call later, when it has been serialized."""
+        self._add_timings(context)
         try:
             is_last = self._is_streamed or type(context) is _Noted or self._service.status_of(context) != "OK"
             is_last = is_last or _is_gone(context)
@@ -183,6 +196,7 @@ class _Call:
         exchange = self.exchange
         if exchange is None or not exchange.is_open:
             return
+        self._add_timings(context)
         try:
             status = self._service.status_of(context)
             is_broken_off = error is not None and type(error).__name__ in ("CancelledError", "GeneratorExit")

@@ -9,10 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context, copy_context
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges, ServedApp
+from instrument.instrumentors.requests.exchange import (
+    CURRENT,
+    SERVER_TIMING,
+    Arrival,
+    Exchange,
+    Exchanges,
+    ServedApp,
+)
 from instrument.instrumentors.requests.propagation import Caller, with_state
+from instrument.runtime.faults import FAULTS
+
+if TYPE_CHECKING:
+    from instrument.instrumentors.requests.server_timing import AnswerTimings
 
 StartResponse = Callable[..., Any]
 
@@ -40,6 +51,8 @@ class WsgiApp(ServedApp):
         exchange = arrivals.begun(environ)
         if exchange is None:
             return app(environ, start_response)  # type: ignore[no-any-return]
+        if exchange.timing is not None:
+            start_response = _timed(exchange.timing, exchange, environ, start_response)
 
         def start(*arguments: Any, **kwargs: Any) -> Any:
             try:
@@ -67,6 +80,23 @@ class WsgiApp(ServedApp):
             exchange.end()
             return body  # type: ignore[return-value]
         return _Body(body, exchange)
+
+
+def _timed(
+    timing: AnswerTimings, exchange: Exchange, environ: dict[str, Any], start_response: StartResponse
+) -> StartResponse:
+    """Return a `start_response` that adds the timings to the headers of the answer."""
+
+    def start(*arguments: Any, **kwargs: Any) -> Any:
+        try:
+            status, headers, *more = arguments
+            timing.begin_parts(headers, environ["REQUEST_METHOD"])
+            arguments = status, [*headers, (SERVER_TIMING, timing.text(exchange))], *more
+        except Exception as fault:
+            FAULTS.note("server timing", fault)
+        return start_response(*arguments, **kwargs)
+
+    return start
 
 
 class InterleavedApp(WsgiApp):
@@ -142,6 +172,8 @@ class _Body:
                 self._items = iter(self._body)
             part = next(self._items)
         except StopIteration:
+            if exchange.timing is not None and (comment := exchange.timing.comment(exchange)):
+                return comment
             exchange.end_of_parts()
             raise
         except BaseException as error:
@@ -150,6 +182,8 @@ class _Body:
         finally:
             CURRENT.reset(token)
         try:
+            if exchange.timing is not None:
+                exchange.timing.sent(part)
             exchange.answer_bytes += len(part)
             if part:
                 exchange.item()

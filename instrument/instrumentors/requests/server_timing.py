@@ -1,0 +1,134 @@
+"""Timings in the answer: the parts of a request's time so far, as the value of `Server-Timing` (W3C).
+
+The parts are those of the ledger, computed from the rows of this process as the headers of the answer leave. They add
+up to `total`. `prefill` and `decode` are the stages in which batches of this process served the request, `first-batch`
+and `later-batches` those of a request that generates nothing. A fact such as
+`gen_ai.latency.time_in_queue` is the engine's own account. `traceparent` is the request in its trace.
+
+Of a stream the headers leave before its parts. Its timings come again at its end, in a trailer where server and client
+take one, or in a comment of server-sent events, which clients ignore. No other body is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from instrument.recorder.recorder import Recorder
+from instrument.recording.mapped import details_in
+from instrument.recording.mapped_facts import facts_in
+from instrument.recording.spans import FACTS, KEY
+from instrument.runtime.faults import FAULTS
+from instrument.trace.columns import Columns, device_intervals
+from instrument.trace.joined import ROUNDS, join
+from instrument.trace.ledger import QUEUE, STALL, ledger
+from instrument.trace.of_recording import RowSnapshot
+from instrument.trace.stages import LATENCIES, stages
+
+EVENTS, ENDS = "text/event-stream", (b"\n\n", b"\r\n\r\n", b"\r\r")
+_TIMES = frozenset(name for names in LATENCIES.values() for name in names.values())
+
+
+class AnswerTimings:
+    """The timings of the answer in one exchange. No reference to it, since exchanges have one to this."""
+
+    __slots__ = ("_details_from", "_is_events", "_tail")
+
+    def __init__(self, recorder: Recorder) -> None:
+        details = recorder.room_for("details")
+        self._details_from = 0 if details is None else details.used()
+        self._is_events, self._tail = False, b"\n\n"
+
+    def text(self, exchange: Any) -> str:
+        """Return the value of the header now, without parts for a fault of ours. Never raises. The span is open."""
+        frame, recorder = exchange.frame, exchange.method.recorder
+        try:
+            if exchange.stream is not None and exchange.stream.items > 1:
+                exchange.facts.update(exchange.stream.facts(recorder.begun_ns(frame)))
+            return ", ".join([*_durations(recorder, frame, self._details_from), *_traceparent(recorder, frame)])
+        except Exception as fault:
+            FAULTS.note("server timing", fault)
+            return f"total;dur={_milliseconds(recorder.now_ns() - recorder.begun_ns(frame))}"
+
+    def begin_parts(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
+        """Note the headers of the answer and the method of the request."""
+        texts = ([text.decode("latin-1") if isinstance(text, bytes) else str(text) for text in pair] for pair in pairs)
+        headers = {name.lower(): value for name, value in texts}
+        is_open = method != "HEAD" and "content-length" not in headers and "content-encoding" not in headers
+        self._is_events = is_open and headers.get("content-type", "").startswith(EVENTS)
+
+    def sent(self, part: bytes) -> None:
+        """Note a part of the body."""
+        if self._is_events:
+            self._tail = (self._tail + bytes(part[-4:]))[-4:]
+
+    def comment(self, exchange: Any) -> bytes:
+        """Return the last event of a stream, a comment. Another body, or one that is cut off, has none."""
+        is_whole, self._is_events = self._is_events and self._tail.endswith(ENDS), False
+        return f": server-timing {self.text(exchange)}\n\n".encode() if is_whole else b""
+
+
+def _traceparent(recorder: Recorder, frame: Any) -> list[str]:
+    trace_of, innermost = recorder.trace_of, recorder.current_trace()
+    if trace_of is None or innermost is None or innermost[1] != frame.root_id:
+        return []
+    trace_id, span_id, flags, _ = trace_of(frame.span_id, frame.root_id, innermost[2])
+    return [f'traceparent;desc="00-{trace_id:032x}-{span_id:016x}-{flags & 0xFF:02x}"']
+
+
+def _milliseconds(time_ns: int) -> str:
+    return f"{time_ns / 1e6:.6f}".rstrip("0").rstrip(".")
+
+
+def _durations(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
+    """Return the parts of an open request's time in ms, with its total and its stages."""
+    trace = _trace_so_far(recorder, frame, details_from)
+    joined = join(trace)
+    place = joined.rows.tolist().index(int(np.flatnonzero(trace.span_id == frame.span_id)[0]))
+    row = int(joined.rows[place])
+    times = ledger(trace, joined).parts_of(place)
+    times["total"] = int(trace.total_ns[row])
+    for stage in stages(trace, joined):
+        if stage.place == place:
+            times.update((name, end - begin) for name, begin, end in stage.named() if name not in (QUEUE, STALL))
+    facts: dict[str, int] = {}
+    for fact_row in np.intersect1d(trace.attributes.having(FACTS), np.flatnonzero(joined.of == place)).tolist():
+        attributes = trace.attributes[fact_row]
+        times_s = {name: attributes[name] for name in _TIMES & attributes.keys()}
+        facts |= {name: round(time_s * 1e9) for name, time_s in times_s.items() if isinstance(time_s, (int, float))}
+    tokens = {re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-"): time_ns for name, time_ns in (times | facts).items()}
+    return [f"{token};dur={_milliseconds(time_ns)}" for token, time_ns in tokens.items()]
+
+
+def _trace_so_far(recorder: Recorder, frame: Any, details_from: int) -> Columns:
+    """Return the rows since a request's begin that are in its tree or in trees with its keys, and itself up to now."""
+    mapped = recorder.mapped()
+    snapshot = RowSnapshot.of(mapped, recorder.begun_ns(frame), details_from=details_from)
+    root_by_id: dict[int, int] = {}
+    for ring in snapshot.rings:
+        root_by_id.update(zip(ring.rows["span_id"].tolist(), ring.rows["root_id"].tolist(), strict=True))
+    texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items() if span_id in root_by_id}
+    for span in snapshot.open_spans:
+        root_by_id[span.span_id] = span.root_id
+        texts[span.span_id] = json.dumps({"attributes": span.attributes}, default=str).encode()
+    roots, keys = {frame.root_id}, set[bytes]()
+    for _ in range(ROUNDS):
+        of_roots = [facts_in(text).get("attributes") for id_, text in texts.items() if root_by_id[id_] in roots]
+        new_keys = {json.dumps(facts[KEY]).encode() for facts in of_roots if facts and KEY in facts} - keys
+        if not new_keys:
+            break
+        keys |= new_keys
+        roots |= {root_by_id[id_] for id_, text in texts.items() if any(key in text for key in new_keys)}
+    root_ids = np.array(sorted(roots), np.uint64)
+    rings = [ring._replace(rows=ring.rows[np.isin(ring.rows["root_id"], root_ids)]) for ring in snapshot.rings]
+    open_spans = [span for span in snapshot.open_spans if span.root_id in roots]
+    none = mapped.intervals(1 << 62)
+    trace, _ = replace(snapshot, rings=rings, open_spans=open_spans).columns(
+        recorder.now_ns(), lambda span_ids: device_intervals(none, span_ids)
+    )
+    return replace(trace, clipped=trace.clipped & (trace.span_id != frame.span_id))
