@@ -39,7 +39,7 @@ MOST_LINES = 57
 """The most lines of the view. With the names of process and file below it, a screen has 60."""
 
 PLACES = 7
-"""The most places of the time."""
+"""The most rows of places by self time."""
 
 PARTS = 6
 """The most endpoints, and the most parts of a request or step. One more row has the rest."""
@@ -50,7 +50,7 @@ LAUNCH_BOUND_FROM = 0.1
 
 LOSSES = 3
 NOTE_LINES, NOTE_LINES_BELOW_HEADLINES = 6, 4
-"""The most lines on missing observations, without headlines and below them; `cost` has all of them."""
+"""The most lines on what was not observed, without headlines and with them. The view `cost` has all such lines."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."

@@ -58,13 +58,13 @@ LOAD, UNKNOWN_REST = "expected load", "unknown"
 IN_QUEUE, IN_BATCH = "in the queue", "in batches"
 
 SPREAD = "all call paths alike"
-"""The path of an excess that is no call path's own."""
+"""The path of an excess that all call paths share alike."""
 
 Key = tuple[str, str]
 """A cause, `LOAD` or `UNKNOWN_REST`, and its detail: a call path or a part of the request."""
 
 PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
-"""The gauge that shows a cause, in percent of the time between readings."""
+"""The gauge that shows a cause, as a percentage of the time between two readings."""
 
 
 class Proof(NamedTuple):

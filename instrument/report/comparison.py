@@ -51,8 +51,8 @@ LEAST_SHARE = 0.005
 """The least share of one side's time for a call path in the comparison."""
 
 MAJOR_SHARE = 0.05
-"""The least share of the time after the change for a call path that can make a gate inconclusive. Start-up runs once
-and has less."""
+"""The least share of the time after the change with which an unclear call path makes the gate inconclusive. Start-up
+runs once and has less."""
 
 LEAST_CHANGE = 1e-4
 """The share below which a difference is no change: clocks and rounding cause it."""
@@ -70,7 +70,7 @@ NOTEWORTHY = 0.05
 """The smallest change of an endpoint's mean for which a sentence names the cause."""
 
 MOSTLY = 0.5
-"""The least share of the time with like work for a sentence on the load."""
+"""The least share of the time with work that is alike on both sides for a verdict on the load."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The `copies` view: the copies by direction and call, their speed, and asynchronous requests that could not be met.
+"""The `copies` view: the copies by direction and call, their speed, and asynchronous copies that had to wait.
 
 A rate is in 10^9 bytes a second over the device time of the calls with any. Without device time it is over host time,
 if the call waits for the copy. If the call does not wait, there is no rate.

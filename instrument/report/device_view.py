@@ -219,7 +219,7 @@ def device_share_section(rows: Sequence[EndpointShare]) -> Section:
 
 
 SHORT_NS = 10_000
-"""The mean device time of a call below which events read too long: published figures say six times."""
+"""The mean device ns of a call below which intervals may be measured too long, by published figures up to six times."""
 
 COLUMN_WIDTH = 10
 

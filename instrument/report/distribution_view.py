@@ -33,7 +33,7 @@ COMPUTES = frozenset({"op", "layer", "phase"})
 """Kinds of span with computation on the host."""
 
 PAUSES = frozenset({"comm", "copy", "loader"})
-"""Kinds of span in which the computing thread around them pauses."""
+"""The kinds of span that pause the computation of their thread."""
 
 KERNELS = ("nccl", "xccl")
 """Parts of the names of communication kernels in traces of other profilers."""
@@ -100,7 +100,7 @@ class DistributionUse:
         return self.communication_ns - self.overlap_ns
 
     communication_ratio = Ratio("communication_ns", of="base_ns")
-    """The share of the base, None if the base is zero, as in the ratios below."""
+    """The share of the base that is communication. This ratio and those below are None if the base is zero."""
     computation_ratio = Ratio("computation_ns", of="base_ns")
     overlap_ratio = Ratio("overlap_ns", of="base_ns")
     """The share of communication with computation at the same time."""

@@ -1,4 +1,4 @@
-"""The effect of a change on like work: the difference of two samples that are matched by their work, and its interval.
+"""The effect of a change on like work: the difference of two samples matched by their work, with its error limits.
 
 Calls are matched by strata of their covariates, such as sizes and the load at their begin: half a power of two each. A
 stratum counts if both sides have calls of it, by the smaller of both counts. One slope per covariate removes the rest
@@ -27,7 +27,7 @@ from instrument.trace.groups import numbered, ranked
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The least number of like calls per side. With fewer, blocks of correlated calls are too short to be units."""
+"""The least number of like calls per side. With fewer, blocks of them are too short to be independent of each other."""
 
 LEAST_OF_STRATUM = 5
 """The least number of calls per side in a stratum."""
@@ -37,7 +37,7 @@ ROUNDING = 1e-9
 
 MOST_BLOCKS, LEAST_BLOCKS = 16, 8
 LEAST_RUNS = 3
-"""The least number of runs per side for runs as units."""
+"""The least number of runs per side with which runs, not blocks of calls, are the units of the test."""
 
 CORRELATED = 0.3
 """The correlation of neighbouring blocks above which two blocks become one."""
@@ -45,7 +45,7 @@ CORRELATED = 0.3
 EXTRA = "instrument-sdk[compare]"
 
 MOST_LOGARITHM = 50.0
-"""The largest logarithm of a limit. Nothing is known beyond it."""
+"""The largest logarithm of a change's upper limit. A larger one only says that the limit is unknown."""
 
 POWER = 0.9
 """The probability of detecting a change of the smallest detectable size."""

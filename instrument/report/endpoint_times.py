@@ -1,4 +1,4 @@
-"""The requests of each endpoint: their walls, errors, phases and answers, from columns.
+"""The requests of each endpoint: their wall times, errors, phases and answers.
 
 Answers are in the attributes of request spans, which `requests:` in the profile sets. A stream is an answer in parts:
 its items are server-sent events, messages, or chunks. The time of an item is that from the first item to the last one,

@@ -1,4 +1,4 @@
-"""The rows of the view `events`: blocks of a tree of names, and copies, from sums of the tally's lines.
+"""The rows of the `events` view: one block per thread, with calls by name and copies, summed from the tally.
 
 The Total time splits into computation and framework, in services also into waiting. A service waits for most of its
 time: in queues, for I/O, and for its turn on the event loop. That is no overhead: the self time of suspended coroutines
@@ -26,7 +26,7 @@ from instrument.report.view import Options
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})
-"""Phases in which work is in line. A span of any kind with such a name is one."""
+"""The phases in which work waits in line. A span without a declared phase waits if it has such a name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,8 @@ ORDERS = {
     "gpu_min": "minimum time in ascending order",
     "gpu_ave": "average device time in descending order",
 }
-"""The headings of the sort keys. The tally has extremes only of host and device time together, so those stand for
-either."""
+"""The headings of the sort keys. Extremes by `cpu` and `gpu` keys are those of host and device time together, as the
+tally has no others."""
 
 WIDE = 160
 """Columns of fluid's table."""
@@ -78,13 +78,13 @@ INDENT_LIMIT = 12
 LABEL_WIDTH = 25
 NUMBER_WIDTH = 12
 CALLS_WIDTH = 10
-"""The digits of a number of calls in full."""
+"""The most digits of a number of calls. A larger number is rounded."""
 RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
-"""Significant digits of a total and of other exact times: the first pair that leaves every name whole, else the
-last."""
+"""The significant digits of a total and of other exact times. The first pair that leaves each name whole is used, else
+the last."""
 EXPONENT = 3
-"""The columns of a time beyond its digits, at most."""
+"""The columns that the exponent of a large time adds to its digits, at most."""
 SAMPLE = 100
 """The number of rows that decide on a width before the rest is formatted."""
 

@@ -45,20 +45,20 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The least number of stretches as long as a window that show the usual spread of means, and the number of standard
-deviations that it reaches."""
+"""The least number of blocks, each as many requests as the window has, that show the usual spread of a mean. The spread
+ends this many standard deviations above their mean."""
 
 MOSTLY = 0.5
-"""The least share of the excess that explains it."""
+"""The least share of the excess that a cause must account for to explain it."""
 
 LEAST_SHARE = 0.05
-"""The share of the typical time that is no excess."""
+"""The largest excess that counts as typical, as a share of the typical time."""
 
 MORE_STEPS = "more steps"
-"""The path for own work that the endpoint's other requests did not have."""
+"""The path of an excess by own work in more engine steps than are typical of the endpoint's requests."""
 
 NEARLY = 0.75
-"""The least share of a slowdown under pressure from which on the pressure accounts for all of it."""
+"""The least share of a slowdown that a pressure must explain to account for all of it."""
 
 NOTABLE = 0.01
 """The least share of the excess for a cause with a row of its own."""

@@ -1,4 +1,4 @@
-"""The functions of a tally's lines, and the sums of each: the base of the views of self times.
+"""The functions of a tally, each with the sums of its lines: the base of the views of self times.
 
 A function is the topmost request of a path, or the topmost node of a path without one. A request's call in another
 function counts as that function's, too, unless the two are the same.

@@ -36,10 +36,10 @@ ENOUGH_FOR_P99 = 100
 """The least number of requests of a headline on their p99."""
 
 SLOWEST = 5
-"""The least number of slow requests whose mean represents the p99."""
+"""The least number of slowest requests whose mean times represent the p99."""
 
 NOTABLE = 0.2
-"""The least share of a part of requests or steps, and of a device's time."""
+"""The least share that a part has of requests, steps or a device's time for a headline."""
 
 NOTABLE_STOP = 0.05
 """The least share of the window in which a loop was blocked, or a garbage collection ran."""
@@ -48,7 +48,7 @@ SLOW = 1.2
 """The least ratio of p99 to p50 of a headline on the p99."""
 
 FULL = 0.8
-"""The fill from which batches have no more room."""
+"""The least mean share of a batch's places in use from which on batches count as full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Requests that are alike: of one endpoint, with like work, and the usual spread of their walls."""
+"""Requests that are alike: of one endpoint, with like work. Also the usual spread of their wall times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.step_costs import Floats
 
 NEAREST = 100
-"""The most requests alike, and the most requests of a window that are looked at."""
+"""The most requests that one request is compared with, and the most requests of a window that are compared."""
 
 TRIALS = 5
 """The number of requests outside of a window that each of its requests is compared with."""
@@ -33,7 +33,7 @@ LIKE = 0.5
 """The largest difference of alike work, in powers of two."""
 
 CHANCE = 0.01
-"""The expected number of typical requests of a recording that are called slow."""
+"""The number of typical requests of a whole recording that are expected to be called slow by chance."""
 
 
 def alike(recording: Recording, place: int) -> tuple[Int64s, bool]:

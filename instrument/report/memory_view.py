@@ -50,7 +50,7 @@ class PlaceMemory:
 
 
 BEFORE = "(before it began)"
-"""The place of a peak that was there at the begin of the watched time."""
+"""The place of a peak that was reached before memory was watched."""
 
 PEAK_OF: Mapping[str, str] = {
     "process_memory": "process_memory_peak",

@@ -1,4 +1,4 @@
-"""The `neighbours` view: the bill of the waits of requests, by the groups that waited and those that they waited for.
+"""The `neighbours` view: the waits of requests, by the group that waited and the group that it waited for.
 
 The rules of the bill are those of `instrument.trace.bill`. Each nanosecond that a group suffered was inflicted by one
 group, or by nobody. The queue time of the others without a group comes from a replay (`instrument.trace.replay`).

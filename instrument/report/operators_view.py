@@ -87,7 +87,7 @@ class FlopRow:
 
     per_call = Ratio("flops", of="calls")
     rate_gflop_s = Ratio("flops", of="time_ns")
-    """The 10^9 operations per second over the time of the calls."""
+    """The operations per ns of the calls' time, which is 10^9 operations per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ IN_ORDER = (*OPERATORS, "copy")
 """Kinds of span that have a line of their own in the order of execution."""
 
 ITERATIONS = ("step", "request")
-"""Kinds of span that are an iteration: the first kind that the trace has."""
+"""The kinds of span that are an iteration. The first kind that occurs in the trace is used."""
 
 
 NO_OPERATOR = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."

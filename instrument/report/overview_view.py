@@ -34,7 +34,7 @@ WORK = {
     "communication": ("communication",),
     "copies": ("copies",),
 }
-"""The rows of a device, each with the kinds of work in its union."""
+"""The rows of a device, each with the kinds of work whose union it shows."""
 
 
 @dataclass(frozen=True, slots=True)

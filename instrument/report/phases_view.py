@@ -38,7 +38,7 @@ from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.self_times import turns, were_suspended
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
-"""The ranks of calls; at each instant an open call of the lowest rank is under way."""
+"""The ranks of calls. Of the calls that are open at an instant, one of the lowest rank gets the time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ MOST_NAMES = 20
 """The most attributes that a refusal names."""
 
 ROWS_WITH_NAMES = 1_000
-"""The number of requests in which the end of an attribute's name is looked for."""
+"""The most requests whose attributes are searched for a name with the end that the user gives."""
 
 
 def grouped(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:

@@ -1,4 +1,4 @@
-"""The life of one request as text: its ledger, the cause of its slowness, and its turns, each with a bar.
+"""The life of one request as text: the parts of its time, the cause of its slowness, and its waits and batches.
 
 A request of a thousand tokens has a thousand batches. A long list joins successive batches, with the short times
 between them, in one line. A turn much longer than the others, as after a preemption, has a line of its own.
@@ -39,10 +39,10 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
 
 FEW = 40
-"""The largest number of turns with a line each."""
+"""The most turns (waits and batches of a request) that have a line each. A longer list joins short turns."""
 
 SMALL = 200
-"""The divisor of the wall that gives the least length of a turn with its own line in a long list."""
+"""A turn shorter than the request's wall time divided by this number has no line of its own in a long list."""
 
 OUTSTANDING = 4
 """The multiple of the usual batch length from which on a turn has its own line in a long list. The usual length is the

@@ -83,7 +83,7 @@ ENOUGH = 3
 """The number of an endpoint's requests from which on their typical times are computed."""
 
 NOTABLE = 20
-"""The divisor of a request's wall that gives its smallest reported excess."""
+"""An excess below the request's wall time divided by this number gets no blame."""
 
 SLOWEST = 5
 """The number of slowest requests in the list if `rows` is not set."""

@@ -83,7 +83,7 @@ def none_held(noun: str, otherwise: str, *, complete: bool) -> list[str]:
 TEXT, TIME, SIZE, RATIO, DEVICE = "text", "time", "size", "ratio", "device"
 
 BLANK = object()
-"""A value of a row without a meaning in a column: its cell is empty."""
+"""A value that has no meaning in a row. Its cell is empty."""
 
 RATIOS = ("ratio", "fill", "uneven", "running", "burden")
 """Fields of shares without the suffix `_ratio`."""
@@ -94,7 +94,7 @@ SIZE_ROOM = 8
 """Columns of a size."""
 
 Text = Callable[[Any, str], str]
-"""Makes the text of a value, or of a row's cell, given the unit of times."""
+"""A function that makes a cell's text from a value, or from the whole row, and the unit of times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ TEXTS: Mapping[str, Text] = {
 
 
 COST = "Cost of "
-"""The begin of a note on a cost, and not on something that was not observed."""
+"""The begin of a note on a cost. Other notes are about what was not observed."""
 
 
 def instrumentation(recording: Recording) -> list[str]:

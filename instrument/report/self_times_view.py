@@ -129,7 +129,7 @@ class FunctionTimes:
 
     inner_ratio = Ratio("inner_ns", of="outer_ns")
     work_ratio = Ratio("work_ns", of="outer_ns")
-    """The share of the calls. Parallel work may exceed 1."""
+    """The share of the calls' time that is work. It exceeds 1 if work runs in parallel."""
 
 
 @dataclass(frozen=True, slots=True)

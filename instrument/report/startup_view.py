@@ -1,4 +1,4 @@
-"""The `startup` view: the time of the process until it served, apart from serving itself.
+"""The `startup` view: the time of the process until it served its first request.
 
 Its facts are kept for ever: totals of the tally, first calls, and the times of imports. Loading and compiling are spans
 of the phases `load` and `compile`. Only the topmost of a call path count, so that nothing counts twice. A span that

@@ -29,7 +29,7 @@ INSTANTIATED = ("op", "layer")
 """Kinds of span with a row per instance in `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
-"""The time under Total in each state."""
+"""The field of the Total column, by state."""
 
 WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "calls": ("calls", False, False),
@@ -44,13 +44,13 @@ WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "gpu_min": ("min_ns", False, True),
     "gpu_ave": ("device_ns", True, False),
 }
-"""A sort key's field, True if it is divided by the calls, and True for the least first. Other keys are the Total,
-divided by the calls for `ave`."""
+"""The field of a sort key, True if it is divided by the calls, and True if the least comes first. Without an entry the
+field is the Total, divided by the calls for `ave`."""
 
 ROOT = 0
 
 ROW, PHASE, COPY, INSTANCE = (role << 28 for role in range(4))
-"""The role of an entry. Its level is the role and the number of the first site of the same name."""
+"""The roles of entries. An entry's level is its role plus the number of the first site with its name."""
 ROLES = INSTANCE
 
 
@@ -350,7 +350,7 @@ class ShownEntries:
 
 
 PER_SITE = 3
-"""The most rows per site: one or two in the tree, and one as a topmost row."""
+"""The most levels of a site: one or two within the tree, and one if the site is topmost."""
 
 
 def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:

@@ -1,4 +1,4 @@
-"""Units: the basis of phases. They are the steps of each line, else the requests, else the window.
+"""Units, into which the view of phases divides the work: the steps of each line, else the requests, else the window.
 
 A line is the work of one thread or of one task on it. Each request has a line of its own, the window has one.
 """

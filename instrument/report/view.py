@@ -1,4 +1,4 @@
-"""A view: numbers from a recording and options, with a text and a document of the same numbers.
+"""A view: numbers from a recording and options, with a text and a JSON document of the same numbers.
 
 A view is a function ``name(recording, options)`` in ``report/name_view.py``. It returns a frozen dataclass: the fields
 and public properties are the numbers, times in ns, and `lines` prints them.

@@ -25,13 +25,13 @@ from instrument.runtime.unpatched import sleep
 ENTRY = Path(__file__).parents[1] / "agent" / "entry.py"
 
 FIRST = "INSTRUMENT_RUN_PID"
-"""The variable that `instrument run` sets for the processes of its run."""
+"""The variable with the process id of the command that `instrument run` runs."""
 
 INTERPRETER, BEGINNINGS = "python", "agents"
-"""The names in a run's folder of a link to the interpreter of its agents, and of the times at which they began."""
+"""The names, in a run's folder, of a link to its agents' interpreter and of a file with the times of their starts."""
 
 AGENTS, AGENTS_S = 10, 600.0
-"""The most agents of a run that begin in a time, in seconds, each in place of one that has gone."""
+"""The most agents of a run that start within this many seconds, each in place of one that has gone."""
 
 LOCK_S, LOCK_TRIES = 0.01, 50
 """Seconds between two tries to be the one process that begins an agent, and the most tries."""

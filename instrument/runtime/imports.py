@@ -17,10 +17,8 @@ from instrument.runtime.faults import FAULTS
 Undo = Callable[[], None]
 
 STACK_WORDS = 40_000
-"""The stack of a loader's frame, for which CPython maps 512 KiB. The frames of the import fit into the rest of it.
-
-Otherwise CPython maps and unmaps 16 KiB again at each call across their border: 1,200 times as pydantic is imported.
-"""
+"""The stack size of a loader's frame, in words: CPython maps 512 KiB for it, and all frames of the import fit into the
+rest. Otherwise CPython maps and unmaps 16 KiB at each call across a border: 1,200 times as pydantic is imported."""
 
 
 class _Loader:

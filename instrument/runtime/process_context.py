@@ -25,8 +25,8 @@ else:
 NAME = b"OTEL_CTX"
 VERSION = 2
 HEADER = struct.Struct("<8sIIQQ")
-"""The magic name, written last, the version, the payload's length, the time of publication and the payload's address.
-The time is on the boot-time clock, and 0 while the payload changes."""
+"""The magic name, the version, the payload's length, the time of publication, and the payload's address. The name is
+written last. The time is on the boot-time clock, and 0 while the payload changes."""
 
 PAYLOAD_LIMIT = 64 << 10
 """The longest payload that readers accept."""

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 RESTORED = (signal.SIGINT, signal.SIGHUP)
-"""Signals that are handled like SIGTERM after the service resets a handler of its own to the default. A default that
-was never replaced stays: it also ends a program whose main thread runs C."""
+"""Signals that get our handler if the service resets a handler of its own to the default. Without that their default
+stays, because it also ends a program whose main thread runs C."""
 
 
 class Termination:

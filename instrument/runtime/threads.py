@@ -1,4 +1,4 @@
-"""Our threads: named, of the operating system even in a patched service, and begun anew after they die."""
+"""Our threads: named, real threads of the system even if gevent patches `threading`, and restarted after a death."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORK_S, REST_S = 0.001, 0.0005
 lock while another works on, and a server's threads need it several times per request."""
 
 _ours: dict[int, tuple[str, int]] = {}
-"""Name and pid by the identity of a thread."""
+"""The name and the process id of each of our threads, by the thread's identity."""
 
 
 class Thread:

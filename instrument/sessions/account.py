@@ -33,7 +33,7 @@ else:
 COMPLAINTS_KEPT = 20
 
 UNCALLED_KEPT = 500
-"""The most names of uncalled targets that other processes get. With more targets they get none."""
+"""The most uncalled targets whose names are published for other processes. With more targets none is published."""
 
 SUB_INTERPRETERS = {"_interpreters", "_xxsubinterpreters"}
 """The modules by which a program makes sub-interpreters."""

@@ -44,7 +44,7 @@ SCRAPE_WAIT_S = 1.0
 """Seconds that a scrape waits at most for the session, which may be writing a file; it then gets the last metrics."""
 
 GAUGES_FOR_NS = 30 * 10**9
-"""Nanoseconds of the past from which a scrape gets gauges."""
+"""The largest age, in ns, of a gauge's reading that a scrape gets."""
 
 NO_AGENT = (
     "export.prometheus and capture.to: asked of the agent of a run, found none; nothing listens and nothing is written "

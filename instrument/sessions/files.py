@@ -1,4 +1,4 @@
-"""Files: where a process puts its traces and reports, within the disk that the profile allows, and standard streams.
+"""Files: the paths of a process's traces and reports, within the disk space of the profile, and the standard streams.
 
 Workers of one service share its profile and so its paths: none writes over what another has written.
 """

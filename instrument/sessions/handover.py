@@ -30,13 +30,13 @@ else:
     otlp = LazyModule("instrument.otlp")
 
 LOOKS = 20
-"""The most times that the recording is read on in one go, by some thousand rows each."""
+"""The most times in a row that the recording is read, some thousand rows each time."""
 
 ROOM_S = 0.02
-"""Seconds between two looks whether the exporter has room for what waits in the recording."""
+"""The seconds between two tries to read the recording, while the exporter has no room for more rows."""
 
 UNREAD_S = 1.0
-"""Seconds for which a window waits at most for all that it has to be read."""
+"""The most seconds that a window waits until all its rows are read."""
 
 
 class OwnExport:

@@ -36,15 +36,15 @@ UNSEEN_S = 1.0
 """Further seconds of waiting for an agent that does not respond, such as a stopped one."""
 
 LAST_SEND_S = 1.0
-"""Seconds of that time that are left to send the last rows, where the session reads its recording."""
+"""The last seconds of that limit, for sending the last rows where the session reads its recording."""
 
 EXIT_LIMIT_NS = 5 * 10**9
 """The most nanoseconds that `stop`, interpreter exit and SIGTERM wait in all: for our threads, drivers, the agent, the
 collector and a reader of the summary. Writing files is not limited."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""Seconds of that limit reserved for the collector and later steps, for the report of a run, and for a summary without
-one."""
+"""The seconds of the exit limit that are reserved: for the collector and all later steps, for a run's report, and for a
+summary without such a report."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
 UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"

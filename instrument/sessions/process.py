@@ -338,7 +338,7 @@ def _end_by(number: int, frame: FrameType | None) -> bool:
 
 
 _coming_again: dict[int, int] = {}
-"""The process that is being sent a signal again, by signal number; 0 once that signal is handled."""
+"""The id of the process that a signal is being sent to again, by signal number; 0 once the signal is handled."""
 
 
 def _is_inside(frame: FrameType | None) -> bool:

@@ -1,4 +1,4 @@
-"""Generations: the change of a session from one profile to the next, its settings, and the answer to the caller."""
+"""Generations: the change of a session from one profile to the next, and the answer to the caller of a reload."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
 
 MOST_NAMES = 100
-"""The most names of a kind in the answer to the agent."""
+"""The most names in each list of the answer to the agent."""
 
 AT_START = {
     "clock": "spans that are open now were begun by the other one",

@@ -1,4 +1,4 @@
-"""Steps: a loop that says where each of its steps ends, and the windows that its schedule makes of them.
+"""Steps of a loop: the loop reports the end of each step, and its schedule makes windows of steps.
 
 `process` and `session` know one session and its requests. This module is above both, because a `Profiler` is a guest of
 the session: it joins the one that runs, or begins one and ends it with the last guest. It never switches recording:

@@ -1,4 +1,4 @@
-"""The facts in a process's recording that its readers go by: the process, how to export it, and counts of its session.
+"""The facts that a session writes into its recording for readers: the process, how to export it, and its counts.
 
 The recorder has no part in them. They are written where they have changed, and parts of them for a share of the time.
 """
@@ -34,7 +34,7 @@ else:
     export_facts = LazyModule("instrument.otlp.export_facts")
 
 BOOKS_NS = 10 * 10**9
-"""Nanoseconds after which the recording gets the facts on metrics that the session alone knows."""
+"""The ns between two writes of the session's losses and costs into the recording, for its metrics."""
 
 SHARE = 20
 """The least interval between two publications of a fact, as a multiple of the time that one takes."""

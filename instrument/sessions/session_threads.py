@@ -28,8 +28,8 @@ START_DELAY_S = 0.2
 the GIL."""
 
 TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
-"""Bytes of memory for rows that are touched at the start, and then ahead of the writing threads, in all. Spans then do
-not wait for page faults, 50 ns each, until a ring wraps."""
+"""The bytes of ring memory that are touched at the start, and then ahead of all writing threads together. Without that
+a span waits for page faults, 50 ns each, until its ring wraps."""
 
 START_LIMIT_S = 1.0
 """The longest that `stop` waits for threads that are just about to begin."""

@@ -1,4 +1,4 @@
-"""The session that loops share: joined where one runs, else begun, and ended with the last of them.
+"""The session that loops share: a loop joins a running one or begins one, and the last loop that leaves ends it.
 
 A loop without a profile, in its call or in the environment, records what profilers of training loops record by default:
 phases, the wait for batches, communication, every layer, copies, and the use of process and machine.

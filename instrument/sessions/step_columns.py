@@ -24,7 +24,7 @@ from instrument.trace.trace import Trace, with_spans
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
-"""Span ids that no recorder reaches."""
+"""The ids of step spans. Recorders never reach such large ids."""
 
 
 # Steps that nobody reports

@@ -229,14 +229,14 @@ LIMIT_S = 10.0
 """Seconds that torch.profiler runs in a window at most: each operator takes 1 KB, and at the end 20 us."""
 
 OPEN_LIMIT_S = 2.0
-"""Seconds for which it runs in a window without a scheduled end, which bounds its memory."""
+"""The seconds that torch.profiler runs in a window without a scheduled end, which bounds its memory."""
 
 MARK = "instrument.clock"
 MARKS = 4
-"""The clock marks at either end of a window, timed by both clocks. The first is slow and of little use."""
+"""The marks at each end of a window whose times on both clocks are compared. The first is slow and of little use."""
 
 ROUNDS, TRIALS = 8, 32
-"""Rounds, and operators of each, that measure what torch.profiler adds to an operator; the quickest round counts."""
+"""The rounds, and the operators per round, that measure the time of an operator. The quickest round counts."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 

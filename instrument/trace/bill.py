@@ -1,4 +1,4 @@
-"""The neighbours' bill: the waits of requests, charged to the requests that they waited for, by group.
+"""The neighbours' bill: each wait of a request is charged to the requests that it waited for, summed by group.
 
 A request waits in its queue, in batches beyond its own share, in stalls between batches, and while another request
 blocks its event loop. Each nanosecond of a wait is charged once:

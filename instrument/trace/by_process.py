@@ -114,7 +114,7 @@ def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Map
 
 
 NEWEST = 1_000
-"""The number of interruptions of a process that are kept for spans that end later."""
+"""The number of a process's newest interruptions that are kept for spans that end later."""
 
 
 class Interruptions:

@@ -1,4 +1,4 @@
-"""Decisions: the requests of a run that are kept, and the fate of all other rows.
+"""Decisions: the requests of a run that are kept, and for each other row whether it is sent, kept or dropped.
 
 A decision includes a request's parts in other processes. A batch is sent with the first kept request that it served.
 The unsettled rows of all processes are one trace for that, with ids that are unique among them. All are of one machine,
@@ -208,10 +208,10 @@ _NOTHING: dict[str, NDArray[Any]] = {
 
 
 PATIENCE_NS = 10**9
-"""Nanoseconds for which spans wait, when they have come due, for a request that nobody has heard of."""
+"""The ns for which due spans wait for a request that they name and that no process has recorded yet."""
 
 UNKNOWN_NS = 8 * 10**9
-"""Nanoseconds for which spans wait for a request of their process that nobody has seen."""
+"""The ns after which a span is dropped if its request, of the same process, was never seen."""
 
 BEYOND_LIMIT = "requests beyond the capture limit"
 

@@ -72,7 +72,7 @@ LIMIT_BYTES = 2 << 30
 """The largest unpacked size that `load` accepts, in bytes."""
 
 DEEPEST = 100_000
-"""The deepest nesting of calls that is accepted. Even a recursion has fewer."""
+"""The deepest nesting of calls that is accepted. Calls of a real program are never so deep."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Joined:
     keys: Mapping[int, tuple[str, ...]]
     served: Served
     unbound: int
-    """The number of spans with a key of no request."""
+    """The number of spans whose key names no request."""
 
     @cached_property
     def owner(self) -> Int32s:
@@ -269,7 +269,7 @@ def _served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of:
 
 
 _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]]] = WeakKeyDictionary()
-"""The members of the batches by the attributes of their trace. A file is joined before its spans move, and after."""
+"""The members of batches, cached by a trace's attributes: a file is joined twice, before and after its spans move."""
 
 
 def _members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""The packed columns of a file, in the narrowest numbers. Rare values are stored with their rows only.
+"""The packed columns of a file, in the smallest types that fit. Rare values are stored for their rows only.
 
 Ascending columns are stored as steps from row to row, and ends as lengths, so most numbers take one or two bytes.
 `numpy.cumsum` restores a column from its steps. Ids and begins of spans count from `firsts`.
@@ -388,7 +388,7 @@ def _unpacked_attributes(arrays: Arrays, count: int) -> PackedAttributes:
 
 
 MOST_KNOWN = 10_000
-"""The number of distinct attribute texts that are shared between rows. Texts beyond it rarely recur."""
+"""The most distinct texts of attributes that rows can share. Each later text is stored again for each row."""
 
 
 def column(numbers: array[int]) -> Int64s:

@@ -22,13 +22,13 @@ from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import moved_watched
 
 MOST_DEATHS = 3
-"""The number of processes that ended without notice and are named one by one."""
+"""The most processes that the text on ends without a goodbye names one by one."""
 
 NOTED_BY = 2
-"""The number of processes that a note names."""
+"""The most processes that are named for one note."""
 
 OF_ALL = ("system_cpu",)
-"""The gauges of the host that belong to no process."""
+"""The gauges of the host that are the same in all processes."""
 
 
 def called(saved: Saved) -> str:

@@ -27,7 +27,7 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, Turns
 
 MOST_PAIRS = 40_000
-"""The number of batches of requests that are replayed: those of the first requests."""
+"""The most pairs of a request and a batch that are replayed. Later requests are left out."""
 
 TOLERANCE = 0.1
 """The largest difference of the mean queue time, as a share, at which a replay of all requests is sound."""

@@ -1,4 +1,4 @@
-"""Facts of requests: values that rules read at calls, as attributes of the requests that the calls serve.
+"""Facts of requests: values that rules read at calls, moved to the requests that the calls serve.
 
 A span has its facts as attributes, and lists them in `FACTS`. It may serve the request in another process.
 """

@@ -171,10 +171,10 @@ def _names(names: Sequence[str], pair: int) -> tuple[str, str]:
 
 
 APART = 8
-"""The ratio of the heaviest to the lightest batch of a request from which the heaviest one is a prompt's."""
+"""A batch is a prompt's if its weight is at least this multiple of the lightest batch's."""
 
 LEAST_CHUNKS = 2
-"""A prompt is recognised by its equal chunks, the last aside, if it has more chunks than this."""
+"""A prompt in chunks of equal weight, except the last, is recognised if it has more chunks than this."""
 
 CLEARLY = 2
 """The ratio of weights beyond which a batch is clearly heavier than another one."""

@@ -149,7 +149,7 @@ class Clock(NamedTuple):
     least_ns: int
     width: int
     distinct_ns: Int64s | None
-    """The times in order, if their places are used as numbers, because the times themselves would exceed 64 bits."""
+    """The sorted times if numbers are made of their places, None if the times themselves fit 64 bits."""
 
     @classmethod
     def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:

@@ -1,4 +1,4 @@
-"""The rows to send, with the ids, callers and links for a collector, and the stages of requests."""
+"""The rows that are sent, with ids, callers and links as a collector needs them, and spans for stages of requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from instrument.trace.unsettled import PASSED
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
-"""The number of bits for the place of a stage in its span's number. The other bits are the request's number. The number
-is negative, so no recorded span or device interval has it."""
+"""The bits for the place of a stage in the id of its span. Other bits are those of the request's id. The sign is
+negative, as in no id of a recorded span or device interval."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Settling: due requests are joined with the batches that served them, kept or dropped, and released.
+"""Settling: due requests are joined with the batches that served them, kept or dropped, and removed from memory.
 
 A request comes due a decision wait after its end. By then the rows of all processes up to its end have been read. Its
 rows, the rows with its keys and the batches that served it become one columnar trace. The functions for files join it:
@@ -23,8 +23,8 @@ DECISION_WAIT_NS = 2 * 10**9
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""Nanoseconds for which settled requests and rows with keys remain, for late rows. The newest `MOST_CONTEXT` rows of a
-process with keys remain longer."""
+"""The ns for which settled requests and rows with keys remain for late rows. The newest `MOST_CONTEXT` rows with keys
+of each process remain longer."""
 
 MOST_AT_ONCE = 6_000
 """The most rows settled in one round, the oldest first. It bounds the memory of a round."""

@@ -38,16 +38,16 @@ PATHS = 64
 """The most call paths with a time of their own, those with the most time. One more has the rest."""
 
 CELLS = 8_000_000
-"""The most times of steps by path. More steps have fewer paths."""
+"""The most pairs of a step and a call path with a time. With more steps there are fewer paths."""
 
 UNEVEN = 1.2
-"""The least ratio of padded weight to weight of the steps that show if an engine pads."""
+"""The least ratio of padded weight to weight of a step for the test whether an engine pads."""
 
 PADS = 0.7
-"""The largest ratio of the error with padding to that without, over uneven steps, of an engine that pads."""
+"""An engine pads if the error of the fit with padding is below this share of the error without, over uneven steps."""
 
 HEAVY = 4.0
-"""The ratio of a member's weight to the usual heaviest weight of requests that makes it unusual."""
+"""The ratio of a member's weight to the usual weight of the heaviest member, above which it counts as unusual."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StepCosts:
     sites: Int64s
     is_fitted: Bools
     step_of: Int64s
-    """The place of the step of each row of the trace, `NONE` outside of steps. A last `NONE` follows."""
+    """The place of the step of each row of the trace, `NONE` outside of steps, and one more `NONE` at the end."""
 
 
 def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:

@@ -20,7 +20,7 @@ from instrument.recording.spans import AttributeValue, Site
 from instrument.recording.tally import Tally
 
 LEAST_CALLS = 100
-"""Requests of an endpoint from which on its usual time is known: earlier ones wait for it."""
+"""The number of an endpoint's requests from which on its usual time is known. Its first requests wait for that."""
 
 USUAL_FOR_NS = 10**9
 """Nanoseconds for which a usual time is not computed again."""

@@ -17,7 +17,7 @@ INT64 = 1 << 63
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
 LONGEST_PLAIN = 4_000
-"""The largest JSON in bytes that may stay unchecked, because a number with more digits is invalid."""
+"""The most bytes of JSON that need no check. A longer text may have a number with more digits than Python reads."""
 
 LIMIT_BYTES = 2 << 30
 """The default limit of `load` in bytes of text. Browsers fail with far less."""

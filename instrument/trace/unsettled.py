@@ -1,4 +1,4 @@
-"""Unsettled rows: the read rows of one recording without a decision, as columns.
+"""Unsettled rows: rows of one recording that have been read and await a decision, as columns.
 
 They are rows of requests, and of spans that may serve requests of other processes. They are removed when their requests
 are settled. Rows with keys stay longer, so that late rows find their request. Rows that are not needed before are
@@ -33,14 +33,14 @@ MOST_ROOTS = 10_000
 """Requests whose decision is remembered; the oldest are forgotten."""
 
 EARLY_BYTES = 2
-"""The multiple of a recording's room for details up to which details wait for their rows."""
+"""The most bytes of details that wait for their rows, as a multiple of the recording's room for details."""
 
 BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"
 
 WAITING, SETTLED, PASSED, ADOPTED = 0, 1, 2, 3
-"""The states of a row: undecided, kept only for its key, dropped unless a later request asks for it, and read by an
-earlier reader that may have settled it."""
+"""The states of a row: undecided; kept only for its key; dropped unless a later request asks for it; or read by an
+earlier reader, which may have settled it."""
 
 _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
 

@@ -114,7 +114,7 @@ INT64 = np.iinfo(np.int64)
 
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
-"""The fields of an allocation that change with almost every one."""
+"""The fields of an allocation that change in almost every row, so that they are stored as differences."""
 
 
 def moved_watched(

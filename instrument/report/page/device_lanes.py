@@ -29,10 +29,10 @@ MOST_ROWS = 4000
 """The most rows of the tree: the heaviest, and one more row of the rest of a level."""
 
 DETAIL = "OpDetail"
-"""The tracer option of the tree: phases are rows, and the instances of a layer are one row."""
+"""The tracer option of the page's tree: a phase has a row, all instances of a layer have one row."""
 
 NEVER = -1
-"""A number that does not exist, and the parent of a topmost row. No other number is below 0."""
+"""The parent of a topmost row, and any other number that does not exist. Real numbers are never below 0."""
 
 GREATEST = (1 << 63) - 1
 

@@ -295,7 +295,7 @@ MOST_BYTES = 5_000_000
 """The most bytes of a page; a larger page gets fewer spans."""
 
 PARTS = (1, 2, 4, 16, 64)
-"""The divisors of a page's room for spans. The first one with a small enough page is used."""
+"""The divisors of a page's room for spans, tried in this order until the page is within `MOST_BYTES`."""
 
 LEVEL = 6
 """The level of zlib."""

@@ -44,7 +44,7 @@ MOST_SPANS = 200_000
 """The most spans in a page: some 1.5 MB, and as much for the turns of requests."""
 
 TURNS_OF_A_BATCH = 3
-"""The room of a request's place in a batch, in spans: a share, and a stall before it."""
+"""The room, counted in spans, that a request takes for each of its batches: a share, and a stall before it."""
 
 TEXT_BYTES = 2_000_000
 """The most bytes for attributes of spans."""

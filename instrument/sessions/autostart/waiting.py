@@ -1,4 +1,4 @@
-"""The wait of a process for the first package in which a rule of its run's profile may have a target.
+"""The wait of a process for the first import of a package in which its run's profile may have a target.
 
 Most processes that a service starts record nothing: tools, parents that only begin others, helpers. Such a one loads
 this module and an import hook, and nothing else of ours. Its session begins right before the first of the packages is
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "INSTRUMENT_AWAITED"
-"""The variable that names these packages to the processes of a run, with the state of the profile that it is for."""
+"""The variable with the state of a profile's file, and the packages that processes of the run then wait for."""
 
 FIRST = "first"
-"""The file in the folder of a run that its first process leaves."""
+"""The file that the first process of a run creates in the run's folder."""
 
 
 def begin() -> None:
