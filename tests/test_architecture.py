@@ -356,7 +356,7 @@ LINES_AND_FILES = {
     "recorder": (2_754, 11),
     "recording": (4_175, 20),
     "report": (14_741, 50),
-    "runtime": (2_781, 18),
+    "runtime": (2_779, 18),
     "sessions": (6_840, 25),
     "trace": (10_367, 36),
 }

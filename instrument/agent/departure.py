@@ -264,7 +264,7 @@ def place_for_report(folder: Path, process: Process) -> str:
 
 
 def place_for_folded(folder: Path, run: Run) -> str:
-    """Return the path of the file for the folded processes of a run, for its report."""
+    """Return the path of the file that keeps, for a run's report, the totals of ended processes without their spans."""
     return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_part_of_name(run)}{FOR_REPORT}")
 
 

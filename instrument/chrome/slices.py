@@ -93,7 +93,7 @@ class Slices:
             self._add_marks(slices)
 
     def _add_rows(self, slices: list[TraceEvent]) -> None:
-        """Add complete slices and begins."""
+        """Add complete slices, and slices whose end comes later."""
         starts_us: list[Any] = [event.ts for event in slices]
         lengths_us: list[Any] = [event.dur if event.ph == "X" else 0 for event in slices]
         start_ns, length_ns = times_ns(starts_us, _LIMIT_NS), times_ns(lengths_us, _LIMIT_NS)

@@ -334,7 +334,7 @@ class _Packets:
 
 
 def _read_one_by_one(*columns: NDArray[Any]) -> list[Any]:
-    """Return columns as buffers. Access to single numbers takes a third of the time of numpy."""
+    """Return columns as buffers, whose single numbers are read in a third of the time that numpy takes."""
     return [np.ascontiguousarray(column).data for column in columns]
 
 

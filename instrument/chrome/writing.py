@@ -177,10 +177,10 @@ class Drawing:
         return kind, _columns(rows)
 
     def _facts_of_spans(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
-        """Return the columns of the numbers in `Arguments` after the id, each with True for the slices that name it.
+        """Return the columns of `Arguments` after the id, each with a mark for the slices that state the number.
 
-        A slice names its parent if that is not the slice around it, and its root if the parent has another one. The
-        first slice of a lane names the task. Times are named if they differ from the total.
+        A slice states its parent if that is not the slice around it, and its root if its parent has another. The first
+        slice of a lane states its task. Times are stated if they differ from the total.
         """
         spans = self._spans
         trace, row = spans.trace, spans.row

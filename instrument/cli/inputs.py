@@ -196,7 +196,7 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
 
 
 def load_libraries() -> None:
-    """Import all that reads files, before memory is bounded: later a library may load in part, or OpenBLAS abort."""
+    """Import all that reads files, before memory is bounded. Within the bound an import may fail, or OpenBLAS abort."""
     # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from instrument.chrome import reading  # noqa: F401

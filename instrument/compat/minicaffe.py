@@ -92,7 +92,7 @@ def close_scope() -> None:
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write the spans of all times at which it was on as a Chrome trace. Raises `StateError`, `TraceError`."""
+    """Write the spans of all times when the profiler was on as a Chrome trace. Raises `StateError`, `TraceError`."""
     return process.dump(path)
 
 

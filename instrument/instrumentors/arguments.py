@@ -461,7 +461,7 @@ def _is_of_result(keys: RequestKeys) -> bool:
 
 
 def all_of(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[..., Any] | None:
-    """Return a reader of what all of some readers read, None for none."""
+    """Return one reader that joins the values of several readers, None without any reader."""
     reads = [read for read in readers if read is not None]
     if len(reads) < 2:
         return reads[0] if reads else None

@@ -115,7 +115,7 @@ class StartupWatch:
     def _watch_dynamo(self, module: ModuleType) -> None:
         """Record each compilation as a span of the thread that waits for it.
 
-        torch runs its callbacks by this method. Among several threads only the first and the last call them.
+        torch calls its callbacks in this method. Of several threads that compile, the first and the last call them.
         """
         if self._undos:
             return

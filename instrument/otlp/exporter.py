@@ -527,9 +527,9 @@ class Exporter:
         return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
 
     def _hold(self, sender: Sender, deadline_ns: int) -> bool:
-        """Wait as long as the collector asked for, with everything offered meanwhile. Return True if sending may go on.
+        """Wait as long as the collector asked for. Further spans wait, too. Return True if sending may go on.
 
-        It does not wait beyond a stop of the exporter, nor in `send`, whose caller has a deadline.
+        It returns False at once if that would take longer than the exporter's end, or the deadline of `send`.
         """
         while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns

@@ -239,7 +239,7 @@ class RecordingExport:
         return facts
 
     def _begin(self, facts: ExportFacts) -> _Reading:
-        """Go on where the one before has come to, or at the begin of a generation that nobody has looked at."""
+        """Continue the export of the exporter before, or begin that of a new generation."""
         self._mapped.tree()
         header, progress = self._mapped.header, self._progress
         if progress.generation != self._generation:

@@ -146,7 +146,7 @@ class RequestQueue:
         return self._counts["pending"]
 
     def counts(self) -> Mapping[str, int]:
-        """Spans by fate (``exported``) and settled ``requests``, since it was made.
+        """Return the spans by fate, such as ``exported``, and the settled ``requests``, since the queue was made.
 
         offered = exported + rejected + failed + dropped + pending. A device interval counts as a span.
         """

@@ -28,7 +28,7 @@ class OwnRecording(Mapped):
         return tree
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return the slots of a part as they are in memory, of which only what is looked at is fetched."""
+        """Return a view of a part's slots in memory. Nothing is copied."""
         self._read_head()
         part, memory = self._parts[name], self._memory
         if memory is None or not part.used:

@@ -74,7 +74,7 @@ _current_task: Callable[[Any], Any] | None = None
 
 
 def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return calls for the running loop, and for the task that runs on one; None until asyncio is imported."""
+    """Return a function for the running loop, and one for a loop's task. Return None until asyncio is imported."""
     global _running_loop, _current_task
     if _running_loop is None:
         asyncio = sys.modules.get("asyncio")  # never imported by us

@@ -199,7 +199,7 @@ def _shortened(key: str) -> str:
 
 @lru_cache(maxsize=256)
 def _is_uuid(kind: Any) -> bool:
-    """Return True for `uuid.UUID`, or one of a driver's own, without an import of `uuid`."""
+    """Return True for `uuid.UUID` and its subclasses, as database drivers have them. Does not import `uuid`."""
     return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
 
 
@@ -246,7 +246,7 @@ _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozen
 
 @lru_cache(maxsize=256)
 def _is_value(kind: Any) -> bool:
-    """Return True for a class of values or containers: decimals, dates, named tuples. Their identity says nothing."""
+    """Return True for a class of values or containers, such as decimals and dates, whose identity names no request."""
     return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
 
 

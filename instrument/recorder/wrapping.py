@@ -149,12 +149,12 @@ def wrap_method(
     decide: Callable[[Any], Site | None],
     evaluate: Callable[[Any], Any] | None = None,
 ) -> Function:
-    """Return a method with a span around the calls of instances with a site, at most 60 ns for the others.
+    """Return a method with a span around the calls of instances that have a site. Other calls take at most 60 ns more.
 
-    `sites` has the site of an instance by its identity, None for one that passes. For a new instance
-    `decide(instance)` returns it, enters it in `sites` where it is final, takes the entry out when the instance goes,
-    and raises nothing. `evaluate` sets the evaluator of Python's frames (None: Python) and returns the one before, so
-    that `decide` is run and not compiled.
+    `sites` maps an instance's identity to its site, or to None for no span. For a new instance `decide(instance)`
+    returns the site, and raises nothing. It enters the site in `sites` if that is final, and removes it with the
+    instance. `evaluate` sets the evaluator of Python's frames (None: Python) and returns the earlier one. So `decide`
+    is run, not compiled.
     """
     # A compiler of models takes the code of the wrapped function, and never meets the probe.
     method: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)

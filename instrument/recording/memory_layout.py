@@ -163,7 +163,7 @@ def interval_slots(ring_bytes: int) -> int:
 
 
 def detail_bytes(ring_bytes: int) -> int:
-    """Return the room for the further facts of rows, in whole blocks of four shares."""
+    """Return the bytes for details of rows: a fourth of the rings' bytes, at least 8 MiB, in whole blocks."""
     return max(8 << 20, ring_bytes // 4 // (4 * DETAIL_BLOCK_BYTES) * 4 * DETAIL_BLOCK_BYTES)
 
 

@@ -383,7 +383,7 @@ def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) ->
 
 
 def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
-    """Add up lines by group; below 0 it is none. Those without calls add nothing."""
+    """Add up lines by group. A group below 0 is no group. Lines without calls do not count."""
     sums, table = np.zeros(count, TOTALS), numbers_of(lines)
     is_counted = (groups >= 0) & (lines["calls"] != 0)
     if not is_counted.all():
@@ -451,7 +451,7 @@ def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, 
 
 
 def _summed_buckets(buckets: Records) -> Records:
-    """Add up the buckets of each line, without those of none and those that are empty."""
+    """Add up the buckets of each line. Leave out empty buckets and those of no line."""
     key, group = np.unique(buckets["line"] * (LAST_BUCKET + 1) + buckets["bucket"], return_inverse=True)
     times = np.zeros(len(key), np.int64)
     np.add.at(times, group, buckets["times"])

@@ -245,7 +245,7 @@ class CauseTimes:
         return dict(sums)
 
     def meetings(self, place: int, part: str) -> tuple[Int64s, Floats]:
-        """Return the steps that ran during the turns of a part, with the time of each of them."""
+        """Return the engine steps that overlap a part of a request, and the ns of overlap for each step."""
         turns, thread = self._turns[place], self.engine_thread(place)
         chosen = np.flatnonzero(turns.part == self.names.index(part)) if part in self.names else np.zeros(0, np.int64)
         if thread is None or not len(chosen):

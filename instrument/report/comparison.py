@@ -489,7 +489,7 @@ def _limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
 
 
 def _slowest(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[SlowestRequests]:
-    """Return the slowest requests of each group on both sides, by the number of requests."""
+    """Return the slowest requests of each group that both sides have, the group with the most requests first."""
     sides = []
     for runs in (before, after):
         walls: dict[str, list[Int64s]] = defaultdict(list)
@@ -522,7 +522,7 @@ def _groups(runs: Sequence[Recording], options: Options) -> dict[str, list[Endpo
 
 
 def _times_of(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
-    """Return the sum of an endpoint's walls, or of a part of them, and the 99th percentile for a single run."""
+    """Return the sum of an endpoint's wall times, or of one part of them, and for a single run the 99th percentile."""
     times = [(times.wall_ns, times.p99_ns) for times in runs]
     if part:
         phases = [phase for times in runs for phase in times.phases if phase.name == part]

@@ -390,7 +390,7 @@ def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
 
 
 def _window_lines(view: Kernels) -> list[str]:
-    """Return the window, and the other work of the devices in it."""
+    """Return a line on the window, and one on device work that is not in the table."""
     unit = view._options.unit
     text = ", ".join(
         f"{work.calls} {SEVERAL[work.kind] if work.calls > 1 else work.kind} "

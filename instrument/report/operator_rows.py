@@ -77,9 +77,9 @@ def times_of(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
 def place_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> PlaceCalls:  # fmt: skip
-    """Return the root above the places of all spans, or of the spans in the mask `among` alone.
+    """Return the root of the call tree of all spans, or of the spans that `among` marks.
 
-    Device time counts for calls of `kinds` and for those right below. With a `window`, only the part in it counts.
+    Device time counts for calls of `kinds` and for their direct children. With a `window`, only the time in it counts.
     """
     tree, no_calls = call_tree(trace, kinds, window, among), PlaceTimes(0, 0, 0, FARTHEST_NS)
     root = PlaceCalls(Site("(root)"), 0, None, False, FARTHEST_NS, no_calls, no_calls)

@@ -220,8 +220,8 @@ class _Tree:
 
 
 def _lines(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return some rows and the rows around them on their lines, each once and after its parent. Return also the number
-    of each one's parent, `NONE` without a parent."""
+    """Return some rows and all rows around them on their lines, parents first. Return also the place of the parent of
+    each, `NONE` for a row without one."""
     rows = np.flatnonzero(and_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
     return rows.tolist(), places_of(rows, len(trace))[trace.around[rows]].tolist()

@@ -205,7 +205,7 @@ def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
 
 
 def _summed(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
-    """Return the sum by key over streams of the union on each, and the keys."""
+    """Return the time of each key, and the keys. Overlapping times on one stream count once; streams are added."""
     parts, firsts = numbered(keys, streams)
     lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
     distinct_keys = distinct(keys)

@@ -71,7 +71,7 @@ class Coverage:
 
 
 def none_held(noun: str, otherwise: str, *, complete: bool) -> list[str]:
-    """Return the lines on a missing noun: `otherwise` if the spans are `complete`, else a note on overwritten spans."""
+    """Return lines that explain an empty table: `otherwise` if all spans are kept, else a note on overwritten ones."""
     if complete:
         return wrapped(otherwise)
     return wrapped(

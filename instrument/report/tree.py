@@ -71,8 +71,8 @@ class Names(NamedTuple):
 def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
     """Return the tree of names for lines of the nodes.
 
-    `levels` has three columns per node: the one or two levels that it adds to the tree, and the one that it adds as a
-    topmost node, `NONE` for none. Each topmost node adds one.
+    `levels` has three columns per node. The first two are the levels that the node adds to the tree. The third is the
+    level that it adds if it is topmost. `NONE` is no level.
     """
     first_line = _first_needed(parents, nodes)
     is_alone = (parents == NONE) & (levels[:, 2] != NONE)

@@ -155,7 +155,7 @@ class DeviceUse:
 
     @property
     def hidden_copy_ratio(self) -> float | None:
-        """The share of all time with copies."""
+        """The share of the time of copies that is hidden by computation."""
         return share(self.hidden_copy_ns, self.copy_ns + self.hidden_copy_ns)
 
     @property

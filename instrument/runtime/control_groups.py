@@ -11,9 +11,9 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def cores(pid: int | None = None) -> float:
-    """Return the number of cores that a process may use, this one or that of a pid, by its affinity and its groups.
+    """Return the number of cores that this process, or process `pid`, may use by its affinity and control groups.
 
-    Another process is taken to be in the container of this one.
+    The other process is assumed to be in the same container.
     """
     try:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))

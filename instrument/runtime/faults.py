@@ -99,7 +99,7 @@ class Faults:
 
 
 def _counts_of(kinds: Counter[str]) -> str:
-    """List the kinds with their counts, where there are several."""
+    """Return the kinds with their counts as text in brackets, "" for a single kind."""
     return f" ({', '.join(f'{kind} {count}' for kind, count in kinds.most_common())})" if len(kinds) > 1 else ""
 
 

@@ -205,7 +205,7 @@ class Exporting:
         return self._exporter is not None and settings is not None and settings.endpoint == endpoint
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans of a window that the session neither has sent nor will send, for the caller to send.
+        """Return the spans of a window that the session has not sent and will not send. The caller sends them.
 
         A request that has not ended is kept until its fate is known. If the agent exports, it sends the window's
         spans, and the list is empty. Raises `ExportError` if the agent does not answer.

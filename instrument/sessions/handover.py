@@ -107,8 +107,8 @@ class OwnExport:
         return not (has_more or exported.is_behind or exported.reading is None)
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans that neither are sent nor will be, and keep undecided requests. Raises `ExportError` if the
-        rows up to now cannot be read, because the exporter has no room."""
+        """Return the spans that were not and will not be sent, and keep those of undecided requests. Raises
+        `ExportError` if the rows up to now cannot be read, because the exporter has no room."""
         exported, end = self._exported, time.monotonic() + UNREAD_S
         if exported is None:
             return list(spans)

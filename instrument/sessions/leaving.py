@@ -87,7 +87,7 @@ class Leaving:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Prepare what no child inherits. One of multiprocessing leaves by os._exit and runs its own finalisers."""
+        """Register this child's exit. A child of multiprocessing ends by os._exit and runs only its own finalisers."""
         if self._observed_for:
             from instrument.proposal import observation
 

@@ -92,7 +92,7 @@ def read(source: Profile | str | os.PathLike[str] | None, file: Path | None) -> 
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Return the profile in a file. Most processes of a run are spared the imports, YAML among them."""
+    """Read a profile from a file. The import of its reader, with YAML, is here because few processes need it."""
     from instrument.profile.keys import load
 
     return load(path)

@@ -432,8 +432,8 @@ class Profiler:
     def loader(self, batches: Any, name: str | None = None) -> LoaderItems:
         """Return the items of an iterable. The wait for each is recorded, and counted as the step's reader cost.
 
-        `instrument.loader` and the profile's `loaders` count there too, on the thread that calls `step`. This adds
-        waits of other threads, and waits that are not recorded. See `instrument.loader` for `name`, the spans and
+        `instrument.loader` and the profile's `loaders` count there too, on the thread that calls `step`. This method
+        also counts waits on other threads, and unrecorded ones. See `instrument.loader` for `name`, the spans and
         errors. Raises `TargetError` for an asynchronous iterable.
         """
         if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):

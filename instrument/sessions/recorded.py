@@ -124,7 +124,7 @@ class Recorded:
         self.windows.begin(self.profile, self.start_ns)
 
     def after_fork_in_child(self) -> None:
-        """Drop what is the parent's."""
+        """Drop all that the parent recorded, and begin anew."""
         self._ids = None
         self.account.after_fork_in_child()
         self.ranges.after_fork_in_child()

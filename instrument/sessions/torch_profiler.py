@@ -133,7 +133,7 @@ class _Operators:
                 pending += [(inner, span) for inner in self.below.get(span.span_id, ())]
 
     def take_in(self, spans: Sequence[Span]) -> None:
-        """Make spans that ran within an operator, as from a hook or a checkpoint, children of the innermost one."""
+        """Move spans that ran within an operator, as a hook's do, below the innermost operator around them."""
         tops: dict[int, list[Span]] = {}
         for top in self.tops:
             tops.setdefault(top.thread_id, []).append(top)
@@ -398,7 +398,7 @@ class TorchProfiler:
             return record
 
     def cancel(self) -> None:
-        """Cancel what was prepared: no window came, or no more will."""
+        """Cancel the prepared torch.profiler, for which no window came or will come."""
         with self._lock:
             prepared, self._prepared = self._prepared, None
             if prepared is not None:

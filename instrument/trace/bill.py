@@ -197,7 +197,7 @@ class Account:
         return np.diff(upto, axis=1, prepend=0)
 
     def _blocked_work(self) -> NDArray[np.int64]:
-        """Return the time for which other requests blocked the loop of requests in their own work."""
+        """Return, by two groups, the time of own work in which requests of the other group blocked the loop."""
         lanes, requests = self.lanes, np.flatnonzero(self._is_charged)
         if not lanes.is_blocked.any():
             return np.zeros((self._count, self._count + 1), dtype=np.int64)

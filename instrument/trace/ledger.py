@@ -43,7 +43,7 @@ PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase of a request's work that a site's spans are, None if they are no phase."""
+    """Return the phase of a request to which spans of a site belong, None if they are no phase."""
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:

@@ -43,7 +43,7 @@ def _processes(parts: Sequence[MergedFile]) -> Iterator[list[MergedFile]]:
 
 
 def _counting(parts: Sequence[MergedFile]) -> list[MergedFile]:
-    """Return files of a process whose tallies together count every call once, none if files overlap in part."""
+    """Return files of a process whose tallies count every call once. Return none if two files overlap in part."""
     counting: list[MergedFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
         if not counting or part.saved.trace.end_ns > counting[-1].saved.trace.end_ns:

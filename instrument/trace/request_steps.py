@@ -275,7 +275,7 @@ def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: In
 
 
 def _merged(parts: Parts, series_places: Sequence[int]) -> list[int]:
-    """Return the batches of several series, without those of other threads that overlap the batch before."""
+    """Return the batches of several series by time, without any that overlaps the one before on another thread."""
     series = parts.series
     items = [
         place

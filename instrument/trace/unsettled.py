@@ -331,7 +331,7 @@ class UnsettledRows:
                 self.details[span_id] = _parsed(*detail)
 
     def _make_room(self) -> None:
-        """Drop the rows of open requests that began first, but those with keys, until three quarters fit."""
+        """Drop rows of the oldest open requests, and then other old rows, until three quarters of the limit remain."""
         roots = self.rows["root_id"]
         open_roots = np.array(
             [root for root in dict.fromkeys(span.root_id for span in self.opened.values()) if root & REQUEST_BIT],

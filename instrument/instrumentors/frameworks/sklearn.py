@@ -138,7 +138,7 @@ class Estimators:
         return wrapper
 
     def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
-        """Return the recording method of a class, at its first call."""
+        """Return the recording method for a class, when the method is called on that class for the first time."""
         site = site_of(method, name=f"{cls.__name__}.{name}")
         if id(cls) not in recordings:
             self.hits += 1

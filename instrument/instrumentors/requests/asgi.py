@@ -284,7 +284,7 @@ def _all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes
 
 
 def _kept(headers: Any, scope: Message) -> Any:
-    """Return the headers of a request. The app can read an iterator of them again."""
+    """Return the headers of a request. An iterator is replaced in the scope, so that the app can read it, too."""
     if iter(headers) is not headers:
         return headers
     pairs = tuple(headers)

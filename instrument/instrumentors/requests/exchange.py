@@ -460,7 +460,7 @@ class ServedApp:
         return getattr(self.app, name)
 
     def serves(self, exchanges: Exchanges) -> bool:
-        """Return True if it records for these exchanges."""
+        """Return True if the app's requests are recorded through these exchanges."""
         return self._exchanges is exchanges
 
 

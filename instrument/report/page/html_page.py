@@ -139,7 +139,7 @@ def _kind(field: str, values: Sequence[Any]) -> str:
 
 
 def _cell(value: Any, kind: str, unit: str) -> Any:
-    """Return a text as it is, and a number with its text in the text views."""
+    """Return the content of a cell: a text, or a number followed by the number's text in text views."""
     if kind == DEVICE:
         return device_name(value)
     if kind == TEXT:
