@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -66,9 +65,8 @@ LAST_METRICS_S = 5.0
 class RecordingExport:
     """The export of one generation of a recording, by a copy of the descriptor. Generation 0 is the present one.
 
-    A generation ends as a later one begins. Without `sends`, kept spans go to no exporter. `facts` replaces the facts
-    for the export that are in the recording. Raises `TraceError` and `OSError`. One thread alone reads and settles;
-    another may call `note_settled` and `note_sent`.
+    A generation ends as a later one begins. Without `sends`, kept spans go to no exporter. Raises `TraceError` and
+    `OSError`. One thread alone reads and settles; another may call `note_settled` and `note_sent`.
     """
 
     def __init__(
@@ -78,10 +76,8 @@ class RecordingExport:
         generation: int = 0,
         *,
         sends: bool = True,
-        facts: Callable[[], Any] | None = None,
     ) -> None:
         self._sends = sends
-        self._published_facts = facts or (lambda: self._mapped.header.facts.get("export"))
         self._exporter = exporter
         self._lock = RLock()
         self._place = ExportCheckpoint(fd)
@@ -228,7 +224,7 @@ class RecordingExport:
         if now < self._facts_at:
             return self._facts
         header = self._mapped.header
-        facts = facts_from(self._published_facts())
+        facts = facts_from(header.facts.get("export"))
         self._facts_at = now + FACTS_S if facts is not None else 0.0
         reading = self._reading
         if facts is None or header.generation != self._generation:

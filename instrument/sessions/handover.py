@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instrument.errors import ExportError
 from instrument.recording import export_checkpoint
@@ -42,14 +42,13 @@ UNREAD_S = 1.0
 class OwnExport:
     """Reads what this process records, and hands it to the session's exporter. One thread at a time uses it.
 
-    Without `sends` it counts metrics for scrapes alone. `facts` say how, where the recording does not. Another thread
-    may call `note_sent` meanwhile, and nothing else.
+    Without `sends` it counts metrics for scrapes alone. Another thread may call `note_sent` meanwhile, and nothing
+    else.
     """
 
-    def __init__(self, exporter: otlp.Exporter, facts: Callable[[], Any] | None = None, *, sends: bool = True) -> None:
+    def __init__(self, exporter: otlp.Exporter, *, sends: bool = True) -> None:
         self._exporter = exporter
         exporter.settled = self.note_sent
-        self._facts = facts
         self.sends = sends
         self._exported: RecordingExport | None = None
         self._run: ExportedRun | None = None
@@ -71,7 +70,7 @@ class OwnExport:
         from instrument.otlp.recording_export import ExportedRun, RecordingExport
 
         GROUPS.clear()  # those of the session before
-        self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends, facts=self._facts)
+        self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends)
         self._run = ExportedRun({0: self._exported})
 
     def after_fork_in_child(self) -> None:

@@ -20,7 +20,8 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -36,6 +37,9 @@ from instrument.instrumentors.copies.transfers import (
     is_pinned,
 )  # fmt: skip
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
+
+Reader = Callable[[Any, Any], Any]
+"""A reader of one argument of a call, from its positional and its named arguments."""
 
 
 def _attach_numpy(numpy: Any, transfers: Transfers) -> PatchedFunctions:
@@ -225,20 +229,22 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
         return _on_device(source, target) if isinstance(source, array_type) and source is not target else None
 
     patched = PatchedFunctions(transfers, "cupy", stream=lambda args, kwargs: None)
-    patched.methods(array_type, ("get",), got, lambda args, kwargs: argument(args, kwargs, 1, "stream"))
-    patched.methods(array_type, ("set",), put, lambda args, kwargs: argument(args, kwargs, 2, "stream"))
+    patched.methods(array_type, ("get",), got, _argument(1, "stream"))
+    patched.methods(array_type, ("set",), put, _argument(2, "stream"))
     patched.methods(array_type, READING, read)
     patched.functions(cupy, MAKING, made)
     patched.functions(cupy, ("copyto",), copied)
     runtime = cupy.cuda.runtime
-    for name, facts in (("memcpy", _memcpy_by_kind), ("memcpyPeer", _memcpy_peer)):
-        last = 4 if name == "memcpy" else 5
+    # memcpy(dst, src, size, kind) and memcpyPeer(dst, dstDevice, src, srcDevice, size); the others end with a stream.
+    by_kind = partial(_by_kind, _argument(3, "kind"), (_argument(2, "size"),))
+    by_peer = partial(_peer, _argument(3, "srcDevice"), _argument(1, "dstDevice"), _argument(4, "size"))
+    for name, facts, last in (("memcpy", by_kind, 4), ("memcpyPeer", by_peer, 5)):
         patched.functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
         patched.functions(runtime, (f"{name}Async",), facts(False), _argument(last, "stream"))
     return patched
 
 
-def _argument(index: int, name: str) -> Stream:
+def _argument(index: int, name: str) -> Reader:
     return lambda args, kwargs: argument(args, kwargs, index, name)
 
 
@@ -251,24 +257,6 @@ def _is_of_the_host(source: Any, array_type: Any) -> bool:
     while isinstance(source, (list, tuple)) and source:
         source = source[0]
     return not isinstance(source, array_type) and not hasattr(source, "__cuda_array_interface__")
-
-
-def _memcpy_by_kind(sync: bool) -> Facts:
-    def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        # memcpy(dst, src, size, kind) and memcpyAsync(dst, src, size, kind, stream)
-        direction = _KINDS.get(int(argument(args, kwargs, 3, "kind")))
-        return None if direction is None else Transfer(direction, int(argument(args, kwargs, 2, "size")), sync)
-
-    return facts
-
-
-def _memcpy_peer(sync: bool) -> Facts:
-    def facts(out: Any, args: Any, kwargs: Any) -> Transfer:
-        # memcpyPeer(dst, dstDevice, src, srcDevice, size)
-        devices = (int(argument(args, kwargs, at, name)) for at, name in ((1, "dstDevice"), (3, "srcDevice")))
-        return Transfer(direction_between(*devices), int(argument(args, kwargs, 4, "size")), sync)
-
-    return facts
 
 
 def _attach_numba(module: Any, transfers: Transfers) -> PatchedFunctions:
@@ -306,6 +294,7 @@ def _device(array: Any) -> tuple[Any]:
 
 _TYPED = re.compile(r"cuMemcpy([HDA])to([HDA])(Async)?")
 _SIDES = {"H": "h", "D": "d", "A": "d"}  # an array is a texture's memory on the device
+_WITH_ROWS = ("cudaMemcpy2D", "cudaMemcpy2DToArray", "cudaMemcpy2DFromArray")
 _MEMORY_TYPES = {1: "h", 2: "d", 3: "d"}  # CUmemorytype: host, device, array; unified is none of them
 
 
@@ -331,20 +320,18 @@ def _facts(name: str, function: Any) -> Facts | None:
     sync = not name.endswith("Async")
     base = name.removesuffix("Async")
     if base in ("cuMemcpyPeer", "cudaMemcpyPeer"):
-        return _peer(function, sync, "Context" if base.startswith("cuM") else "Device")
-    if base == "cudaMemcpy":
-        return _by_kind(function, ("count",), sync)
-    if base in ("cudaMemcpy2D", "cudaMemcpy2DToArray", "cudaMemcpy2DFromArray"):
-        return _by_kind(function, ("width", "height"), sync)
+        place = "Context" if base.startswith("cuM") else "Device"
+        ends = _named(function, f"src{place}"), _named(function, f"dst{place}")
+        return _peer(*ends, _named(function, "ByteCount", "count"), sync)
+    factors = {"cudaMemcpy": ("count",), **dict.fromkeys(_WITH_ROWS, ("width", "height"))}.get(base)
+    if factors is not None:
+        return _by_kind(_named(function, "kind"), [_named(function, factor) for factor in factors], sync)
     if base in ("cuMemcpy2D", "cuMemcpy2DUnaligned", "cuMemcpy3D"):
         return _described(sync)
     return None
 
 
-def _peer(function: Any, sync: bool, place: str) -> Facts:
-    amount = _named(function, "ByteCount", "count")
-    source, target = _named(function, f"src{place}"), _named(function, f"dst{place}")
-
+def _peer(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer:
         direction = direction_between(int(source(args, kwargs)), int(target(args, kwargs)))
         return Transfer(direction, int(amount(args, kwargs)), sync)
@@ -352,9 +339,7 @@ def _peer(function: Any, sync: bool, place: str) -> Facts:
     return facts
 
 
-def _by_kind(function: Any, factors: tuple[str, ...], sync: bool) -> Facts:
-    kind, sizes = _named(function, "kind"), [_named(function, factor) for factor in factors]
-
+def _by_kind(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         direction = _KINDS.get(int(kind(args, kwargs)))
         return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
@@ -374,12 +359,11 @@ def _described(sync: bool) -> Facts:
     return facts
 
 
-def _named(function: Any, *names: str) -> Callable[[Any, Any], Any]:
+def _named(function: Any, *names: str) -> Reader:
     """Return a reader of the argument with the first of the names that the function has."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
-    index = parameters.index(name)
-    return lambda args, kwargs: argument(args, kwargs, index, name)
+    return _argument(parameters.index(name), name)
 
 
 def _stream(function: Any) -> Stream:
@@ -388,10 +372,10 @@ def _stream(function: Any) -> Stream:
     name = next((name for name in ("hStream", "stream") if name in parameters), None)
     if name is None:
         return lambda args, kwargs: 0
-    index = parameters.index(name)
+    stream_of = _argument(parameters.index(name), name)
 
     def stream(args: Any, kwargs: Any) -> Any:
-        handle = argument(args, kwargs, index, name)
+        handle = stream_of(args, kwargs)
         return 0 if handle is None else int(handle)
 
     return stream
