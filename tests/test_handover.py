@@ -27,7 +27,7 @@ from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import ExportCheckpoint, Progress
 from instrument.runtime import packets, run_folder
 from instrument.sessions import handover, leaving, session_threads
-from instrument.sessions.profile_reload import Generations
+from instrument.sessions.control import ControlThread
 from instrument.sessions.session import Session
 from instrument.sessions.session_threads import SessionThreads
 
@@ -48,7 +48,7 @@ def listener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket
 @pytest.fixture
 def agent(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
     """The same of an agent that is not heard: tests look after the export themselves, and nobody else does."""
-    monkeypatch.setattr(Generations, "hear_agent", lambda _: None)
+    monkeypatch.setattr(ControlThread, "hear_agent", lambda _: None)
     return listener
 
 
@@ -198,7 +198,7 @@ def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
     may_begin.set()
     assert have_begun.wait(60)
     assert session._membership.joins == 1
-    assert session.generations.control is None
+    assert session.control._thread is None
 
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["nobody reads it", "the agent reads it"])

@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.wrapping import bare_of
 from instrument.sessions import control
-from instrument.sessions.control import ControlThread, Request
+from instrument.sessions.control import ControlThread
 from instrument.sessions.membership import Membership
-from instrument.sessions.profile_reload import AT_START, MOST_NAMES, Reload, refusals, taken_on
+from instrument.sessions.profile_reload import AT_START, MOST_NAMES, Reload, Request, refusals, taken_on
 from instrument.sessions.session import Session
 
 WORK = """
@@ -565,7 +566,7 @@ def test_nothing_watches_or_listens_unless_it_is_asked_to() -> None:
 
 def test_an_asker_is_answered_with_what_was_attached_undone_and_refused() -> None:
     session = begin('functions: [{match: "reloaded:first"}]')
-    ask = session.generations._answer
+    ask = session.generations.answer
     work()
     new = write("new.yaml", 'limits: {ring: 1MiB}\nfunctions: [{match: "reloaded:second"}]')
     answer = ask(Request(str(new.absolute()), switch=True))
@@ -592,10 +593,12 @@ def test_stop_waits_for_the_reload_that_has_begun() -> None:
 
     file = write("watched.yaml", "")
     membership = Membership(dict, lambda: -1, lambda prepare: prepare())
-    thread = ControlThread(
-        lambda: file, slow, lambda: False, lambda _: None, membership, None, lambda _: None, lambda _: None
+    generations: Any = SimpleNamespace(
+        prepare_to_watch=lambda: True, watched=file, answer=slow, settle=lambda: False, has_ended=lambda: False
     )
-    thread.start()
+    exporting: Any = SimpleNamespace(look_after=lambda **_: None)
+    thread = ControlThread(generations, membership, exporting, lambda: None)
+    thread.watch()
     assert begun.wait(240)
     thread.stop(20)
     assert done.is_set()

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ _MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
 of 64 KiB (M_MMAP_THRESHOLD), and threads share one arena (M_ARENA_MAX)."""
 
 
+@dataclass(eq=False)
 class Child:
     """A child process, started on its first task, and the agent's end of the connection to it.
 
@@ -42,21 +44,14 @@ class Child:
     end, and `has_sent_all` once no message to it waits any more.
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        serve: Callable[[socket.socket], object],
-        name: str,
-        heard: Callable[[packets.Message], object],
-        has_ended: Callable[[], object],
-        has_sent_all: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._selector = selector
-        self._serve = serve
-        self._name = name
-        self._heard = heard
-        self._has_ended = has_ended
-        self._has_sent_all = has_sent_all
+    selector: selectors.BaseSelector
+    serve: Callable[[socket.socket], object]
+    name: str
+    heard: Callable[[packets.Message], object]
+    has_ended: Callable[[], object]
+    has_sent_all: Callable[[], object]
+
+    def __post_init__(self) -> None:
         self._connection: Connection | None = None
         self._pid = 0
         self._begun: deque[float] = deque(maxlen=MOST_RESTARTS + 1)
@@ -80,10 +75,10 @@ class Child:
             return f"has ended {len(self._begun)} times in {RESTART_WINDOW_S:g} s"
         self._begun.append(now)
         try:
-            self._connection, self._pid = _forked(self._serve, self._name)
+            self._connection, self._pid = _forked(self.serve, self.name)
         except OSError as problem:
             return f"could not be made: {problem.strerror}"
-        self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._receive_answers)
+        self.selector.register(self._connection.fileno(), selectors.EVENT_READ, self._receive_answers)
         return ""
 
     def send(self, message: packets.Message, *descriptors: int) -> None:
@@ -100,7 +95,7 @@ class Child:
         if connection.is_broken:
             os.kill(self._pid, signal.SIGKILL)
         waits = selectors.EVENT_WRITE if connection.has_waiting and not connection.is_broken else 0
-        self._selector.modify(connection.fileno(), selectors.EVENT_READ | waits, self._receive_answers)
+        self.selector.modify(connection.fileno(), selectors.EVENT_READ | waits, self._receive_answers)
 
     def _receive_answers(self, _: int) -> None:
         connection = self._connection
@@ -108,7 +103,7 @@ class Child:
             return
         connection.flush()
         if not connection.has_waiting:
-            self._has_sent_all()
+            self.has_sent_all()
         self._watch(connection)
         try:
             message = _next_of(connection)
@@ -116,9 +111,9 @@ class Child:
             return
         if message is None:
             self.end()
-            self._has_ended()
+            self.has_ended()
         else:
-            self._heard(message)
+            self.heard(message)
 
     def end(self) -> None:
         """Kill the child, reap it, and handle the messages that it sent before.
@@ -128,7 +123,7 @@ class Child:
         connection, self._connection = self._connection, None
         if connection is None:
             return
-        self._selector.unregister(connection.fileno())
+        self.selector.unregister(connection.fileno())
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         until = time.monotonic() + REAP_S
@@ -136,7 +131,7 @@ class Child:
             time.sleep(LOOK_S)
         with suppress(BlockingIOError):  # it hangs in a driver
             while (message := _next_of(connection)) is not None:
-                self._heard(message)
+                self.heard(message)
         connection.close()
 
 

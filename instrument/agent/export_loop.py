@@ -141,14 +141,13 @@ class ExportLoop:
             self._begin_scrapes(message, *descriptors)
         elif "end" in message:
             self._ends_at = time.monotonic() + float(message["end"])
+        if (ended := self._recordings.get(int(message.get("ended", 0)))) is not None:
+            ended.has_ended = True
         window = partial(self._send_window, message)
-        for name, action in (("ended", self._note_ended), ("flush", self._send_now), ("window", window)):
+        for name, action in (("flush", self._send_now), ("window", window)):
             export = self._recordings.get(int(message.get(name, 0)))
             if export is not None:
                 self._attempt(int(message[name]), partial(action, int(message[name]), export))
-
-    def _note_ended(self, _: int, export: recording_export.RecordingExport) -> None:
-        export.has_ended = True
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
         """Answer a scrape on a connection, or those at an address."""

@@ -17,7 +17,7 @@ from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
 from instrument.report.table import safe
-from instrument.sessions.control import Answer, Request
+from instrument.sessions.profile_reload import Answer, Request
 
 WAIT_S = 5.0
 """Seconds that a verb waits for all answers."""

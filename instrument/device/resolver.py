@@ -113,19 +113,19 @@ class Resolver:
         self._settled_noted_ns = 0
         self._bound: tuple[int, int] | None = None
         self._waking = Event()
-        self._stopping = Event()
+        self.stopping = Event()
         self._thread: Thread | None = None
 
     def start(self) -> None:
         """Start the thread."""
-        if self._thread is None and not self._stopping.is_set():
+        if self._thread is None and not self.stopping.is_set():
             self._intervals.publish_settled(self._now() - ROW_NS)
-            self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self._stopping.is_set())
+            self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self.stopping.is_set())
             self._thread.start()
 
     def stop(self, limit_s: float = math.inf) -> None:
         """Wait a moment for pairs in flight, return everything to the driver, and end. Idempotent."""
-        self._stopping.set()
+        self.stopping.set()
         self._waking.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -136,11 +136,6 @@ class Resolver:
     def is_running(self) -> bool:
         """True while the thread exists."""
         return self._thread is not None
-
-    @property
-    def is_stopping(self) -> bool:
-        """True once no new pair may begin."""
-        return self._stopping.is_set()
 
     def disown(self) -> None:
         """Leave all open pairs to the parent, in a forked child."""
@@ -191,7 +186,7 @@ class Resolver:
         return "dropped" if context.alive else ""
 
     def _look_until_stopped(self) -> None:
-        stopping, waking = self._stopping, self._waking
+        stopping, waking = self.stopping, self._waking
         pause_s = POLL_S[0]
         while True:
             waking.clear()
@@ -341,7 +336,7 @@ class Resolver:
                     context.watched = stream
                     return True
                 context.pending[stream] = asked_ns
-            if self._stopping.is_set():
+            if self.stopping.is_set():
                 break
             sleep(WATCH_S)
         return False

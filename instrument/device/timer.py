@@ -254,7 +254,7 @@ class Timer:
         driver = self.driver
         with self._meeting:
             context = self._contexts.get(device)
-            if context is not None or self.resolver.is_stopping:
+            if context is not None or self.resolver.stopping.is_set():
                 return context
             handle = driver.primary(device)
             # The current context may be another device's: torch changes it when it uses this device.

@@ -266,7 +266,7 @@ class Exporter:
         and are counted as dropped. True if all will be sent unless newer ones push them out. Never waits for a lock.
         """
         are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
-        if self._queue.waiting_bytes >= LEAST_REQUEST_BYTES:
+        if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
             self.hurry()
         return False not in are_taken
 

@@ -466,7 +466,7 @@ class ExportedRun:
         readings = {number: member.reading for number, member in self.members.items() if not member.is_spoilt}
         numbers = [number for number, reading in readings.items() if reading is not None]
         self._settling.members = [reading.reader.rows for reading in readings.values() if reading is not None]
-        asks_queues = any(reading.asks_queue_times for reading in readings.values() if reading is not None)
+        asks_queues = any(reading.facts.metered.asks for reading in readings.values() if reading is not None)
         are_over = all(member.is_over for member in self.members.values())
         settled_by_place = self._settling.settle(
             now_ns, is_last=is_last or are_over, at_once=at_once, asks_queues=asks_queues
@@ -490,7 +490,7 @@ class _Reading:
         exporter: Exporter,
         place: ExportCheckpoint,
     ) -> None:
-        self._facts = facts
+        self.facts = facts
         self.threads: Mapping[int, str] = {}
         self.base = Counter(progress.fates)
         self.left_over = 0
@@ -498,19 +498,14 @@ class _Reading:
         self.reader = RecordingReader(mapped, progress, facts)
         self.times = DeviceTimes(mapped)
         self.interruptions = Interruptions()
-        self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self._facts.resource)
+        self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self.facts.resource)
         self.derived = replace(self.source, counts=Counter())
         """The source of spans of this process that it did not record itself: stages."""
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source)
 
-    @property
-    def asks_queue_times(self) -> bool:
-        """True if the times of requests in the queue are a metric."""
-        return self._facts.metered.asks
-
     def change(self, facts: ExportFacts) -> None:
         """Go by what the process says of itself now."""
-        self._facts = facts
+        self.facts = facts
         self.metering.change(facts)
         self.reader.rows.spans_per_request = facts.spans_per_request
         if facts.capture != self.reader.rows.sampler.capture:

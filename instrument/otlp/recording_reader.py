@@ -79,7 +79,7 @@ class RecordingReader:
 
     def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the current totals of the sites that `is_counted` marks in a call tree: of requests by default."""
-        tally = self._mapped.tally(is_counted or _are_requests)
+        tally = self._mapped.tally(is_counted or (lambda tree: tree.by_site(is_request)))
         return tally.merged() if merged else tally
 
     def between(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
@@ -216,7 +216,3 @@ def _more_of(active_ns: int, text: bytes) -> tuple[int, str | None, dict[str, ob
 def _are_request_roots(rows: Records) -> NDArray[np.bool_]:
     roots = rows["root_id"]
     return np.asarray((roots == rows["span_id"]) & (roots & np.uint64(REQUEST_BIT) != 0))
-
-
-def _are_requests(tree: CallTree) -> Sequence[bool]:
-    return tree.by_site(is_request)

@@ -117,7 +117,7 @@ class RequestQueue:
         self._inbox: deque[QueuedRequest] = deque()
         self._queue: deque[QueuedRequest] = deque()
         self._in_flight: deque[QueuedRequest] = deque()
-        self._queued_bytes = 0
+        self.queued_bytes = 0
         self.newest = 0
         """The number of the newest request."""
         self._counts = dict.fromkeys((*FATES, "requests"), 0)
@@ -134,11 +134,6 @@ class RequestQueue:
                 self._take_in()
             finally:
                 self.lock.release()
-
-    @property
-    def waiting_bytes(self) -> int:
-        """The bytes of requests that wait."""
-        return self._queued_bytes
 
     @property
     def pending(self) -> int:
@@ -229,8 +224,8 @@ class RequestQueue:
             self.newest += 1
             request.number = self.newest
             self._queue.append(request)
-            self._queued_bytes += len(request.data)
-            while self._queue and (self.is_closed or self._queued_bytes > QUEUE_BYTES):
+            self.queued_bytes += len(request.data)
+            while self._queue and (self.is_closed or self.queued_bytes > QUEUE_BYTES):
                 self._drop_oldest()
 
     def _expect(self, spans: int, source: Source) -> None:
@@ -245,7 +240,7 @@ class RequestQueue:
 
     def _remove_oldest(self) -> QueuedRequest:
         request = self._queue.popleft()
-        self._queued_bytes -= len(request.data)
+        self.queued_bytes -= len(request.data)
         return request
 
     def _count(self, source: Source, fate: str, spans: int) -> None:

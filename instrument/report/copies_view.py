@@ -144,7 +144,7 @@ class CopiesView(View):
         return [
             Section(
                 "Directions", self.directions, f"direction=Direction|{sums}timed=Timed",
-                texts={**texts, "direction": lambda use, unit: _direction(use)}, widths=COLUMN_WIDTH,
+                texts={**texts, "direction": _direction}, widths=COLUMN_WIDTH,
             ),
             Section(
                 "Calls", self.calls, f"call=Call|direction=Direction|{sums}memory=Memory|mode=Mode|+staged=Staged",
@@ -242,5 +242,5 @@ SUMS = (
 )  # fmt: skip
 
 
-def _direction(use: CopyUse) -> str:
+def _direction(use: CopyUse, unit: str) -> str:
     return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]

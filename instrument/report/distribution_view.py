@@ -185,7 +185,8 @@ class _PlaceTimes:
         self.of, self.base = ("step", steps) if len(steps.starts) else ("window", of_window)
         present = set(distinct(trace.site).tolist())
         is_named = [
-            place in present and (site.kind == "comm" or _is_collective(site)) for place, site in enumerate(trace.sites)
+            place in present and (site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS))
+            for place, site in enumerate(trace.sites)
         ]  # fmt: skip
         if not any(is_named):
             return  # there is nothing to compare
@@ -217,11 +218,6 @@ def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> U
         works, pauses = of_thread[computing[of_thread]], of_thread[pausing[of_thread]]
         unions.append(without(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
     return together(unions)
-
-
-def _is_collective(site: Site) -> bool:
-    """Return True if the name is that of a communication kernel."""
-    return any(kernel in site.name.lower() for kernel in KERNELS)
 
 
 def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:

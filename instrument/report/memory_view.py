@@ -355,7 +355,7 @@ def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Ite
     """Yield the readings of each gauge of memory: the host's first, then those of devices by number."""
     readings: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
-        if sample.value is not None and _is_in_state(state, sample.device):
+        if sample.value is not None and (state == "All" or (sample.device == HOST) == (state == "CPU")):
             readings.setdefault((sample.device, sample.name), []).append((sample.value, sample.at_ns))
     for device in sorted({device for device, _ in readings}):
         for gauge, keeper in PEAK_OF.items():
@@ -367,10 +367,6 @@ def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Ite
                 peak = None if peaks is None else max(most, max(peaks)[0])
                 ends = values[0][0], values[-1][0]
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
-
-
-def _is_in_state(state: str, device: int) -> bool:
-    return state == "All" or (device == HOST) == (state == "CPU")
 
 
 def _merged_row(uses: Sequence[PlaceMemory]) -> PlaceMemory:

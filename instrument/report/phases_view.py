@@ -57,10 +57,6 @@ class Calls:
     of_piece: Int64s
     outside_ns: Sequence[int]
 
-    def by_phase(self) -> dict[str, list[int]]:
-        """Return the times under way of each phase's calls."""
-        return _by_phase(self.names, self.phase, self.own_ns)
-
 
 def _by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
     """Return the times of each phase with any."""
@@ -355,7 +351,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     lengths_ns = (units.intervals.ends - units.intervals.starts).tolist()
     whole, count, is_counted = int(units.is_whole.sum()), len(lengths_ns), units.of != "window"
     timed, cut = whole * is_counted, (count - whole) * is_counted
-    own_ns = calls.by_phase()
+    own_ns = _by_phase(calls.names, calls.phase, calls.own_ns)
     if not count or (not own_ns and not calls.outside_ns):
         return PhasesView(coverage, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
     streams = streams_of(trace, units, calls)

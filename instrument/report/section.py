@@ -191,7 +191,8 @@ class View:
 
     def table_lines(self) -> list[str]:
         """Return the text of the tables, a blank line behind each."""
-        return section_lines(self.sections(), self._options.unit)
+        shown = (section for section in self.sections() if section.rows or section.empty)
+        return [line for section in shown for line in (*section.lines(self._options.unit), "")]
 
     def foot(self) -> list[str]:
         """Return the lines below the last table."""
@@ -222,11 +223,6 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: st
     body = "".join(line(cells, "td") for cells in rows)
     label = f'<caption style="text-align:left">{escape(caption)}</caption>'
     return f"<table>{label}<thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
-
-
-def section_lines(sections: Iterable[Section], unit: str) -> list[str]:
-    """Return the text of sections that have something to show, a blank line behind each."""
-    return [line for section in sections if section.rows or section.empty for line in (*section.lines(unit), "")]
 
 
 def name_of(row: Any, name: str) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
-from instrument.runtime.unpatched import poll
+from instrument.runtime.unpatched import RLock, poll
+from instrument.sessions.exporting import Exporting
 from instrument.sessions.membership import Membership
+from instrument.sessions.profile_reload import Answer, Generations, Request
 
 POLL_S = 0.1
 """Seconds between two looks at the watched file."""
@@ -36,50 +37,24 @@ EXPORT_S = 1.0
 AGENT_S = 1.0
 """Seconds between two attempts to find another agent, once that of the process has gone."""
 
-Answer = Mapping[str, Any]
-
-
-class Request(NamedTuple):
-    """A request to read the profile at `path`, or the process's own file again (None).
-
-    `service` limits it to processes of that service; `switch` allows another file than the process's own. With
-    `records` it asks instead to record, or to stop recording until asked again.
-    """
-
-    path: str | None = None
-    service: str | None = None
-    switch: bool = False
-    records: bool | None = None
-
 
 class ControlThread:
-    """A thread that serves reload requests to one process, between `start` and `stop`.
+    """A thread that serves reload requests to one process, once it watches a file or hears the agent, until `stop`.
 
-    `reload(request)` does what the agent or a changed file asks for. It returns the result, with `error` where it was
-    refused and `other` where another process was meant. `watched()` returns the file to watch, None for none.
-    `settle()` is called after a reload until it returns False. `complain(message)` reports a file that stays unusable.
-    `end()` is called when the process's main thread has ended.
+    `generations` has the profile, its file and its changes. `exporting` follows the agent's messages on the export.
+    `end_of_main_thread()` returns a function to call when the main thread has ended, where that would end the process;
+    else None.
     """
 
     def __init__(
         self,
-        watched: Callable[[], Path | None],
-        reload: Callable[[Request], Answer],
-        settle: Callable[[], bool],
-        complain: Callable[[str], object],
+        generations: Generations,
         membership: Membership,
-        end: Callable[[], object] | None,
-        look_after_export: Callable[[bool], object],
-        hear_agent: Callable[[Mapping[str, Any]], object],
+        exporting: Exporting,
+        end_of_main_thread: Callable[[], Callable[[], object] | None],
     ) -> None:
-        self._end = end
-        self._look_after_export = look_after_export
-        self._hear = hear_agent
-        self._membership = membership
-        self._watched = watched
-        self._reload = reload
-        self._settle = settle
-        self._complain = complain
+        self._generations, self._membership, self._exporting = generations, membership, exporting
+        self._end_of_main_thread = end_of_main_thread
         self._seen: tuple[int, ...] | None = (-1,)  # the file as it was when it was read last
         self._changed: tuple[int, ...] | None = None
         self._read_again = False
@@ -88,7 +63,9 @@ class ControlThread:
         self._unsettled = False
         self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self, *, has_begun: bool = False) -> None:
+        self._lock = RLock()
+        self._has_begun = has_begun
         self._thread: Thread | None = None
         self._wake = -1
         self._agent_fd = -1
@@ -96,24 +73,34 @@ class ControlThread:
         self._joins = 0
         self._stopping = False
 
-    @property
-    def is_for_agent_alone(self) -> bool:
-        """True if the thread serves the agent alone, with no file to watch."""
-        return self._watched() is None
+    def watch(self) -> None:
+        """Watch the profile's file from now on, where the profile asks for it."""
+        self._has_begun = self._generations.prepare_to_watch()
+        self.go_on()
 
-    def start(self) -> None:
-        """Begin to hear the agent and to watch, unless that has begun."""
-        if self._thread is not None:
-            os.eventfd_write(self._wake, 1)  # it looks for the agent
-        elif self._watched() is not None or self._membership.joins:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            thread = Thread(self._run, "instrument-control", lambda: not self._stopping)
-            thread.start()
-            self._thread = thread
+    def hear_agent(self) -> None:
+        """Serve the agent's requests from now on, on the thread that watches a file, or on one that begins here."""
+        with self._lock:
+            if self._membership.joins and not self._generations.has_ended():
+                self._has_begun = True  # there is an agent, and the session has not ended as its threads began
+                self.go_on()
+
+    def go_on(self) -> None:
+        """Look for the agent, and begin the thread unless it runs. Without an earlier `watch` or `hear_agent`, do
+        nothing."""
+        with self._lock:
+            if self._thread is not None:
+                os.eventfd_write(self._wake, 1)  # it looks for the agent
+            elif self._has_begun and (self._generations.watched is not None or self._membership.joins):
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                thread = Thread(self._run, "instrument-control", lambda: not self._stopping)
+                thread.start()
+                self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
         """End the thread, after the reload that it is about."""
-        thread, self._thread, self._stopping = self._thread, None, True
+        with self._lock:
+            thread, self._thread, self._stopping, self._has_begun = self._thread, None, True, False
         if thread is not None:
             os.eventfd_write(self._wake, 1)
             thread.join(timeout_s)
@@ -121,9 +108,9 @@ class ControlThread:
             self._close()
 
     def after_fork_in_child(self) -> None:
-        """Leave the parent's thread to the parent; `start` begins the child's own."""
+        """Leave the parent's thread to the parent. `go_on` begins the child's own, if there is a file to watch."""
         self._close()
-        self._begin()
+        self._begin(has_begun=self._has_begun and self._generations.watched is not None)
 
     def _close(self) -> None:
         if self._wake >= 0:
@@ -133,10 +120,10 @@ class ControlThread:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        look_at = 0.0
+        look_at, end = 0.0, self._end_of_main_thread()
         while not self._stopping:
             now = time.monotonic()
-            if self._watched() is not None:
+            if self._generations.watched is not None:
                 if now >= look_at:
                     _attempt(self._look)
                     now = time.monotonic()
@@ -144,13 +131,13 @@ class ControlThread:
             else:
                 look_at = now + 3600.0
             if self._unsettled:
-                self._unsettled = _attempt(self._settle) is True
+                self._unsettled = _attempt(self._generations.settle) is True
                 look_at = min(look_at, now + POLL_S)
-            if self._end is not None:
+            if end is not None:
                 look_at = min(look_at, now + MAIN_S)
                 if _has_main_thread_ended():
                     self._stopping = True
-                    _attempt(self._end)
+                    _attempt(end)
                     return
             look_at = min(look_at, _attempt(lambda: self._find_agent(now)) or look_at)  # noqa: B023 - called at once
             for descriptor, _ in self._wait(max(look_at - now, 0.0)):
@@ -181,7 +168,7 @@ class ControlThread:
             if is_joined:
                 self._agent_fd = membership.fileno()
                 membership.send({"hears": True})
-        self._look_after_export(self._agent_fd >= 0)
+        self._exporting.look_after(is_joined=self._agent_fd >= 0)
         return now + EXPORT_S if self._agent_fd >= 0 else self._agent_at
 
     def _hear_agent(self) -> None:
@@ -191,7 +178,7 @@ class ControlThread:
             self._agent_fd = -1
             membership.close()
             return
-        self._hear(message)
+        self._exporting.hear_agent(message)
         if "do" not in message:
             return
         try:
@@ -203,7 +190,7 @@ class ControlThread:
         membership.send({"answer": answer, "number": message.get("number", 0)})
 
     def _ask(self, request: Request) -> Answer:
-        answer = self._reload(request)
+        answer = self._generations.answer(request)
         self._unsettled = True
         return answer
 
@@ -214,7 +201,7 @@ class ControlThread:
 
         What is written within the clock tick of its own modification time, in the same size, looks unchanged.
         """
-        stamp = _identity_of_file(self._watched())
+        stamp = _identity_of_file(self._generations.watched)
         if stamp == self._seen:
             self._changed = None
             again, self._read_again = self._read_again, False
@@ -222,7 +209,7 @@ class ControlThread:
                 self._follow(stamp)
             elif self._error and time.monotonic() - self._error_at >= GRACE_S:
                 error, self._error = self._error, ""
-                self._complain(error)
+                self._generations.refuse(error)
         elif stamp != self._changed:
             self._changed = stamp
         else:
@@ -231,7 +218,8 @@ class ControlThread:
 
     def _follow(self, stamp: tuple[int, ...] | None) -> None:
         error = str(self._ask(Request()).get("error", ""))
-        if _identity_of_file(self._watched()) != stamp:  # it was being written: neither a success nor an error counts
+        # A file that was being written counts neither as a success nor as an error.
+        if _identity_of_file(self._generations.watched) != stamp:
             self._changed, self._seen = None, (-1,)
             return
         self._changed, self._seen = None, stamp

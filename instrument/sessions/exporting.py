@@ -19,7 +19,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording.export_checkpoint import SENT
 from instrument.recording.remote_parents import noted
 from instrument.recording.spans import Span
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.cheap_start import LazyModule, dataclass
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import TIMEOUT_MAX, RLock
 from instrument.sessions import files
@@ -82,29 +82,23 @@ class SessionLock:
         return bool(self._lock._is_owned())
 
 
+@dataclass(eq=False)
 class Exporting:
     """The export of what one profile records in one process. All methods may be called from any thread.
 
-    `prepare(what)` imports what a fork must not find half of. `threads()` returns the threads of the session.
+    `_while_no_fork_comes(import)` imports what a fork must not find half of.
     """
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        facts: PublishedFacts,
-        saving: Saving,
-        membership: Membership,
-        gauge_watch: GaugeWatch,
-        prepare: Callable[[Callable[[], object]], None],
-        threads: Callable[[], SessionThreads],
-    ) -> None:
-        self._recorded = recorded
-        self._facts = facts
-        self._saving = saving
-        self._membership = membership
-        self._gauge_watch = gauge_watch
-        self._while_no_fork_comes = prepare
-        self._threads = threads
+    _recorded: Recorded
+    _facts: PublishedFacts
+    _saving: Saving
+    _membership: Membership
+    _gauge_watch: GaugeWatch
+    _while_no_fork_comes: Callable[[Callable[[], object]], None]
+    _threads: Callable[[], SessionThreads]
+
+    def __post_init__(self) -> None:
+        recorded = self._recorded
         self._exporter, self._own, self.handover = recorded.exporter, recorded.own, recorded.handover
         self.lock = SessionLock()
         """The lock for reading on in the recording, and for changing the profile in force."""
@@ -391,11 +385,6 @@ class Exporting:
         return metered is not None and metered.settled_ns >= asked_ns
 
     # ---------------------------------------------------------------- the end
-
-    def hear_last_words(self) -> None:
-        """Hear what the agent has sent, since there is no thread for it, or never was."""
-        while message := self._membership.heard():
-            FAULTS.attempt("words of the agent", partial(self.hear_agent, message))
 
     def find_agent_at_end(self) -> None:
         """Begin another agent where that of the run has gone, or count the rows that none has exported."""

@@ -50,11 +50,6 @@ def new_run() -> str:
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 
 
-def run_of_process() -> str:
-    """Return the run of this process: that of `instrument run`, or a new one."""
-    return run_of_environment() or new_run()
-
-
 def run_of_environment() -> str:
     """Return the run of `instrument run` that this process belongs to, "" for none."""
     run = os.environ.get(RUN_VARIABLE, "")

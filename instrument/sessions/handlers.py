@@ -26,7 +26,7 @@ from instrument.report.section import View
 from instrument.report.summary import made, refuse_unknown, summary
 from instrument.report.view import Options, Recording
 from instrument.runtime import atomic
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.cheap_start import dataclass, replace
 from instrument.runtime.faults import logger
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
@@ -50,6 +50,7 @@ WAIT_LIMIT_NS = 30 * 10**9
 _FILE = "{service}-{pid}-{window}.json.gz"
 
 
+@dataclass(eq=False, kw_only=True)
 class Window:
     """A record of the steps from `first_step` to `last_step`, both included; made for `on_trace_ready`.
 
@@ -57,32 +58,20 @@ class Window:
     has the rows of its time, `steps` the steps that are spans of its trace.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        recorded: Stretch,
-        steps: Sequence[Step],
-        first_step: int,
-        last_step: int,
-        *,
-        partial: bool,
-        tracer_option: str | None = None,
-        state: str | None = None,
-        torch_record: TorchRecord | None = None,
-        samples: Sequence[Sample] = (),
-    ) -> None:
-        self.index = recorded.window
-        self.first_step = first_step
-        self.last_step = last_step
-        self.partial = partial
-        self.recorded = recorded
-        self.session = session
-        self.steps = steps
-        self.tracer_option = tracer_option or self.session.profile.tracer_option
-        self.state = state or self.session.profile.state
+    session: Session
+    recorded: Stretch
+    steps: Sequence[Step]
+    first_step: int
+    last_step: int
+    partial: bool
+    tracer_option: str
+    state: str
+    torch_record: TorchRecord | None = None
+    samples: Sequence[Sample] = ()
+
+    def __post_init__(self) -> None:
+        self.index = self.recorded.window
         self._trace: Trace | None = None
-        self._torch_record = torch_record
-        self._samples = samples
 
     def __str__(self) -> str:
         return f"window {self.index}, steps {self.first_step} to {self.last_step}{', partial' * self.partial}"
@@ -95,7 +84,7 @@ class Window:
         operations are there.
         """
         if self._trace is None:  # two threads may make it, and neither waits for the other
-            trace, torch_record = self._recorded_trace(), self._torch_record
+            trace, torch_record = self._recorded_trace(), self.torch_record
             if torch_record is None:
                 self._trace = trace
                 return trace
@@ -106,12 +95,12 @@ class Window:
 
     def own_trace(self) -> Trace:
         """Return the trace without what torch.profiler recorded."""
-        return self.trace if self._torch_record is None else self._recorded_trace()
+        return self.trace if self.torch_record is None else self._recorded_trace()
 
     def _recorded_trace(self) -> Trace:
         trace = _trace_of(self.session, self.recorded, self.steps)
         read = {(sample.device, sample.name) for sample in trace.samples}
-        edges = [sample for sample in self._samples if (sample.device, sample.name) not in read]
+        edges = [sample for sample in self.samples if (sample.device, sample.name) not in read]
         return replace(trace, samples=[*trace.samples, *edges]) if edges else trace
 
     def tally(self) -> Tally:

@@ -18,6 +18,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.spans import COLLECTION
 from instrument.runtime import environment, run_folder
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.termination import before_exit
@@ -56,24 +57,18 @@ def _can_agent_report() -> bool:
     return target_of(2).startswith("/")
 
 
+@dataclass(eq=False)
 class Leaving:
-    """A delivery of a session's last records. The agent gets `facts` with the goodbye. `stop()` ends the session."""
+    """A delivery of a session's last records. The agent gets the facts with the goodbye. `_stop()` ends the session."""
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        exporting: Exporting,
-        saving: Saving,
-        membership: Membership,
-        facts: RunFacts,
-        stop: Callable[[], None],
-    ) -> None:
-        self._recorded = recorded
-        self._exporting = exporting
-        self._saving = saving
-        self._membership = membership
-        self._facts = facts
-        self._stop = stop
+    _recorded: Recorded
+    _exporting: Exporting
+    _saving: Saving
+    _membership: Membership
+    _facts: RunFacts
+    _stop: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._observed_for = os.environ.get(environment.INIT_FOLDER, "")
         self.undos: list[Callable[[], object]] = []
         """The last calls that undo changes to the process. An exit or a SIGTERM first waits for the others."""

@@ -23,7 +23,7 @@ from instrument.profile.model import Recordings
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.claim import duplicate
 from instrument.runtime import agent_launch, packets, run_folder
-from instrument.runtime.cheap_start import asdict, replace
+from instrument.runtime.cheap_start import asdict, dataclass, replace
 from instrument.runtime.unpatched import poll
 from instrument.sessions import files
 from instrument.sessions.published_facts import PublishedFacts
@@ -86,12 +86,19 @@ class Membership:
         return problem
 
     def _joined(self) -> str:
+        facts = {
+            **self._facts(),
+            "pid": os.getpid(),
+            "started": clock.start_ticks(clock.STAT),
+            "stderr": target_of(2),
+            "image": _image(),
+        }
         try:
             connection = _socket.socket(packets.FAMILY, packets.KIND | _socket.SOCK_CLOEXEC)
             try:
                 connection.setblocking(False)
                 connection.connect(self.path)
-                packets.send(connection, {"join": self._join_facts()}, self._memory_if_there())
+                packets.send(connection, {"join": facts}, self._memory_if_there())
                 descriptor = duplicate(connection.fileno())
             finally:
                 connection.close()
@@ -111,15 +118,6 @@ class Membership:
         if self._memory_identity is None:
             self._memory_identity = identity
         return [memory] if identity == self._memory_identity else []
-
-    def _join_facts(self) -> dict[str, Any]:
-        return {
-            **self._facts(),
-            "pid": os.getpid(),
-            "started": clock.start_ticks(clock.STAT),
-            "stderr": target_of(2),
-            "image": _image(),
-        }
 
     def is_heard(self) -> bool:
         """Return True if an agent listens, which this process need not have joined."""
@@ -315,22 +313,15 @@ def target_of(descriptor: int) -> str:
         return ""
 
 
+@dataclass(eq=False)
 class RunFacts:
     """The facts of a session that the run's agent gets when it joins and when it leaves."""
 
-    def __init__(
-        self,
-        session: Recorded,
-        facts: PublishedFacts,
-        saving: Saving,
-        gauges: Callable[[], Mapping[str, Any] | None],
-        threads: Callable[[], SessionThreads],
-    ) -> None:
-        self._session = session
-        self._facts = facts
-        self._saving = saving
-        self._gauges = gauges
-        self._threads = threads
+    _session: Recorded
+    _facts: PublishedFacts
+    _saving: Saving
+    _gauges: Callable[[], Mapping[str, Any] | None]
+    _threads: Callable[[], SessionThreads]
 
     def at_join(self) -> dict[str, Any]:
         session, saving = self._session, self._saving

@@ -14,12 +14,10 @@ from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
-from instrument.runtime.cheap_start import dataclass, replace
+from instrument.runtime.cheap_start import NamedTuple, dataclass, replace
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import RLock
 from instrument.sessions import files
-from instrument.sessions.control import ControlThread, Request
-from instrument.sessions.membership import Membership
 from instrument.sessions.recorded import Recorded
 
 FORK_WAIT_S = 1.0
@@ -27,6 +25,22 @@ FORK_WAIT_S = 1.0
 
 MOST_NAMES = 100
 """The most names in each list of the answer to the agent."""
+
+Answer = Mapping[str, Any]
+
+
+class Request(NamedTuple):
+    """A request to read the profile at `path`, or the process's own file again (None).
+
+    `service` limits it to processes of that service; `switch` allows another file than the process's own. With
+    `records` it asks instead to record, or to stop recording until asked again.
+    """
+
+    path: str | None = None
+    service: str | None = None
+    switch: bool = False
+    records: bool | None = None
+
 
 AT_START = {
     "clock": "spans that are open now were begun by the other one",
@@ -164,35 +178,26 @@ class Generations:
     """The changes of a session's profile, asked for by code, by the agent, or by a changed file.
 
     `enter(profile)` applies the settings of a profile whose rules are attached; `refine(profile)` applies rules added
-    to the present one. `has_ended()` is True once the session has been stopped. `end_of_main_thread()` returns a
-    function to call when the main thread has ended, where that would end the process; else None.
+    to the present one. `has_ended()` is True once the session has been stopped. `settle()` is called after a change,
+    until it returns False.
     """
 
     def __init__(
         self,
         session: Recorded,
         folder: Path,
-        membership: Membership,
         enter: Callable[[Profile], None],
         refine: Callable[[Profile], None],
         has_ended: Callable[[], bool],
-        end_of_main_thread: Callable[[], Callable[[], object] | None],
-        look_after_export: Callable[[bool], object],
-        hear_agent: Callable[[Mapping[str, Any]], object],
     ) -> None:
         self._session = session
-        self._membership = membership
         self._enter = enter
         self._refine = refine
-        self._has_ended = has_ended
-        self._end_of_main_thread = end_of_main_thread
-        self._look_after_export = look_after_export
-        self._hear = hear_agent
-        self._file = file_of(session.profile, folder)
+        self.has_ended = has_ended
+        self.settle = session.selection.settle
+        self.file = file_of(session.profile, folder)
         self.lock = RLock()
         """The lock of the change from one profile to another."""
-        self._hearing = RLock()
-        self.control: ControlThread | None = None
         self._engines: list[str] = []
         """The packages of engines whose rules were taken on."""
 
@@ -206,87 +211,50 @@ class Generations:
                 self.lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Make new locks: no reload is under way in the child."""
-        self.lock, self._hearing = RLock(), RLock()
-
-    def listen_in_child(self) -> None:
-        """Watch here, too, where the parent does."""
-        control = self.control
-        if control is None:
-            return
-        control.after_fork_in_child()
-        if control.is_for_agent_alone:
-            self.control = None  # until something is recorded here
-        else:
-            control.start()
-
-    def listen_to_agent(self) -> None:
-        """Hear the run's agent on the thread that there is for control, if there is one."""
-        if self.control is not None:
-            self.control.start()
+        """Make a new lock: no reload is under way in the child."""
+        self.lock = RLock()
 
     def stop(self, deadline: Deadline) -> None:
-        """Hear the agent and watch no more, and wait for a reload on another thread."""
-        with self._hearing:
-            control, self.control = self.control, None
-        if control is not None:
-            control.stop(deadline.left_s())
+        """Wait for a reload on another thread."""
         if self.lock.acquire(timeout=deadline.left_s()):
             self.lock.release()  # it has ended; there is none from now on
 
-    def start_control(self) -> None:
-        """Watch the profile's file from now on, where the profile asks for it."""
+    @property
+    def watched(self) -> Path | None:
+        """The file to watch, None for none."""
+        return self.file if self._session.profile.control.watch else None
+
+    def prepare_to_watch(self) -> bool:
+        """Import what reading a profile needs, and return True, where the profile asks that its file be watched."""
         session = self._session
         if not session.profile.control.watch:
-            return
+            return False
         from instrument.profile.keys import loads
 
-        loads("")  # imports what reading a profile needs
-        if self._file is None:
+        loads("")
+        if self.file is None:
             source = session.profile.source
             session.account.complain(f"control.watch: the profile has no file to watch; it is {source}")
-        self.control = self._new_control()
-        self.control.start()
-
-    def _new_control(self) -> ControlThread:
-        return ControlThread(
-            lambda: self._file if self._session.profile.control.watch else None,
-            self._answer,
-            self._session.selection.settle,
-            self.refuse,
-            self._membership,
-            self._end_of_main_thread(),
-            self._look_after_export,
-            self._hear,
-        )
-
-    def hear_agent(self) -> None:
-        """Serve the agent's requests from now on, on the thread for control, or on one that begins here."""
-        with self._hearing:
-            if not self._membership.joins or self._has_ended():
-                return  # there is no agent yet, or the threads have begun as the session ended
-            if self.control is None:
-                self.control = self._new_control()
-            self.control.start()
+        return True
 
     def change(self, profile: Profile | str | os.PathLike[str] | None) -> Reload:
         """Go over to another profile; see `Session.reload`."""
         session = self._session
-        if profile is None and self._file is None:
+        if profile is None and self.file is None:
             raise StateError(
                 f"cannot reload: the profile of the session is no file ({session.profile.source}); give a file"
             )
         with self.lock:  # the file is read within, or of two callers the one that read first might be the last
-            if self._has_ended():
+            if self.has_ended():
                 raise StateError("cannot reload: the session has been stopped; call instrument.start()")
-            new_profile, file = read(profile, self._file)
+            new_profile, file = read(profile, self.file)
             next_profile = self._with_engines(taken_on(new_profile, session.profile))
             attached: list[str] = []
             undone: list[str] = []
             if next_profile != session.profile:
                 attached, undone = change_rules(session.selection, session.profile, next_profile)
             refused = session.account.refused = refusals(new_profile, next_profile)
-            self._file = file
+            self.file = file
             self._enter(next_profile)
             return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
 
@@ -304,7 +272,7 @@ class Generations:
         session = self._session
         with self.lock:
             now = session.profile
-            if self._has_ended() or now.engines != "auto" or package in self._engines:
+            if self.has_ended() or now.engines != "auto" or package in self._engines:
                 return
             to = with_engine(now, package)
             change_rules(session.selection, now, to)
@@ -323,18 +291,18 @@ class Generations:
         """Record the reason why a profile was refused, until one is accepted."""
         self._session.account.refuse(f"the profile of generation {self._session.generation} stays in force: {error}")
 
-    def _answer(self, request: Request) -> Mapping[str, Any]:
+    def answer(self, request: Request) -> Answer:
         """Do what the agent, or a changed file, asks for. Return the answer as a JSON object."""
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:
-            RECORDER.switch(on=request.records and not self._has_ended())
+            RECORDER.switch(on=request.records and not self.has_ended())
             return {**facts, "generation": session.generation, "records": RECORDER.on}
         try:
             if path is not None and Path(path).exists() and not Path(path).is_file():
                 raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
             with self.lock:  # reading may import YAML, and a fork in the middle would spoil it
-                other_process = other_than(request, session.profile, self._file)
+                other_process = other_than(request, session.profile, self.file)
             if other_process:
                 return {**facts, "generation": session.generation, "digest": session.digest, "other": other_process}
             result = self.change(path)

@@ -387,14 +387,14 @@ class Profiler:
         elif partial:
             last_step -= 1
         return Window(
-            session,
-            stretch,
-            steps,
-            windows.first_step,
-            last_step,
+            session=session,
+            recorded=stretch,
+            steps=steps,
+            first_step=windows.first_step,
+            last_step=last_step,
             partial=partial,
-            tracer_option=self._tracer_option,
-            state=self._state,
+            tracer_option=self._tracer_option or session.profile.tracer_option,
+            state=self._state or session.profile.state,
             torch_record=torch_record,
             samples=[replace(sample, at_ns=min(sample.at_ns, end_ns)) for sample in self._samples],
         )

@@ -315,16 +315,13 @@ class Recorded:
         for node, call in by_node.items():
             by_site[tree.site(node)] = min(call, by_site.get(tree.site(node), call))
         firsts = tuple(FirstCall(site, *call) for site, call in by_site.items())
-        request, why = taken_for_first(by_node, tree, self._named_first())
+        named_first = {rule.text for rule in self.profile.functions if rule.first_request}
+        request, why = taken_for_first(by_node, tree, self.sites_of(named_first))
         facts = Startup(self.start_ns, clock.process_start_ns(), firsts=firsts, request=request, why=why)
         if self.profile.startup != "auto":
             return facts
         first = facts.first_request
         return replace(facts, imports=self.imports.packages(None if first is None else first.start_ns))
-
-    def _named_first(self) -> set[Site]:
-        """Return the sites of the rules with `first_request`."""
-        return self.sites_of({rule.text for rule in self.profile.functions if rule.first_request})
 
     def sites_of(self, rules: Set[str]) -> set[Site]:
         """Return the sites of the rules' targets."""

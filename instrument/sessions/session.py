@@ -23,6 +23,7 @@ from instrument.recording import board
 from instrument.runtime import process_context
 from instrument.runtime.faults import FAULTS
 from instrument.sessions import files
+from instrument.sessions.control import ControlThread
 from instrument.sessions.exporting import Exporting, SessionLock, rows_recorded
 from instrument.sessions.gauge_watch import GaugeWatch
 from instrument.sessions.handover import UNREAD
@@ -43,7 +44,6 @@ class Session:
     """
 
     exporting: Exporting
-    generations: Generations
     threads: SessionThreads
     _facts: PublishedFacts
     _membership: Membership
@@ -60,23 +60,22 @@ class Session:
         self.account, self.selection, self.handover = recorded.account, recorded.selection, recorded.handover
         self._facts = facts = PublishedFacts(recorded, lambda: bool(self._membership.path))
         self.selection.noted = lambda: FAULTS.attempt("marks of metrics", facts.publish_marks)
-        self._saving = saving = Saving(recorded, files.working_folder(), files.run_of_process())
+        self._saving = saving = Saving(recorded, files.working_folder(), files.run_of_environment() or files.new_run())
         gauges, memory = (lambda: self._gauge_watch.facts()), (lambda: RECORDER.memory_fd)
         run_facts = RunFacts(recorded, facts, saving, gauges, lambda: self.threads)
-        self._membership = membership = Membership(run_facts.at_join, memory, self._run_guarded)
-        self._gauge_watch = watch = GaugeWatch(recorded.gauges, membership, memory, facts.publish)
         self.generations = Generations(
-            recorded,
-            saving.folder,
-            membership,
-            self._enter,
-            self._refine,
-            has_ended=lambda: self.threads.stopping.is_set(),
-            end_of_main_thread=lambda: self.leaving.end_on_thread if self._is_of_thread else None,
-            look_after_export=lambda is_joined: self.exporting.look_after(is_joined=is_joined),
-            hear_agent=lambda message: self.exporting.hear_agent(message),
+            recorded, saving.folder, self._enter, self._refine, lambda: self.threads.stopping.is_set()
         )
-        self.exporting = Exporting(recorded, facts, saving, membership, watch, self._run_guarded, lambda: self.threads)
+        self._prepare = prepare = self.generations.while_no_fork_comes
+        self._membership = membership = Membership(run_facts.at_join, memory, prepare)
+        self._gauge_watch = watch = GaugeWatch(recorded.gauges, membership, memory, facts.publish)
+        self.exporting = Exporting(recorded, facts, saving, membership, watch, prepare, lambda: self.threads)
+        self.control = ControlThread(
+            self.generations,
+            membership,
+            self.exporting,
+            lambda: self.leaving.end_on_thread if self._is_of_thread else None,
+        )
         self.threads = SessionThreads(
             recorded.account,
             recorded.budget,
@@ -97,9 +96,6 @@ class Session:
         self.summary, self.views = recorded.summary, recorded.views
         self.startup, self.recording = recorded.startup, recorded.recording
         self.take, self.trace_of = recorded.take, recorded.trace_of
-
-    def _run_guarded(self, function: Callable[[], object]) -> None:
-        self.generations.while_no_fork_comes(function)
 
     @property
     def profile(self) -> Profile:
@@ -127,6 +123,7 @@ class Session:
         try:
             self._attach()
         except BaseException:
+            self.control.stop(0)
             self.generations.stop(Deadline(0))
             self._undo(self.leaving.deadline())
             raise
@@ -170,12 +167,12 @@ class Session:
         recorded.budget.change(self.profile.budget)
         self.threads.start_when_needed()
         RECORDER.on = True
-        self.generations.start_control()
+        self.control.watch()
 
     def _join_run(self) -> None:
         """Join the run's agent, where there is one."""
         if self.exporting.join():
-            self.generations.listen_to_agent()
+            self.control.go_on()
             if self.threads.have_begun:  # before it had joined, or as it did
                 self._announce()
 
@@ -186,12 +183,12 @@ class Session:
         self._announce()
         if self._is_of_run or self._forked:  # of which many never record
             publish = self._facts.publish_context  # it imports what packs it
-            FAULTS.attempt("process context", partial(self._run_guarded, publish))
+            FAULTS.attempt("process context", partial(self._prepare, publish))
 
     def _announce(self) -> None:
         """Report to the agent that this process records before it may ask: who can be asked is known to record."""
         self._membership.send({"records": True})
-        self.generations.hear_agent()
+        self.control.hear_agent()
 
     def _mark_board(self) -> None:
         if self._is_of_run or self._forked:
@@ -241,6 +238,7 @@ class Session:
         self._forked = True
         self._membership.after_fork_in_child()
         self.generations.after_fork_in_child()
+        self.control.after_fork_in_child()
         self.exporting.lock = SessionLock()
         self.selection.after_fork_in_child()
         if not whole:
@@ -254,7 +252,7 @@ class Session:
             part.after_fork_in_child()
         self._facts.publish()
         self.threads.start_when_needed()
-        self.generations.listen_in_child()
+        self.control.go_on()
         self._join_run()
         self.leaving.after_fork_in_child()
 
@@ -271,9 +269,11 @@ class Session:
         while self.onlookers:
             FAULTS.attempt("end of one who looks on", self.onlookers.pop())
         self.threads.stop(before_sending)
+        self.control.stop(before_sending.left_s())
         self.generations.stop(before_sending)
         FAULTS.attempt("last look at connections", self.selection.look_for_connections)
-        self.exporting.hear_last_words()
+        while message := self._membership.heard():  # there is no thread for it, or there never was
+            FAULTS.attempt("words of the agent", partial(self.exporting.hear_agent, message))
         with self.exporting.lock.acquired():
             if self._stopped:
                 return

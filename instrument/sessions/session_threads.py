@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from instrument.clock import Deadline
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, await_first_span
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, are_to_wait, start_unlisted
 from instrument.runtime.unpatched import Event
@@ -35,6 +36,7 @@ START_LIMIT_S = 1.0
 """The longest that `stop` waits for threads that are just about to begin."""
 
 
+@dataclass(eq=False)
 class SessionThreads:
     """Begins the threads of a session and ends its own.
 
@@ -44,30 +46,18 @@ class SessionThreads:
     recorded span.
     """
 
-    def __init__(
-        self,
-        account: SessionDiagnostics,
-        budget: Budget,
-        exporter: otlp.Exporter | None,
-        *,
-        waits: bool,
-        look: Callable[[], object],
-        begin_gauges: Callable[[], object],
-        is_needed: Callable[[], bool],
-        sends: Callable[[], bool],
-        follow: Callable[[], None],
-        announce: Callable[[], None],
-    ) -> None:
-        self._account = account
-        self._budget = budget
-        self._exporter = exporter
-        self.waits = waits
-        self._look = look
-        self._begin_gauges = begin_gauges
-        self._is_needed = is_needed
-        self._sends = sends
-        self._follow = follow
-        self._announce = announce
+    account: SessionDiagnostics
+    budget: Budget
+    exporter: otlp.Exporter | None
+    waits: bool
+    look: Callable[[], object]
+    begin_gauges: Callable[[], object]
+    is_needed: Callable[[], bool]
+    sends: Callable[[], bool]
+    follow: Callable[[], None]
+    announce: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
@@ -120,7 +110,7 @@ class SessionThreads:
                 FAULTS.attempt("start of threads", self._start_threads)
             finally:
                 has_begun.set()
-            FAULTS.attempt("board of the run", self._announce)
+            FAULTS.attempt("board of the run", self.announce)
 
         try:
             start_unlisted(start, "instrument-start")
@@ -134,24 +124,24 @@ class SessionThreads:
             return  # the session sends what there is at its end
         self.have_begun = True
         FAULTS.attempt("first touch of pages", lambda: RECORDER.touch_ahead(TOUCHED_BYTES))
-        if self._exporter is not None and self._sends():
-            self._exporter.start()
-        self._begin_gauges()
+        if self.exporter is not None and self.sends():
+            self.exporter.start()
+        self.begin_gauges()
         self.start()
-        self._follow()
+        self.follow()
 
     def start(self) -> None:
         """Start the session's own thread, once the others have begun, if there is anything to do for it."""
-        if self.have_begun and self._is_needed() and self.own is None:
+        if self.have_begun and self.is_needed() and self.own is None:
             stopping = self.stopping
             self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())
             self.own.start()
 
     def _run(self) -> None:
-        while not self.stopping.wait(BUSY_S if self._budget.is_busy else PUMP_S):
+        while not self.stopping.wait(BUSY_S if self.budget.is_busy else PUMP_S):
             try:
-                self._look()
+                self.look()
                 RECORDER.touch_ahead(AHEAD_BYTES)
             except Exception as fault:
                 FAULTS.note("export thread", fault)
-            self._account.thread_ns = time.thread_time_ns()
+            self.account.thread_ns = time.thread_time_ns()

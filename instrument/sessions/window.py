@@ -152,10 +152,6 @@ def schedule(
     return partial(state_at, settings)
 
 
-def _always(step: int) -> State:
-    return State.RECORD
-
-
 class Windows:
     """The windows of a schedule, counted by steps; without a schedule, all steps are one window.
 
@@ -173,7 +169,7 @@ class Windows:
 
     def _follow(self, schedule: Schedule | States | None) -> None:
         if schedule is None:
-            self._states: States = _always
+            self._states: States = lambda step: State.RECORD
         else:
             self._states = partial(state_at, schedule) if isinstance(schedule, Schedule) else schedule
         self.steps = 0

@@ -55,10 +55,6 @@ class CallsTree:
         """Return the self times at and below each row."""
         return self._with_below([max(row.self_ns, 0) for row in self.rows])
 
-    def running_widths(self) -> list[int]:
-        """Return the same without the waits of coroutines."""
-        return self._with_below([max(row.self_ns - row.waiting_ns, 0) for row in self.rows])
-
     def device_widths(self) -> list[int]:
         """Return the device time of each row, or of its children if that is more."""
         widths, below = [max(row.device_ns, 0) for row in self.rows], [0] * len(self.rows)
@@ -88,7 +84,7 @@ class CallsTree:
             "names": [[safe(name) or "(no name)", kind] for name, kind in numbers],
             "name": _column(of_rows),
             "width": _column(self.widths()),
-            "running": _column(self.running_widths()),
+            "running": _column(self._with_below([max(row.self_ns - row.waiting_ns, 0) for row in self.rows])),
             "on_device": _column(self.device_widths()),
             **{field: _column(getattr(row, field) for row in self.rows) for field in fields},
         }

@@ -79,11 +79,6 @@ ON_PAGE = (
 """The views in the order of the page. `brief` is not among them: its numbers are at the top."""
 
 
-def views_of(views: Mapping[str, View], unit: str) -> list[dict[str, Any]]:
-    """Return each view with its tables, or with the reason why it has none."""
-    return [_view_document(name, view, unit) for name, view in views.items()]
-
-
 def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
     sections = view.sections()
     full = [section for section in sections if section.rows]
@@ -171,7 +166,7 @@ def page_document(
     tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept_spans.number_of, MOST_STRETCHES // part)
     of_devices = lanes.document()
     views = {name: VIEW_OF[name](recording, bounded) for name in ON_PAGE}
-    shown_views = views_of(views, options.unit)
+    shown_views = [_view_document(name, view, options.unit) for name, view in views.items()]
     served = views["requests"]
     pictures = kept_spans.document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
@@ -186,7 +181,7 @@ def page_document(
         "calls": tree.document(),
         "device": {**of_devices, "why": _why_no_device(shown)},
         "left_out": [*kept_spans.left_out(), *tree.left_out(), *lanes.left_out(), *_rows_left_out(shown_views)],
-        "instrumentation": _instrumentation(recording),
+        "instrumentation": [line for line in instrumentation(recording) if line and not line.startswith("-----")],
     }
 
 
@@ -272,11 +267,6 @@ def _why_no_device(shown: Brief) -> str:
     if shown.device.devices:
         return ""
     return f"There is {safe(why)}." if why else shown.device.why_none()
-
-
-def _instrumentation(recording: Recording) -> list[str]:
-    """Return the cost, the losses and the missing observations, as at the end of every report."""
-    return [line for line in instrumentation(recording) if line and not line.startswith("-----")]
 
 
 def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
