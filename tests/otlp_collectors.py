@@ -63,6 +63,7 @@ class Collector(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    handle_one_request = BaseHTTPRequestHandler.handle_one_request  # no session records it in this process
     server: Collector
     metrics: Sequence[Metric] = ()
     found: Sequence[tuple[str, Span]] = ()

@@ -203,16 +203,14 @@ def test_the_agent_sees_a_connection_to_a_process_that_was_killed() -> None:
 def test_a_service_on_a_server_that_nobody_knows_says_so_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(
         textwrap.dedent("""
-        import http.server, sys
+        import socketserver, sys
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(200)
-                self.end_headers()
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self):
+                self.rfile.readline()
+                self.wfile.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
 
-            def log_message(self, *_): ...
-
-        http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+        socketserver.TCPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
         """)
     )
     (tmp_path / "profile.yaml").write_text("requests: auto\nexport: {summary: {to: stderr}}")

@@ -11,10 +11,10 @@ from instrument.runtime.cheap_start import NamedTuple, replace
 
 
 class Family(NamedTuple):
-    """A family's module and class, and the top-level packages in which its rules may have targets.
+    """A family's module and class, and the top-level packages and the modules in which its rules may have targets.
 
-    The standard library's packages are left out, except its servers: a service imports another package of the family
-    before it needs the family.
+    The standard library's are left out, except its servers: a service imports another package of the family before it
+    needs the family.
     """
 
     module: str
@@ -33,9 +33,9 @@ FAMILIES: Mapping[str, Family] = {
         "requests",
         "Requests",
         "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray litserve"
-        " mosec starlette fastapi litestar flask quart django falcon bottle"
-        # Servers without instrumentation, which the verdict names; `http.server` imports `socketserver`.
-        " sanic tornado robyn twisted socketserver blacksheep pyramid cherrypy celery rq dramatiq arq huey",
+        " mosec starlette fastapi litestar flask quart django falcon bottle tornado"
+        # The last are servers without instrumentation, which the verdict names.
+        " http.server socketserver sanic robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey",
     ),
     "layers": _family("layers", "Layers", "torch"),
     "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
@@ -55,7 +55,7 @@ KEEPING = ("functions", "requests", "layers")
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
-    """Return the top-level packages in which rules of a key may have targets, None for any module."""
+    """Return the packages and modules in which rules of a key may have targets, None for any module."""
     if key == "functions":
         from instrument.runtime.main_module import MAINS
 

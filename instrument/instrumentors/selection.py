@@ -151,12 +151,12 @@ class Selection:
         """Return the keys of the families that a module wakes. Triton names a model's module by a number."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
-        if not is_of_triton and package not in self._wakers:
+        if not is_of_triton and package not in self._wakers and module_name not in self._wakers:
             return []
         return [
             key
             for key, packages in list(self._asleep.items())
-            if package in packages or (key == "requests" and is_of_triton)
+            if package in packages or module_name in packages or (key == "requests" and is_of_triton)
         ]
 
     def attach(self, *, main: bool = True) -> Undo:

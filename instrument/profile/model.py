@@ -36,6 +36,8 @@ SERVERS: Mapping[str, str] = {
     "wsgi": "apps over WSGI",
     "aiohttp": "applications of aiohttp.web",
     "grpc": "servers of gRPC",
+    "tornado": "applications of Tornado",
+    "http_server": "handlers of http.server",
     "ray_serve": "replicas of Ray Serve",
     "litserve": "batches of LitServe's workers",
     "mosec": "batches of mosec's workers",

@@ -24,10 +24,11 @@ from instrument.runtime.cheap_start import LazyModule, NamedTuple
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
-    from instrument.instrumentors.requests import aiohttp, grpc, model_servers, queue_jobs, triton
+    from instrument.instrumentors.requests import aiohttp, grpc, http_server, model_servers, queue_jobs, tornado, triton
 else:
-    aiohttp, grpc, model_servers, queue_jobs, triton = (
-        LazyModule(f"{__name__}.{name}") for name in ("aiohttp", "grpc", "model_servers", "queue_jobs", "triton")
+    aiohttp, grpc, http_server, model_servers, queue_jobs, tornado, triton = (
+        LazyModule(f"{__name__}.{name}")
+        for name in ("aiohttp", "grpc", "http_server", "model_servers", "queue_jobs", "tornado", "triton")
     )
 
 
@@ -137,13 +138,24 @@ ROUTERS: Mapping[str, tuple[Router, ...]] = {
 
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "web": ("starlette", "litestar", "flask", "quart", "django", "falcon", "bottle", "aiohttp.web", "fastapi"),
+    "web": (
+        "starlette",
+        "litestar",
+        "flask",
+        "quart",
+        "django",
+        "falcon",
+        "bottle",
+        "aiohttp.web",
+        "tornado.web",
+        "fastapi",
+    ),
     "server": (
         *("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc"),
         *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
     ),
     "unrouted": ("blacksheep", "pyramid.router", "cherrypy"),
-    "unmet": ("sanic", "tornado.web", "robyn", "twisted.web.server", "http.server"),
+    "unmet": ("sanic", "robyn", "twisted.web.server"),
     "queue": ("arq.cli", "huey.bin.huey_consumer", "taskiq.receiver", "faststream.app"),
     "engine": (*ENGINES, "bentoml"),
     "library": (
@@ -157,9 +169,6 @@ of `unmet` and jobs of `queue` are not recorded."""
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
 """The preset for each package that has one."""
-
-OF_ALL = frozenset({"http.server"})
-"""Servers that many programs import without running them."""
 
 REMEDY = "give the function that handles one a rule of `kind: request`"
 
@@ -184,6 +193,8 @@ def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
 KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "aiohttp": ("aiohttp", lambda: aiohttp.AIOHTTP),
     "grpc": ("grpc", lambda: grpc.GRPC),
+    **dict.fromkeys(("tornado.web", "tornado.websocket"), ("tornado", lambda: tornado.TORNADO)),
+    "http.server": ("http_server", lambda: {"http.server": http_server.attach}),
     "ray": ("ray_serve", lambda: model_servers.RAY_SERVE),
     "litserve": ("litserve", lambda: model_servers.LITSERVE),
     "mosec": ("mosec", lambda: model_servers.MOSEC),
@@ -191,7 +202,7 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "rq": ("rq", lambda: queue_jobs.RQ),
     "dramatiq": ("dramatiq", lambda: queue_jobs.DRAMATIQ),
 }
-"""The kind of server by package, and a function that loads our code for it and returns what attaches to its modules."""
+"""The kind of server by package or module, and a function that loads our code and returns what attaches to it."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.MODULE: blocked.attach,
@@ -235,7 +246,7 @@ class Requests:
         """Return the kind of server with a seam in a module, and the function that attaches to it."""
         if module_name[:1].isdigit() and "triton" in self._kinds and triton.MODULE.fullmatch(module_name):
             return "triton", triton.attach
-        kind, seams = KINDS.get(module_name.partition(".")[0], ("", dict))
+        kind, seams = KINDS.get(module_name) or KINDS.get(module_name.partition(".")[0], ("", dict))
         attach = seams().get(module_name) if kind in self._kinds else None
         return (kind, attach) if attach is not None else self._seams.get(module_name)
 
@@ -331,7 +342,7 @@ class Requests:
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
         strangers = of_role(sys.modules, "unmet")
         ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
-        if ports and (not has_requests or set(strangers) - OF_ALL):
+        if ports and (strangers or not has_requests):
             port_text = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, sorted(ports)))}"
             names = f"; requests of {' and '.join(strangers)} are not met" if strangers else ""
             why = f"they came to {port_text}, and no request was recorded there{names}; {REMEDY}"

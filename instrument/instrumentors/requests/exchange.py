@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.requests.propagation import Caller, Extract, extractor, w3c
+from instrument.instrumentors.requests.propagation import Caller, Extract, extractor, w3c, with_state
 from instrument.profile.model import RequestsRule
-from instrument.recorder.outcomes import STATUS, outcome_of
+from instrument.recorder.outcomes import FIRST_OF_SERVER, STATUS, outcome_of
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
 from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
 from instrument.recording.spans import (
@@ -91,6 +91,9 @@ Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
 """The method of a request, and the scheme, address and port at which it arrived. A call by name has no scheme."""
 
 UNREAD = "messages of apps that could not be read"
+
+EXCHANGE = "_instrument_exchange"
+"""The attribute of a connection with the exchange that it serves."""
 
 
 class Exchanges:
@@ -262,14 +265,20 @@ class Exchange:
 
     `frame` is its span's frame, None once the last byte is sent. `facts` are attributes of the span, and must not
     change after that. `stream` has the items of an answer in parts, None for an answer in one piece. `timing` is None
-    if the answer has no timings.
+    if the answer has no timings. Some servers note `failure`, the exception that they answer, and `is_events`, True for
+    server-sent events. Others leave them unset.
     """
 
-    __slots__ = ("answer_bytes", "facts", "frame", "method", "prefix", "route", "status", "stream", "timing")
+    __slots__ = (
+        *("answer_bytes", "facts", "failure", "frame", "is_events", "method", "prefix", "route", "status", "stream"),
+        "timing",
+    )
 
     answer_bytes: int
     facts: dict[Any, Any]
+    failure: BaseException | None
     frame: Any
+    is_events: bool
     method: Method
     prefix: str
     route: str
@@ -308,6 +317,45 @@ class Exchange:
         if self.stream is None:
             self.stream = Stream(self.method.recorder.now_ns)
         self.stream.item(count)
+
+    def begin_answer(self, status: Any, content_type: str | None) -> None:
+        """Note the status and type of the answer. A status below 500 answers the failure before it."""
+        self.answer(status)
+        self.is_events = content_type is not None and content_type.startswith("text/event-stream")
+        if self.status < FIRST_OF_SERVER:
+            self.failure = None
+
+    def part(self, body: Any, *, is_last: bool = False) -> None:
+        """Count a part of the answer and its items: server-sent events, which end with an empty line, else one."""
+        try:
+            self.answer_bytes += len(body)
+            if self.timing is not None:
+                self.timing.sent(bytes(body))
+            if len(body) and (self.stream is not None or not is_last):
+                is_events = getattr(self, "is_events", False)
+                self.item((bytes(body).count(b"\n\n") or 1) if is_events else 1)
+        except Exception:
+            self.unread()
+
+    def finish(self, error: BaseException | None = None, *, is_gone: bool = False, in_parts: bool = True) -> None:
+        """End an exchange whose server's work has ended, with an exception or with the noted failure.
+
+        If the connection is gone (`is_gone`), the client has broken it off. `in_parts` is False for a websocket.
+        """
+        failure = error or getattr(self, "failure", None)
+        self.failure = None  # the exception refers to the exchange by its traceback
+        is_broken_off = isinstance(failure, OSError) and not isinstance(failure, TimeoutError)
+        if is_gone and failure is not None and (is_broken_off or not isinstance(failure, Exception)):
+            if self.status >= FIRST_OF_SERVER:  # the client never got that answer
+                self.status = 0
+                self.facts.pop(STATUS, None)
+            self.broken_off()
+        elif failure is not None:
+            self.fail(failure)
+        elif not in_parts or getattr(self, "is_events", False):
+            self.end()
+        else:
+            self.end_of_parts()
 
     def end_of_parts(self) -> None:
         """End the exchange with the last part. An answer in a single part is no stream."""
@@ -447,6 +495,30 @@ class Arrivals:
         if name in METHODS:  # callers invent others
             self._methods[arrival] = method
         return method
+
+
+def reads(
+    arrival: Callable[[Any], Arrival],
+    headers: Callable[[Any], Any],
+    path: Callable[[Any], str],
+    query: Callable[[Any], str | None],
+    client: Callable[[Any], str | None],
+) -> tuple[Any, Any, Any]:
+    """Return the functions of `Arrivals` for requests with a mapping of headers as texts, by names without case."""
+
+    def read_plain(request: Any) -> tuple[Arrival, Caller | None, str | None]:
+        fields = headers(request)
+        parent, state = fields.get("traceparent"), fields.get("tracestate")
+        return arrival(request), parent if state is None else with_state(parent, state), fields.get("content-length")
+
+    def read_all(request: Any, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
+        fields = {name.lower(): value for name, value in headers(request).items()}
+        values = {"url.path": path, "url.query": query, "client.address": client}
+        attributes = {name: values[name](request) if name in values else fields.get("user-agent") for name in names}
+        encoded = {name.encode(): value.encode("latin-1", "replace") for name, value in fields.items()}
+        return arrival(request), encoded, {name: value for name, value in attributes.items() if value}
+
+    return path, read_plain, read_all
 
 
 class ServedApp:

@@ -162,6 +162,7 @@ WSGI: Mapping[str, Attach] = {
     "granian.wsgi": _given("_callback_wrapper", 0, wsgi.WsgiApp),
     "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
     "cheroot.wsgi": _kept("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
+    "tornado.wsgi": _kept("WSGIContainer", "handle_request", wsgi.WsgiApp, "wsgi_application"),
     "bjoern": _given("server_run", 1, wsgi.InterleavedApp),
     "flask.app": _embedded("Flask"),
     "django.core.handlers.wsgi": _embedded("WSGIHandler"),

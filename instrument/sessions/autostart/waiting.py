@@ -163,7 +163,8 @@ class Wait:
         """Have the session begin where the module's package is awaited. The real finders find the module."""
         package = fullname.partition(".")[0]
         # Triton names the module of a model by a number.
-        if (package not in self._packages and not package.isdigit()) or not self.end():
+        is_awaited = package in self._packages or fullname in self._packages or package.isdigit()
+        if not is_awaited or not self.end():
             return None
         loaded = sys.modules.get(fullname)
         for finder in list(sys.meta_path):

@@ -1,0 +1,97 @@
+"""http.server: each request that a `BaseHTTPRequestHandler` handles, as one span from its parsed headers to the end.
+
+Such a handler has no routes, so its requests are named by their methods. One that raises sends no answer, and its
+request has no status. Handlers of WSGI servers are met as such: werkzeug's by `run_wsgi`, wsgiref's by their own loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.requests.exchange import EXCHANGE, SERVER_TIMING, Arrival, Exchange, Exchanges, reads
+
+
+def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the requests of all handlers that keep `handle_one_request`."""
+    handler = module.BaseHTTPRequestHandler
+    handle, parse = handler.handle_one_request, handler.parse_request
+    respond, flush = handler.send_response_only, handler.flush_headers
+    arrivals = exchanges.arrivals("wsgi", *READS)  # like an app of WSGI it has its thread for itself
+
+    @takes_place(handler, "handle_one_request")
+    def undo_handle(self: Any) -> None:
+        vars(self)[EXCHANGE] = None
+        error: BaseException | None = None
+        try:
+            handle(self)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            exchange: Exchange | None = vars(self).pop(EXCHANGE, None)
+            if exchange is not None:
+                vars(self.wfile).pop("write", None)
+                if isinstance(error, ConnectionError):
+                    exchange.broken_off()
+                elif error is not None:
+                    exchange.end(error)
+                exchange.finish()
+
+    @takes_place(handler, "parse_request")
+    def undo_parse(self: Any) -> Any:
+        is_whole = parse(self)
+        if is_whole and EXCHANGE in vars(self) and not hasattr(self, "run_wsgi"):
+            exchange = vars(self)[EXCHANGE] = arrivals.begun(self)
+            if exchange is not None:
+                _count_parts(self.wfile, exchange)
+        return is_whole
+
+    @takes_place(handler, "send_response_only")
+    def undo_respond(self: Any, code: Any, message: Any = None) -> None:
+        exchange = vars(self).get(EXCHANGE)
+        if exchange is not None and code >= 200:
+            exchange.begin_answer(code, None)
+        respond(self, code, message)
+
+    @takes_place(handler, "flush_headers")
+    def undo_flush(self: Any) -> None:
+        exchange = vars(self).get(EXCHANGE)
+        if exchange is None:
+            flush(self)
+            return
+        lines = getattr(self, "_headers_buffer", [])
+        exchange.is_events = any(b"text/event-stream" in line for line in lines)
+        if exchange.timing is not None and lines and lines[-1] == b"\r\n":
+            lines.insert(-1, f"{SERVER_TIMING}: {exchange.timing.text(exchange)}\r\n".encode())
+        vars(self.wfile).pop("write", None)
+        flush(self)
+        _count_parts(self.wfile, exchange)
+
+    return [undo_handle, undo_parse, undo_respond, undo_flush]
+
+
+def _count_parts(file: Any, exchange: Exchange) -> None:
+    """Have a handler's file count what is written to it."""
+    write = file.write
+
+    def counted(data: Any) -> Any:
+        exchange.part(data)
+        return write(data)
+
+    vars(file)["write"] = counted
+
+
+def _arrival(handler: Any) -> Arrival:
+    address = handler.server.server_address
+    host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
+    return handler.command, "https" if hasattr(handler.connection, "cipher") else "http", host, port
+
+
+READS = reads(
+    _arrival,
+    lambda handler: handler.headers,
+    lambda handler: handler.path.partition("?")[0],
+    lambda handler: handler.path.partition("?")[2],
+    lambda handler: handler.client_address[0] if handler.client_address else None,
+)

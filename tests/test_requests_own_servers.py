@@ -1,0 +1,348 @@
+"""Servers with an interface of their own, in this process: each request is a span with what became of it.
+
+Each service of the table has the same handlers. It is asked without a session and with one: its answers are the same,
+and the requests that were sent are those that were recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import importlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from readback import spans_in
+
+import instrument
+from instrument.profile.model import Capture, Profile, RequestsRule
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.spans import Span
+from instrument.runtime.faults import FAULTS
+
+LIMIT_S = 60
+Service = Callable[[], contextlib.AbstractContextManager[int]]
+
+
+class Left:
+    """An event that a handler sets once its client has gone."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def set(self) -> None:
+        self.event.set()
+
+    def wait(self) -> None:
+        assert self.event.wait(LIMIT_S)
+        self.event.clear()
+
+
+LEFT = Left()
+
+
+@contextlib.contextmanager
+def in_loop(serve: Callable[[], contextlib.AbstractAsyncContextManager[int]]) -> Iterator[int]:
+    """Run a service in an event loop of another thread, and yield its port."""
+    loop, ports, stop = asyncio.new_event_loop(), [], asyncio.Event()
+    started = threading.Event()
+
+    async def main() -> None:
+        try:
+            async with serve() as port:
+                ports.append(port)
+                started.set()
+                await stop.wait()
+            handlers = asyncio.all_tasks() - {asyncio.current_task()}
+            if handlers:
+                await asyncio.wait(handlers, timeout=LIMIT_S)
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    try:
+        assert started.wait(LIMIT_S)
+        yield ports[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def tornado_service() -> contextlib.AbstractContextManager[int]:
+    web, websocket = importlib.import_module("tornado.web"), importlib.import_module("tornado.websocket")
+    testing = importlib.import_module("tornado.testing")
+
+    class Item(web.RequestHandler):  # type: ignore[misc, name-defined]
+        async def get(self, name: str) -> None:
+            await asyncio.sleep(0)
+            self.write({"item": name})
+
+    class Echo(web.RequestHandler):  # type: ignore[misc, name-defined]
+        def post(self) -> None:
+            self.write(self.request.body)
+
+    class Fail(web.RequestHandler):  # type: ignore[misc, name-defined]
+        def get(self) -> None:
+            raise ValueError("as asked")
+
+    class FailLate(web.RequestHandler):  # type: ignore[misc, name-defined]
+        async def get(self) -> None:
+            self.write("x")
+            await self.flush()
+            raise ValueError("as asked")
+
+    class Refuse(web.RequestHandler):  # type: ignore[misc, name-defined]
+        def get(self) -> None:
+            raise web.HTTPError(403)
+
+    class Stream(web.RequestHandler):  # type: ignore[misc, name-defined]
+        async def get(self) -> None:
+            self.set_header("Content-Type", "text/event-stream")
+            for part in ("a", "b", "c"):
+                self.write(f"data: {part}\n\n")
+                await self.flush()
+
+    class Endless(web.RequestHandler):  # type: ignore[misc, name-defined]
+        async def get(self) -> None:
+            try:
+                while True:
+                    self.write("x" * 100_000)
+                    await self.flush()
+            finally:
+                LEFT.set()
+
+    class Talk(websocket.WebSocketHandler):  # type: ignore[misc, name-defined]
+        async def on_message(self, message: str) -> None:
+            if message == "fail":
+                raise ValueError("as asked")
+            await self.write_message(message)
+
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[int]:
+        routes = [
+            (r"/items/([^/]+)", Item),
+            (r"/echo", Echo),
+            (r"/fail", Fail),
+            (r"/fail_late", FailLate),
+            (r"/refuse", Refuse),
+            (r"/stream", Stream),
+            (r"/endless", Endless),
+            (r"/talk/(?P<room>\w+)", type("Talk", (Talk,), {"open": lambda self, room: None})),
+        ]
+        listener, port = testing.bind_unused_port()
+        server = importlib.import_module("tornado.httpserver").HTTPServer(web.Application(routes))
+        server.add_sockets([listener])
+        yield port
+        server.stop()
+        await server.close_all_connections()
+
+    return in_loop(serve)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A handler of `http.server`, whose exceptions its server reports without an answer."""
+
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def begin(self, content_type: str) -> None:
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Connection", "close")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith("/items/"):
+            self.answer(path.removeprefix("/items/").encode())
+        elif path == "/stream":
+            self.begin("text/event-stream")
+            for part in ("a", "b", "c"):
+                self.wfile.write(f"data: {part}\n\n".encode())
+        elif path == "/fail":
+            raise ValueError("as asked")
+        elif path == "/fail_late":
+            self.begin("text/plain")
+            self.wfile.write(b"x")
+            raise ValueError("as asked")
+        elif path == "/endless":
+            self.begin("text/plain")
+            try:
+                while True:
+                    self.wfile.write(b"x" * 100_000)
+            finally:
+                LEFT.set()
+        elif path == "/refuse":
+            self.answer(b"no", 403)
+        else:
+            self.send_error(404)
+
+    def do_POST(self) -> None:
+        self.answer(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class HttpServer(ThreadingHTTPServer):
+    daemon_threads = False
+
+    def handle_error(self, *_: object) -> None: ...
+
+
+@contextlib.contextmanager
+def http_service() -> Iterator[int]:
+    with HttpServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        yield server.server_address[1]
+        server.shutdown()
+        serving.join()
+
+
+SERVICES: dict[str, Service] = {"tornado": tornado_service, "http.server": http_service}
+ROUTES = {"tornado": {"items": "/items/([^/]+)", "talk": r"/talk/(?P<room>\w+)"}, "http.server": {}}
+TALKING = {"tornado"}
+
+
+@pytest.fixture(params=SERVICES)
+def name(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(request.param)
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def recorded(**options: Any) -> Iterator[None]:
+    """Record with a rule that names attributes, and find no fault of ours."""
+    attributes = ("url.query", "client.address", "user_agent.original", "http.request.header.x-tenant")
+    rule = RequestsRule(ignore=("/health",), attributes=attributes, **options)
+    instrument.start(Profile(requests=(rule,), capture=Capture(sample=1.0)))
+    try:
+        yield
+    finally:
+        instrument.stop()
+    assert FAULTS.counts() == {}
+
+
+def requests() -> list[Span]:
+    return [span for span in spans_in(RECORDER) if span.site.kind == "request"]
+
+
+def route_of(span: Span) -> str:
+    return str(dict(span.site.attributes).get("http.route", ""))
+
+
+def ask_all(port: int) -> list[tuple[int, bytes]]:
+    """Ask each path twice over one connection, and each time in a trace of its own."""
+    answers = []
+    asks = [("GET", "/items/a1?b=c"), ("POST", "/echo"), ("GET", "/fail"), ("GET", "/refuse"), ("GET", "/nowhere")]
+    for number, (method, path) in enumerate([*asks, ("GET", "/stream")] * 2, 1):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+        with contextlib.closing(connection):
+            headers = {"traceparent": f"00-{number:032x}-{number:016x}-01", "User-Agent": "us", "X-Tenant": "t"}
+            connection.request(method, path, b"some text" if method == "POST" else None, headers)
+            try:
+                answer = connection.getresponse()
+                answers.append((answer.status, answer.read()))
+            except http.client.RemoteDisconnected:
+                answers.append((0, b""))
+    return answers
+
+
+def leave(port: int, path: str) -> None:
+    """Read the first bytes of an answer, and go away."""
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert client.recv(1000)
+    LEFT.wait()
+
+
+def test_requests_of_a_server_with_an_interface_of_its_own_are_recorded(name: str) -> None:
+    with SERVICES[name]() as port:
+        expected = ask_all(port)
+    with recorded():
+        with SERVICES[name]() as port:
+            assert ask_all(port) == expected
+        spans = requests()
+    paths = [ROUTES[name].get("items"), "/echo", "/fail", "/refuse", "", "/stream"]
+    wanted = [(path if paths[0] else "", code) for path, (code, _) in zip(paths * 2, expected, strict=True)]
+    status = "http.response.status_code"
+    assert Counter((route_of(span), span.attributes.get(status, 0)) for span in spans) == Counter(wanted)
+    assert Counter(span.error for span in spans) == {None: 10, "ValueError": 2}
+    assert {span.remote.trace_id for span in spans if span.remote} == set(range(1, 13))
+    streams = [span for span in spans if "items" in span.attributes]
+    assert [(span.attributes["items"], span.attributes[status]) for span in streams] == [(3, 200)] * 2
+    assert all(0 < span.attributes["first_item_ns"] <= span.attributes["last_item_ns"] for span in streams)
+    (first, *_) = spans
+    facts = {**dict(first.site.attributes), **first.attributes}
+    assert (facts["url.query"], facts["user_agent.original"], facts["client.address"]) == ("b=c", "us", "127.0.0.1")
+    assert (facts["server.address"], facts["server.port"], facts["url.scheme"]) == ("127.0.0.1", port, "http")
+    assert facts["http.request.header.x-tenant"] == ("t",)
+    echoes = [span for span in spans if dict(span.site.attributes)["http.request.method"] == "POST"]
+    assert {span.attributes["http.response.body.size"] for span in echoes} == {9}
+    assert {span.attributes["http.request.body.size"] for span in echoes} == {9}
+
+
+def test_such_a_server_sends_the_timings_of_a_request_that_asks(name: str) -> None:
+    with recorded(server_timing="true"), SERVICES[name]() as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", "/items/a1")
+            answer = connection.getresponse()
+            answer.read()
+    assert "total;dur=" in answer.headers["Server-Timing"]
+
+
+def test_a_client_that_leaves_such_a_server_is_no_error_and_a_late_failure_is_one(name: str) -> None:
+    with recorded(), SERVICES[name]() as port:
+        leave(port, "/endless")
+        with contextlib.suppress(http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+            connection.request("GET", "/fail_late")
+            connection.getresponse().read()
+        connection.close()
+    left, late = sorted(requests(), key=lambda span: span.start_ns)
+    assert (left.error, left.attributes["instrument.outcome"]) == (None, "client gone")
+    assert (late.error, late.attributes["http.response.status_code"]) == ("ValueError", 200)
+
+
+def test_a_websocket_of_such_a_server_is_one_request(name: str) -> None:
+    if name not in TALKING:
+        pytest.skip("it has no websockets")
+    client = pytest.importorskip("websockets.sync.client")
+    with recorded():
+        with SERVICES[name]() as port:
+            with client.connect(f"ws://127.0.0.1:{port}/talk/a") as talk:
+                for text in ("one", "two"):
+                    talk.send(text)
+                    assert talk.recv() == text
+                talk.close(1001)
+            with client.connect(f"ws://127.0.0.1:{port}/talk/a") as talk:
+                talk.send("fail")
+                with pytest.raises(Exception, match=r"close frame|internal error"):
+                    talk.recv()
+            with client.connect(f"ws://127.0.0.1:{port}/talk/b") as talk:
+                talk.send("one")
+                assert talk.recv() == "one"
+                talk.socket.shutdown(socket.SHUT_RDWR)  # a network that breaks
+        spans = sorted(requests(), key=lambda span: span.start_ns)
+    assert {route_of(span) for span in spans} == {ROUTES[name].get("talk", "")}
+    assert {dict(span.site.attributes)["network.protocol.name"] for span in spans} == {"websocket"}
+    assert {span.attributes["http.response.status_code"] for span in spans} == {101}
+    ended, failed, left = spans
+    assert (ended.error, ended.attributes["items"], ended.attributes["websocket.close_code"]) == (None, 2, 1001)
+    assert failed.error == "ValueError"
+    assert (left.error, left.attributes["items"], left.attributes["instrument.outcome"]) == (None, 1, "client gone")
