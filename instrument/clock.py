@@ -80,9 +80,9 @@ def process_start_ns() -> int | None:
 
 
 def start_ticks(stat: Path) -> int:
-    """Return the start of the process of a file such as `/proc/self/stat`, in ticks since boot; 0 if there is none.
+    """Return the start of a process in ticks since boot, from a file like `/proc/self/stat`; 0 for an ended process.
 
-    It distinguishes processes that had the same number. A zombie counts as ended.
+    The start distinguishes processes that had the same id. A zombie has ended.
     """
     try:
         # The name of the program is in brackets, and may have blanks and brackets itself.

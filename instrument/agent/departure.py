@@ -477,8 +477,8 @@ def combined_report(
 
 
 def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into one of bounded size, and remove those next to it. Return its path, and the number of
-    unreadable ones."""
+    """Merge recordings into one of bounded size at `into`, and remove those in its folder. Return its path, and the
+    number of unreadable ones."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import folded

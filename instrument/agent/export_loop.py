@@ -211,7 +211,7 @@ class ExportLoop:
             self._exporters.pop(settings).stop(0)
 
     def _note_settled(self, source: Source) -> None:
-        """Called by the thread that sends."""
+        """Note what was sent of a source's spans. The thread that sends calls this."""
         for export in list(self._recordings.values()):
             if export.is_of(source):
                 export.note_sent()

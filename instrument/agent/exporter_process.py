@@ -176,7 +176,7 @@ class Exports:
     # ---------------------------------------------------------------- gauges
 
     def read_gauges(self, process: Process) -> None:
-        """Read the gauges that a process asks for, or go by its present settings of them."""
+        """Begin to read the gauges that a process asks for, or apply new settings if they are read already."""
         settings, number = process.facts.get("gauges"), self._gauged_number(process)
         if not isinstance(settings, dict) or not process.lives or process.memory < 0:
             return
@@ -190,7 +190,7 @@ class Exports:
             self._hand_over_gauges(self._next)
 
     def hear_gauges(self, process: Process, message: packets.Message) -> None:
-        """Go by a message of a process: other settings, None for the last reading, or what it alone can read."""
+        """Handle a message on gauges: new settings, None for the end, or readings that only the process can make."""
         number = self._gauged_number(process)
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]

@@ -70,9 +70,9 @@ class _Watched:
         return math.inf if wait_ns is None else wait_ns / 1e9
 
     def look(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
-        """Read what is due. Returns the devices and sentences on what cannot be read, None before it begins.
+        """Read the gauges that are due. Returns the devices and notes on unreadable gauges, None before the start.
 
-        Raises `_LeftError` with the reason for which the process is to read them itself, and `Gone`.
+        Raises `_LeftError` with the reason if the process must read them itself, and `Gone` if it has ended.
         """
         if self._sources is None and time.monotonic() >= self._begin_at:
             self._begin()
@@ -84,7 +84,7 @@ class _Watched:
         return {"gpus": [asdict(gpu) for gpu in sources.gpus()], "notes": sources.notes()}
 
     def add(self, rows: Sequence[Any]) -> None:
-        """Keep what the process alone can read."""
+        """Add readings that only the process itself can make."""
         if self._sources is not None:
             now_ns = time.monotonic_ns()
             self._keep([Sample(str(name), int(device), now_ns, _number(value)) for device, name, value in rows])

@@ -192,7 +192,7 @@ class EventLoop:
             self.drop(connection)
 
     def close(self) -> None:
-        """Listen no more; nothing may be left that is waited for."""
+        """Stop listening. No connection and no timer may be left."""
         self.selector.close()
         self._listener.close()
 
@@ -241,7 +241,7 @@ class EventLoop:
         self._watch(connection)
 
     def receive(self, connection: Connection, *, is_last: bool = False) -> None:
-        """Return the next packet, None if the other end has closed. Raises `BlockingIOError` and `PacketError`."""
+        """Read packets of a connection: all with `is_last`, else at most `PACKETS_AT_ONCE`."""
         count = 0
         while (is_last or count < PACKETS_AT_ONCE) and self._hear_next(connection):
             count += 1

@@ -226,10 +226,10 @@ class Run:
         return not waiting.poll(0)
 
     def is_last(self, leaving: Process) -> bool:
-        """Return True if no other process can print the run's report: the first process, or one that has recorded.
+        """Return True if a leaving process prints the run's report, since no other process is left that could.
 
-        A first process that has not joined, such as a shell, prints none. The agent prints it if this process writes
-        its errors elsewhere than to the file of the service.
+        Others that could are the run's first process, if it has joined, and processes that have recorded. If the
+        leaving one's standard error is not the service's file, the agent prints the report.
         """
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False

@@ -301,8 +301,8 @@ class Runs:
                 self._end_of(run)
 
     def _connection_ended(self, process: Process) -> None:
-        """Note the end of a process's connection. It may run on with another program, or have closed its
-        descriptors."""
+        """Note that a process's connection has ended. The process may have ended, run another program, or only closed
+        its descriptors."""
         if not process.lives:
             if process.is_saving and process.saves_itself:  # it has gone over it, or before it said that it is done
                 departure.remove_saved(self._folder, [process.saved])

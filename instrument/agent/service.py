@@ -171,7 +171,7 @@ class Agent:
     def serve(self) -> bool:
         """Serve until the run is over, or a signal comes; on the main thread.
 
-        Return False if another agent has taken this one's place, or may do so: all that is left is that one's.
+        Return False if another agent has taken this one's place or may do so. Then the run's files stay for that agent.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: os.write(self._waker, b"."))

@@ -81,7 +81,7 @@ def meaning(category: str, name: str) -> tuple[str, Meaning] | None:
 
 
 def thread_of(lane: object) -> object:
-    """Return the thread of a lane for Python or C++. Another lane is returned unchanged."""
+    """Return the thread id in the name of a lane of Python or C++. Another name is returned unchanged."""
     match = _LANE.fullmatch(lane) if isinstance(lane, str) else None
     return lane if match is None else int(match[1])
 

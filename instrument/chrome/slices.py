@@ -161,7 +161,7 @@ class Slices:
         return Rows(order, rank_of(order), start_ns, end_ns, line, *further)
 
     def _column(self, name: str) -> Int64s:
-        """Return a column and drop it here, because its result is as large."""
+        """Return a column as an array and drop the original, which is as large."""
         return column(vars(self).pop(name))
 
     def _close_marks(self, end_ns: Int64s, clipped: Bools) -> tuple[Int64s, int]:

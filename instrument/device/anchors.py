@@ -231,7 +231,7 @@ class Anchors:
         return 0
 
     def _note_lead(self, before: Anchor, anchor: Anchor) -> None:
-        """Note the gain of the host's clock over the raw one between two anchors, compared with the gain before."""
+        """Note how fast the host's clock gained on the raw clock between two anchors, and how much that changed."""
         passed_ns = anchor.lead.at_ns - before.lead.at_ns
         if passed_ns <= 0:
             return

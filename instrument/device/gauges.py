@@ -50,7 +50,7 @@ class TorchMemory:
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Return the gauges of each device that torch uses, at the first call and with `rarely`."""
+        """Return the gauges of each device that torch uses: at the first call, and at calls with `rarely`."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)

@@ -454,9 +454,9 @@ class Resolver:
         self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _add_deferred(self, whole: Pair) -> None:
-        """Add the intervals of a span on those of its streams that had work.
+        """Add the intervals of a span on several streams, without those of streams that had no work for it.
 
-        A stream that was idle at the span's end may have had none. If all were idle, the first stream counts.
+        A launch-bound interval may be such a stream's. If all are launch-bound, the intervals of the main stream count.
         """
         deferred = whole.deferred or []
         worked = [times for times in deferred if times.label != "launch-bound"]

@@ -160,7 +160,7 @@ class Timer:
         return places if len(places) < 2 else cuda.likely(places)
 
     def _device_of(self, stream: int) -> int:
-        """Return the device of a stream that the service's code names, -1 if none is in use."""
+        """Return the device of a stream that the service passes. Return -1 if no device is in use."""
         device = self._devices.get(stream)
         if device is None:
             driver = self.driver
@@ -233,9 +233,9 @@ class Timer:
         self.wake()
 
     def _mark_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """Record an event in the pair's context, on a thread with another current device or none. Return the answer.
+        """Record an event again, with its pair's context made current. Return the driver's answer.
 
-        `refused` is the first answer, which is returned if another context would not help.
+        `refused` is the answer to the first try. It is returned if another context would not help.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD

@@ -125,7 +125,7 @@ class Timing:
             return None
 
     def uninstall(self, limit_s: float = math.inf) -> None:
-        """Begin no more pairs, resolve those in flight within `limit_s`, return everything. Idempotent."""
+        """Begin no more pairs, resolve those in flight within `limit_s`, and release all events. Idempotent."""
         if self._undo_imports is not None:
             self._undo_imports()
             self._undo_imports = None

@@ -57,9 +57,9 @@ def spark_schema(table: str) -> str:
 
 
 def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
-    """Return a function for Spark's `applyInArrow`: of one table, or of the two of a cogroup.
+    """Return the function for Spark's `applyInArrow`, with one table as argument, or with the two of a cogroup.
 
-    Spark counts the arguments, and its type of bytes has no length.
+    Spark reads the number of arguments from the function. It has no bytes of fixed length, so they become plain bytes.
     """
     arrow = pyarrow()
 

@@ -447,7 +447,7 @@ def fact_value(value: Any) -> AttributeValue:
 
 @lru_cache(maxsize=256)
 def _writes_itself(kind: type) -> bool:
-    """Return True for an enumeration whose own members have a text of their own."""
+    """Return True for an enumeration with a `__str__` of its own, not the one of `enum`."""
     return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
 
 

@@ -183,7 +183,7 @@ def _kind(thing: Any) -> str:
 
 
 def _place(holder: Any, parts: Kept) -> str | None:
-    """Describe an object with its place. Return None if its own referrers describe it better, "" to leave it out."""
+    """Return a text on an object and its place, None if its own referrers say more, or "" to leave it out."""
     if type(holder) is FunctionType:
         code = holder.__code__
         return f"the function {holder.__qualname__} in {_shown(code.co_filename, code.co_firstlineno)}"

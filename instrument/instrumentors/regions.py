@@ -281,7 +281,7 @@ class Regions:
         return recorded
 
     def _watch_compile(self, module_type: Any) -> None:
-        """Wrap `Module.compile()`, which stores the compiled call in the instance. Copies and pickles leave it out."""
+        """Wrap `Module.compile()`, which stores a compiled call in an instance. Copies and pickles omit this call."""
         compile_ = module_type.compile
         take = self._take
 

@@ -97,7 +97,7 @@ class Selection:
         self.begun: Callable[[str], object] = lambda _: None
 
     def _lay_down(self, key: str) -> None:
-        """Let the rules of a key sleep, or make their family now if any module may have a target."""
+        """Attach the rules of a key now if any module may have a target, else with the first of their packages."""
         if not rules_of(self.profile, key):
             self._asleep.pop(key, None)
             return
@@ -270,7 +270,7 @@ class Selection:
         return any(family.wants(module_name) for family in list(self._families.values()))
 
     def _wants_import(self, module_name: str) -> bool:
-        """Return True to hook the import of a module. Packages with targets are imported in one piece of stack."""
+        """Return True to hook the import of a module. Packages with targets also get a larger piece of stack."""
         return self.wants(module_name) or module_name in ENGINES or module_name in self._wakers
 
     def _import_begins(self, module_name: str) -> None:

@@ -263,7 +263,7 @@ def _walk(
 ) -> Iterator[Target | Unreachable]:
     """Yield the functions that a pattern matches below an owner.
 
-    `methods_of` limits them to public methods of a class of that module. `called` is the module's name in labels.
+    With `methods_of`, a module, only public methods of a class there count. `called` is the module's name in labels.
     """
     home = methods_of or module.__name__
     names = namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
@@ -396,7 +396,7 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
 
 
 def _with(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
-    """Call `put` with the arguments, the last of which is the new function, and return the object."""
+    """Call `put(*arguments)`, which puts a new function into the object. Return the object."""
     put(*arguments)
     return raw
 

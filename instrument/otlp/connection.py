@@ -58,7 +58,7 @@ class TcpConnection:
             raise ConnectionError(line[:100])
 
     def send(self, data: bytes, left_s: Callable[[], float]) -> None:
-        """Send it all. Raises OSError, a TimeoutError among them."""
+        """Send all of the data. Raises `OSError`; `TimeoutError` after `left_s()` seconds."""
         self._sock.settimeout(positive(left_s()))
         self._sock.sendall(data)
 
@@ -75,7 +75,7 @@ class TcpConnection:
             pass  # the other side was quicker
 
     def close(self) -> None:
-        """Close it, without a word to the other side."""
+        """Close the socket."""
         self._sock.close()
 
 
@@ -129,7 +129,7 @@ class TlsConnection(TcpConnection):
             super().send(self._outgoing.read(), left_s)
 
     def send(self, data: bytes, left_s: Callable[[], float]) -> None:
-        """Send it all. Raises OSError, a TimeoutError among them."""
+        """Send all of the data. Raises `OSError`; `TimeoutError` if no time is left."""
         while data:
             data = data[self._until_done(partial(self._tls.write, data[:_CHUNK]), left_s) :]
 

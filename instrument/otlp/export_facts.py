@@ -48,7 +48,7 @@ class Ids:
 
     @property
     def seeds(self) -> tuple[int, int, int]:
-        """The numbers of which another process makes the same ids."""
+        """The seeds from which another process makes the same ids."""
         return self._seed, *self._trace_seeds
 
     def span_id(self, number: int) -> int:

@@ -262,8 +262,8 @@ class Exporter:
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
         """Hand over packed requests, of another process where its source is given.
 
-        `Source.requests` makes them, each of at most `request_bytes`. Of more than `QUEUE_BYTES` the oldest ones go,
-        and are counted as dropped. True if all will be sent unless newer ones push them out. Never waits for a lock.
+        Each is at most `request_bytes` long, as `Source.requests` makes them. Beyond `QUEUE_BYTES` the oldest are
+        dropped and counted. True if all will be sent, unless newer ones displace them. Never waits for a lock.
         """
         are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:

@@ -109,7 +109,7 @@ def decimal_widths(numbers: NDArray[Any]) -> Int64s:
 
 
 def decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
-    """Numbers that take this many characters."""
+    """Return numbers as decimal texts of `width` characters."""
     remainder, parts = np.abs(numbers.astype(np.int64)), -(-width // 4)
     digits = np.empty((len(remainder), parts), dtype=np.uint32)
     for place in range(parts - 1, -1, -1):

@@ -47,7 +47,7 @@ class KeptFiles:
         self._problem = ""
 
     def put(self, spans: Sequence[Span], source: Source) -> None:
-        """Take on a tree that is kept, or a part of one."""
+        """Add spans of a kept tree to the next file."""
         if not self._spans:
             self._due_at = time.monotonic() + WRITE_S
         self._spans += spans
@@ -59,7 +59,7 @@ class KeptFiles:
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
     def write(self) -> tuple[int, bool]:
-        """Write what was kept: how much that was, and whether it was written. What cannot be is lost, and said once."""
+        """Write the kept spans. Return their number, and False on failure: they are lost, and the first is logged."""
         spans, self._spans = self._spans, []
         if not spans or self._source is None:
             return 0, True

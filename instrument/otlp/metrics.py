@@ -177,7 +177,7 @@ class Snapshots:
         self._delivered, self.delivered_ns = snapshot, snapshot.at_ns
 
     def drop(self) -> int:
-        """Give up the newest one; returns how many series it was of."""
+        """Give up the newest snapshot. Return the number of its series."""
         newest, self._delivered = self._newest, self._newest
         self._tried = newest
         return sum(len(metric.series) for metric in newest.metrics) if newest is not None else 0
@@ -318,7 +318,7 @@ class Metrics:
         return self._taken_ns
 
     def offer(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
-        """Take samples on; some microseconds. Nothing happens where metrics are off."""
+        """Queue samples for delivery, in some microseconds. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = self._has_metrics or bool(samples)
             return

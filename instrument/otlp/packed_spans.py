@@ -89,7 +89,7 @@ class Form(Protocol):
         """Return the type of a field of a head, as numpy names it."""
 
     def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        """Return the values of a field, as its type has them."""
+        """Return the values of a field in the type that `field` names."""
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
         """Return what the spans of a place share."""
@@ -170,7 +170,7 @@ class SpanPacker:
     def _described(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Objects, Int64s]:
-        """Return the pieces of rows without heads, and their sizes."""
+        """Return the pieces of rows that come after their heads, and the bytes per row."""
         trace, form, count = self._trace, self._form, len(rows)
         site, thread, error, clipped = (
             column[rows] for column in (trace.site, trace.thread_id, trace.error, trace.clipped)
@@ -282,7 +282,7 @@ class SpanPacker:
     def _put_heads(
         self, pieces: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
     ) -> Int64s:
-        """Put the heads before the other pieces, of `rest` bytes each. Returns the sizes of the entries."""
+        """Put a head before each span's other pieces, whose bytes are `size`. Returns the sizes of whole entries."""
         form = self._form
         columns: dict[str, NDArray[Any]] = {
             "high": ids.high,
@@ -346,7 +346,7 @@ def _heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[
 
 
 def _table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
-    """Pieces as an array, and the bytes of each."""
+    """Return pieces as an array, and the bytes of each."""
     pieces = np.empty(len(values), dtype=object)
     pieces[:] = values
     return pieces, np.array(list(map(len, values)), dtype=np.int64)
@@ -364,7 +364,7 @@ Number = tuple[Int64s, Bools | None]
 
 
 def varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
-    """Numbers that take this many bytes as varints."""
+    """Return numbers as varints of `width` bytes."""
     number = numbers.astype(np.uint64)
     digits = np.empty((len(number), width), dtype=np.uint8)
     for place in range(width):

@@ -107,7 +107,7 @@ class RecordingExport:
         """True if a scrape will ask for its counts after its end."""
 
     def close(self) -> None:
-        """Let go of the recording, for another one to export it."""
+        """End the export of this recording, so that another exporter can continue it."""
         with closing(self._place), closing(self._mapped):
             try:
                 if self._reading is not None and self.is_ours:
@@ -309,7 +309,7 @@ class RecordingExport:
             rows.sampler.wanted |= {span.root_id for span in spans} & {span.root_id for span in rows.opened.values()}
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans that neither are sent nor will be. All rows of ended spans must have been read."""
+        """Return the spans that were not and will not be sent. All rows of ended spans must have been read."""
         reading = self._reading
         if reading is None:
             return list(spans)
@@ -358,7 +358,7 @@ class RecordingExport:
 
     @property
     def source(self) -> Source | None:
-        """The name by which the exporter knows it."""
+        """The exporter's source for this recording, None before the first read."""
         return None if self._reading is None else self._reading.source
 
     def is_of(self, source: Source) -> bool:
@@ -366,8 +366,8 @@ class RecordingExport:
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
     def is_settled(self) -> bool:
-        """Send all that is due. Return True if nothing is under way or undecided, nor, for an ended process, its last
-        metrics."""
+        """Send all that is due. Return True if nothing waits for a decision or an answer, and an ended process's
+        metrics are sent."""
         reading = self._reading
         if reading is None:
             return True
@@ -382,9 +382,9 @@ class RecordingExport:
         return reading.metering.is_settled or time.monotonic() - self._superseded_at > LAST_METRICS_S
 
     def finish(self) -> Mapping[str, int]:
-        """Give up requests that never ended: its session has ended, and nothing is on its way.
+        """End the export: give up requests that never ended, since the session has ended and no span is on its way.
 
-        Returns all fates that nobody has reported.
+        Returns the counts of all fates that were not reported yet.
         """
         with self._lock:
             reading, progress = self._reading, self._progress
@@ -504,7 +504,7 @@ class _Reading:
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source)
 
     def change(self, facts: ExportFacts) -> None:
-        """Go by what the process says of itself now."""
+        """Apply the facts that the process has published now."""
         self.facts = facts
         self.metering.change(facts)
         self.reader.rows.spans_per_request = facts.spans_per_request

@@ -83,7 +83,7 @@ class RecordingReader:
         return tally.merged() if merged else tally
 
     def between(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
-        """Return the rows of requests, generators and batches from some places up to where it is."""
+        """Yield the rows of requests, generators and batches from some places to the present place of this reader."""
         if all(places.get(ring, 0) >= place for ring, place in self.places.items()):
             return
         details, _ = self._mapped.details_since(0)
@@ -152,7 +152,7 @@ class RecordingReader:
             self.rows.adopt(old, opened, details, undecided, settled_ns)
 
     def _pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
-        """Return all rows from some places on that are there now, a bounded number at a time."""
+        """Yield all present rows of the rings from `places` on, `ROWS_AT_ONCE` at a time."""
         until = self._mapped.heads()
         while any(places.get(ring, 0) < head for ring, head in until.items()):
             rings = self._mapped.rows(places, ROWS_AT_ONCE)
@@ -173,7 +173,7 @@ class DeviceTimes:
         self.untimed = 0
 
     def look(self) -> None:
-        """Note the count of intervals by now. At each look, before anybody asks for what is settled."""
+        """Note the present count of intervals. It is called at each look, before the settled time is read."""
         count = self._mapped.interval_count()
         if not self._counts or self._counts[-1][1] != count:
             self._counts.append((time.monotonic_ns(), count))

@@ -244,7 +244,7 @@ class HttpSender(Sender):
 
 
 def metrics_url(traces_url: str) -> str | None:
-    """Return the URL for metrics that belongs to that of spans, None if it has another form."""
+    """Return the URL for metrics that matches the URL for spans, None if that does not end in `/v1/traces`."""
     path, question, query = traces_url.partition("?")
     path = path.rstrip("/")
     return f"{path[: -len('/v1/traces')]}/v1/metrics{question}{query}" if path.endswith("/v1/traces") else None

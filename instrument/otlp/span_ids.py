@@ -96,7 +96,7 @@ class SpanIds:
         return linked
 
     def links_of(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
-        """Return links by row: of each batch the requests that it serves, of a request the span in which it began."""
+        """Return links by row: from a batch to the requests that it serves, from a nested request to the outer span."""
         trace, served = self._trace, joined.served
         pairs = {row: [began] for row, began in outer_spans(trace, joined).items()}
         known_requests = np.flatnonzero(served.request != NONE)

@@ -59,7 +59,7 @@ class Source:
     renewed_ns: int = field(default_factory=time.monotonic_ns)
 
     def look_at_clock(self) -> None:
-        """Go by the wall clock as it is now, where it has stepped, or has drifted for a while."""
+        """Correct the wall time of spans if the wall clock has stepped, or has drifted for a while."""
         monotonic_ns, realtime_ns = clock.pair()
         since_ns, self.looked_ns = self.looked_ns, monotonic_ns
         moved_ns = abs(realtime_ns - self.origin.realtime_of(monotonic_ns))

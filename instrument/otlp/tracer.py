@@ -38,8 +38,8 @@ def current_parent() -> RemoteParent | None:
 def _is_in_server_span(local: Any) -> bool:
     """Return True if a span of this process serves a request, or may be inside one that does.
 
-    A span that is not recorded shows no kind, and of its parents a span shows only that there is one. A request with
-    two server spans would count twice, so in doubt there is one.
+    An unrecorded span has no kind, and a span's parent is known by its id only, so both count as True: a request with
+    two server spans would count twice.
     """
     kind = getattr(getattr(local, "kind", None), "name", "SERVER")
     return kind in ("SERVER", "CONSUMER") or (kind == "INTERNAL" and getattr(local, "parent", None) is not None)

@@ -136,7 +136,7 @@ class YamlNode:
 
     @property
     def shown(self) -> str:
-        """The value in messages."""
+        """The value as messages show it."""
         text = clip(self.written or self.text)
         words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(text)}
         names = {"bool": "boolean", "date": "date"}

@@ -221,7 +221,7 @@ class Key:
 
 
 def _part(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
-    """Return a reader of a section. `also` are the caller's other values in messages, such as `off, or `."""
+    """Return a reader of a section. `also` is the begin of the allowed values in its messages, such as `off, or `."""
 
     @shaped(section_shape(section))
     def read(node: YamlNode) -> Any:

@@ -488,7 +488,7 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """The twelve hexadecimal digits that equal profiles share, without the headers of exports."""
+        """Twelve hexadecimal digits, the same for equal profiles. Headers of exports do not count."""
         from hashlib import sha256  # it loads OpenSSL
 
         return sha256(repr(_compared(self)).encode()).hexdigest()[:12]

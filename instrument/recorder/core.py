@@ -104,7 +104,7 @@ class SiteCore(Core):
         return True
 
     def may_mute(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Let a site be muted, of a function that `wrap` has made, or of a probe that reads `passes` itself."""
+        """Let a site be muted: by a function that `wrap` made, or by a probe that reads `passes` itself."""
         if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return
         functions = self._mutable.setdefault(site, None)
@@ -201,7 +201,7 @@ class Readback(SiteCore):
         return paths.site(row[NODE])
 
     def cursor(self) -> Cursor:
-        """Return a reader of every row from now on, once, if it comes before the ring wraps."""
+        """Return a reader of all rows from now on. It reads each once, unless the ring wraps before."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.mapped)
@@ -211,7 +211,7 @@ class Readback(SiteCore):
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
-        """Count the spans that timelines do not have, by reason. The tally has counted them."""
+        """Return the number of spans that are only in the tally, not in the rings, by reason."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
         losses = {"spans overwritten by newer ones": overwritten, "spans shorter than their rule asks": self._too_short}
         return {reason: count for reason, count in losses.items() if count}
@@ -228,7 +228,7 @@ class Readback(SiteCore):
 
     @property
     def ended_rows(self) -> int:
-        """The number of rows of rings that were given up."""
+        """The number of rows that were lost with the rings of ended threads."""
         return sum(self._head("ended_rows"))
 
     @property

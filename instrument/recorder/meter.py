@@ -178,7 +178,7 @@ class Meter:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def count_parts(self, rows: Sequence[Row], marks: Collection[str]) -> None:
-        """Count the items of generators of some marks, and the sizes of batches, by their rows."""
+        """Count the items of the generators that `marks` names, and the sizes of batches, from rows."""
         streams = [row for row in rows if FIRST_ITEM in (row[ATTRIBUTES] or ())]
         counts = {site: mark_of(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
@@ -254,9 +254,9 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Bring the distributions of all sites that were ever asked for, by their marks, up to the tally.
+        """Update the distributions of calls from the tally, for these marks and all earlier ones.
 
-        After a reload a function is another site, and its series goes on from that of the one before.
+        After a reload a function has a new site, whose calls continue the series of the old one.
         """
         self._asked_for.update(marks)
         if not marks:

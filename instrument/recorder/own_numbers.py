@@ -187,7 +187,7 @@ def _number(kind: type[Any], name: str, unit: str, every_ns: int = EVERY_NS) -> 
 
 
 def number_of(kind: str, name: str, unit: str, every_ns: int) -> Callable[[float], None]:
-    """Return the call that takes a value of a number: a `gauge`, a `counter` or a `histogram`."""
+    """Return the function that records a value of a number: a `gauge`, a `counter` or a `histogram`."""
     if kind == "gauge":
         return _number(GaugeNumber, name, unit, every_ns).set  # type: ignore[no-any-return]
     if kind == "counter":

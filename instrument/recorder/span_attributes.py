@@ -129,7 +129,7 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
 
 
 def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """Return the attributes that a span keeps of its scope's; plain ones, as most are, at once."""
+    """Return the attributes of a scope that its span keeps. Plain values, as most are, are copied at once."""
     if type(attributes) is dict and len(attributes) <= ATTRIBUTE_LIMIT:
         for name, value in attributes.items():
             kind = type(value)
@@ -186,7 +186,7 @@ def key_text(value: object) -> str:
 
 
 def _text_of_bytes(value: bytes) -> str:
-    """Return the text of bytes in printable ASCII, as most keys in bytes are, else their digits."""
+    """Return bytes as text if they are printable ASCII, as most keys are, else as hexadecimal digits."""
     text = value.decode("ascii", "replace")
     return text if text.isprintable() and text.isascii() else value.hex()
 
@@ -222,7 +222,7 @@ def _is_on_host(array: Any) -> bool:
 
 
 def _only_number(array: Any) -> object:
-    """Return the number in an array on the host without dimensions, None of any other array."""
+    """Return the number in a zero-dimensional array on the host, None for any other array."""
     return array.item() if _is_on_host(array) and array.ndim == 0 else None
 
 
@@ -260,7 +260,7 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
 
 
 def are_amounts(values: Sequence[object]) -> bool:
-    """Return True if any value of a mapping is a number: then they are weights."""
+    """Return True if any of a mapping's values is a number. The values are then weights."""
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 
@@ -283,7 +283,7 @@ def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
 
 
 def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
-    """Return the attributes of a span that serves the request of a key, or a batch; a mapping gives weights."""
+    """Return the attributes of a span for a key, and for a batch of keys. A mapping as batch has the keys' weights."""
     attributes: dict[str, AttributeValue] = {}
     if key is not None and (text := key_text(key)):
         attributes[KEY] = text

@@ -119,7 +119,7 @@ def says_generation(names: Iterable[object]) -> bool:
 
 
 def said_of_generation(attributes: Mapping[Any, Any]) -> Labels:
-    """Return the facts of a generation among attributes."""
+    """Return those attributes that are facts of a generation."""
     return tuple((name, value) for name in GENERATION if isinstance(value := attributes.get(name), str))
 
 

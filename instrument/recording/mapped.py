@@ -457,15 +457,15 @@ class Mapped:
         return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """Return the further facts of the newest rows as they were written, from a place on, and where to go on.
+        """Return the details of rows from a place on, by span id, and the place after them.
 
-        Of each the time in which the span was active, and the text that `facts_in` and `detail_of` read.
+        A detail is the active time, and the text that `facts_in` and `detail_of` read.
         """
         pieces, used = self.copied_details(begin)
         return details_in(pieces), used
 
     def copied_details(self, begin: int = 0) -> tuple[list[bytes], int]:
-        """Return the same for `details_in`, at the cost of a copy."""
+        """Return the details from `begin` on as copied bytes for `details_in`, and the place after them."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
@@ -543,13 +543,13 @@ class Mapped:
     def tally(self, choose_sites: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the totals of all calls up to now, by call path and thread.
 
-        `wanted` limits them: it returns True or False per site, by the numbers of the tree that it gets.
+        `choose_sites` limits them: it gets the call tree, and returns True or False for each site by its number.
         """
         tree, threads, totals, *histograms = self._totals(choose_sites)
         return Tally.of_nodes(tree, *_lines(threads, totals, self._histograms(totals, *histograms)))
 
     def totals(self) -> Tally:
-        """Return the same of all calls, at less cost: it adds up histograms when they are asked for."""
+        """Return the totals of all calls, as `tally` does, but add up histograms only when they are asked for."""
         tree, threads, totals, *histograms = self._totals(None)
 
         def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:

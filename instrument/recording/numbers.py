@@ -84,7 +84,7 @@ def samples_of(
 
 
 def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
-    """Make a number's name known. Return False for a name of another gauge, or for one too many."""
+    """Make a number's name known. Return False if another gauge has the name, or if too many names are known."""
     if name not in GAUGES and len(GAUGES) < OWN_GAUGES:
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, grows)
     return is_own(name)

@@ -106,11 +106,11 @@ class CallTree:
         return array("i", [node for place in places for node in nodes_of.get(place, (place,))])
 
     def keys(self) -> array[int]:
-        """Return the number of the first site that means the same place, per site."""
+        """Return for each site the number of the first site that is the same place."""
         return self.numbered(KEY)
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
-        """Return a function's result for each site, by the site's number; kept by function, so give no lambda."""
+        """Return `say(site)` for each site, by the site's number. Results are kept by function: pass no lambda."""
         results: list[Said] = self._said.get(say, [])
         if len(results) < len(self.sites):
             results = self._said[say] = [*results, *map(say, self.sites[len(results) :])]

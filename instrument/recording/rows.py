@@ -87,9 +87,9 @@ RANDOM_BITS = 56
 
 @lru_cache(maxsize=64)
 def threshold_of(sample: float) -> int:
-    """Return the least random value of a sampled trace, with the digits that OpenTelemetry's `tracestate` has room for.
+    """Return the least random value of a sampled trace, rounded to the digits that fit OpenTelemetry's `tracestate`.
 
-    It has four hexadecimal digits behind its leading ones of all bits.
+    These are four hexadecimal digits after the leading digits that have all bits set.
     """
     if sample <= 0:
         return 1 << RANDOM_BITS
@@ -100,7 +100,7 @@ def threshold_of(sample: float) -> int:
 
 
 def is_sampled(trace_id: int, sample: float) -> bool:
-    """Return the same answer for every span of a trace, as OpenTelemetry's samplers by a share do."""
+    """Return True if a share `sample` of traces includes this one. All spans of a trace get the same answer."""
     return trace_id & (1 << RANDOM_BITS) - 1 >= threshold_of(sample)
 
 

@@ -39,7 +39,7 @@ class SlotRoom(NamedTuple):
         return int(_U64.unpack_from(self.head, self.used_at())[0])
 
     def used_at(self) -> int:
-        """Return the place of that number in the header."""
+        """Return the offset in the header of the number of slots in use."""
         part_at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
         return int(part_at + layout.PART.fields["used"][0])
 
@@ -71,7 +71,7 @@ class SlotRing:
         self.count = 0
 
     def add(self, *values: Any) -> None:
-        """Keep one, in place of the oldest if need be."""
+        """Add one record. A full ring loses its oldest one."""
         self.add_all((values,))
 
     def add_all(self, slots: Iterable[Sequence[Any]]) -> None:

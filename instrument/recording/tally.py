@@ -191,7 +191,7 @@ class Tally:
         threads: Mapping[int, str] | None = None,
         moved_ns: int = 0,
     ) -> Tally:
-        """Return the same calls by other paths, on other threads, at another time; where either is None, left out."""
+        """Return the same calls with other paths, threads and times, without those whose path or thread is None."""
         lines = self.lines.copy()
         paths: list[CallPath | None] = [*self.paths]
         if path_of is not None:
@@ -257,7 +257,7 @@ class Tally:
         return self.by(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
-        """Return the places of lines by the key of their site's number, without those whose key is empty."""
+        """Return the places of lines by key. `keys` has a key per site number; lines with an empty key are left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
             if keys[site]:
@@ -294,10 +294,9 @@ class Tally:
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def device_below(self, thread: int | None) -> Mapping[int, int]:
-        """Return the excess of the device time below a node over the node's own, on a thread or on all; only positive
-        ones.
+        """Return, by node, the device time below it beyond its own, on a thread or on all; positive values only.
 
-        The events of a node include requested device time below it on the same stream, which does not count twice.
+        A node's events include device time below it on the same stream, which so does not count twice.
         """
         if thread not in self._device_below:
             self._device_below[thread] = self._find_device_below(thread) if self.has("device_ns") else {}
@@ -323,7 +322,7 @@ class Tally:
     # ---------------------------------------------------------------- other tallies of it
 
     def merged(self) -> Tally:
-        """Return the totals of all threads together, in the order of first calls, without paths without one."""
+        """Return the totals of all threads together, in the order of first calls. Paths without calls are left out."""
         sums = summed(self.lines, self.lines["node"], len(self.parents))
         sums["node"] = np.arange(len(sums))
         called = np.flatnonzero(sums["calls"])

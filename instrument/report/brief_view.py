@@ -156,7 +156,7 @@ class Brief(View):
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The same share if no memory of the probes is in the processor's caches."""
+        """The cost as a share of the window, if no memory of the probes is in the processor's caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
 

@@ -317,7 +317,7 @@ class CauseTimes:
         return np.asarray(threads)
 
     def _blocked_within(self, root: int, turns: _Turns, most_ns: Int64s) -> Int64s:
-        """Return the time of blocked loops in turns that wait for the loop of a request."""
+        """Return, per turn of a request, the time of its wait in which the request's event loop was blocked."""
         trace = self.trace
         if not len(self.blocks):
             return np.zeros(len(turns.part), dtype=np.int64)

@@ -427,7 +427,7 @@ def sizes_in(trace: Columns) -> set[str]:
 
 
 def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return `log1p` of the covariates that match calls, a row for each: see the top of this module."""
+    """Return the covariates by which calls are matched, a row for each. The top of this module explains them."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))

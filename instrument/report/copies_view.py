@@ -222,7 +222,7 @@ def _size(moved: object) -> int:
 
 
 def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True if a copy with asynchronous request waits, since the host's memory is not page-locked."""
+    """Return True if a copy that should be asynchronous waits, since the host's memory is not page-locked."""
     return direction in ACROSS and sync is False and pinned is False
 
 

@@ -267,7 +267,7 @@ class DeviceView(View):
         return none_held("span with device time", self.why_none(), complete=complete)
 
     def _untimed_section(self) -> list[Section]:
-        """Return the spans without device time by name, if a reason or a device makes the table useful."""
+        """Return the table of spans without device time. It is empty if neither a device nor a reason is known."""
         if not self.devices and not any(row.reason in UNTIMED for row in self.unanswered):
             return []
         missing = sum(row.spans for row in self.unanswered)

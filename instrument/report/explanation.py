@@ -479,7 +479,7 @@ class _Evidence:
         return self._pressure(cause) is not None
 
     def _under_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
-        """Return the claims with those of contention and memory, which gauges show, and doubts on causes."""
+        """Return the claims, with those that gauges show for contention and memory, and doubts by cause."""
         extra_ns: dict[str, float] = {}
         for cause in (listed.CONTENTION, listed.MEMORY):
             pressure = self._pressure(cause)

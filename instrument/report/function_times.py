@@ -179,7 +179,7 @@ def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[I
 
 
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
-    """Return the function's node of each node, and the topmost node above it."""
+    """Return for each node the node of its function, and the topmost node above it."""
     root_of = tops(parents)
     topmost = is_request & (nearest_above(parents, is_request) == NONE)
     request = nearest(parents, topmost)

@@ -269,7 +269,7 @@ def _collections(recording: Recording, window_ns: int, options: Options) -> Iter
 
 
 def _of_devices(view: DeviceView) -> Iterator[Headline]:
-    """Yield a headline on the device with the largest share of each: idle with requests, launch-bound, only copying."""
+    """Yield headlines on the device that is most idle with requests, most launch-bound, or copies most."""
     uses = [(use, sum(stream.intervals for stream in use.streams)) for use in view.devices]
     uses = [(use, intervals) for use, intervals in uses if intervals >= ENOUGH]
     for state, name, base, advice in (

@@ -37,7 +37,7 @@ class Loops(View):
         return [] if self.loops else none_held("step", NO_STEP, complete=complete)
 
     def sections(self) -> list[Section]:
-        """Return a table for each loop. A row has no room for the spread of both costs and of the rate."""
+        """Return a table for each loop, with a line per measure: the spread of all three would not fit one line."""
         columns = "name=|spread.mean=Ave.|spread.p50=p50|spread.p99=p99|spread.least=Min.|spread.most=Max."
         texts = {field: partial(_cell, field) for field in (f"spread.{name}" for name in FIELDS)}
         return [

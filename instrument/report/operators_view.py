@@ -197,7 +197,7 @@ class _Tree:
         self.calls = {name: [rows[number] for number in calls[at]] for name, at in names.items() if calls[at]}
 
     def _outermost(self) -> list[int]:
-        """Return the outermost span around each span that has its name."""
+        """Return, for each span, the outermost span around it that has the same name."""
         name, around = np.array(self._name_of, dtype=np.int64), np.array(self._around, dtype=np.int64)
         outermost, up = np.arange(len(name)), around.copy()
         inner = np.flatnonzero(up != NONE)
@@ -384,7 +384,7 @@ def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options:
 
 
 def _child_rows(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iterator[CallRow]:
-    """Yield the rows right below an operator, each with its streams, and the streams of the operator."""
+    """Yield the rows directly below an operator, each followed by its streams, and then the streams of the operator."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     children = by_name(child for place in places for child in place.children.values() if child.calls)
     for child_row in call_rows(children, 1, cpu_ns, gpu_ns, options):
@@ -458,7 +458,7 @@ def _ordered_operators(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator
 
 
 def _child_groups(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
-    """Return the places below those of one path, by site, the first called last."""
+    """Return the children of the places of one path, grouped by site. The group that was called last comes first."""
     places_by_site: dict[tuple[object, ...], list[PlaceCalls]] = {}
     for place in places:
         for child in (*place.children.values(), *place.elsewhere.values()):

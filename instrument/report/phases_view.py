@@ -388,7 +388,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
 
 
 def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, float]:
-    """Return the mean time of each phase in a whole unit, and of the others."""
+    """Return the mean time of each phase per complete unit, and the mean time outside of phases."""
     if not whole:
         return {}
     means = {phase: times_ns[phase] / whole for phase in sorted(times_ns, key=_place)}

@@ -312,7 +312,7 @@ def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
 
 
 def uncached(cost: Cost, base_ns: int) -> str:
-    """Return the cost without caches, "" where it is not known to be more."""
+    """Return a text on the higher cost if other work displaces our data from the caches, "" if it is not known."""
     if cost.most_ns <= cost.total_ns:
         return ""
     return (

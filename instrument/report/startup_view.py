@@ -405,7 +405,7 @@ def _preparation_times(
 ) -> tuple[dict[str, int], dict[str, int], bool]:
     """Return the time of loading and compiling outside of requests, by word: begun before the first request, and after.
 
-    Also return True if calls with overwritten spans may have come after it. They count as before.
+    Also return True if overwritten spans make the split uncertain: calls may have come later, and count as before.
     """
     before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
     on_both_sides = False
@@ -426,7 +426,7 @@ def _preparation_times(
 
 
 def _times_after(trace: Columns, request_ns: int) -> dict[str, int]:
-    """Return the time of kept loading and compiling spans, by word, that began after the first request."""
+    """Return, by word, the time of kept loading and compiling spans that began after the first request."""
     phases = [_phase(site) for site in trace.sites]
     # Spans in a request, or in a loading or compiling span that counts itself.
     around = trace.of_sites(

@@ -121,9 +121,9 @@ def shortened(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _from_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
-    """Return texts of a common beginning, each with a little of it and the text from the first difference on.
+    """Return texts with a common beginning, each cut to a little of it and the text from the first difference on.
 
-    Texts that still look alike are shown from their difference to the most similar text.
+    Cut texts that are equal are cut again, from the difference to the most similar text on.
     """
     shown = _from_partings(texts, [_common_length(min(texts), max(texts))] * len(texts), limit)
     alike: dict[str, list[str]] = {}

@@ -76,9 +76,9 @@ def begin(listener: socket.socket, run: str, first: int) -> None:
 
 
 def can_replace(path: Path) -> bool:
-    """Return True if processes of the run may begin an agent at a path, once the one there has gone.
+    """Return True if processes of the run may start another agent at a path, once the present one has gone.
 
-    An agent by hand is its owner's to begin, and `instrument run` as the first process of a container begins its own.
+    A user replaces an agent of their own, and so does `instrument run` as the first process of a container.
     """
     folder = path.parent
     is_of_container = run_folder.first_process(folder.name) == 1 and FIRST in os.environ

@@ -225,7 +225,7 @@ class _LateFields:
 
 
 def _first_init(cls: Any, kw_only: bool) -> Any:
-    """Return an `__init__` that the compiled one replaces after some calls, or once a call is a mistake."""
+    """Return an `__init__` for the first calls. After some calls, or at a wrong call, the compiled one replaces it."""
     calls = 0
 
     def fill(self: Any, *values: Any, **options: Any) -> None:
@@ -243,7 +243,7 @@ def _first_init(cls: Any, kw_only: bool) -> Any:
 
 
 def _set_all(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Set all fields past the `__setattr__` of a frozen class. Return False if one has no value, or another way."""
+    """Set all fields, also of a frozen class. Return False if a field has no value, or is not set by `__init__`."""
     for name, fact in facts.items():
         value = arguments.get(name, MISSING)
         if isinstance(fact, Field):

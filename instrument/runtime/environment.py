@@ -30,9 +30,9 @@ def given() -> dict[str, str]:
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return the environment, for settings, without the protocol that OpenTelemetry's distribution adds.
+    """Return the environment for settings, without the protocol variable that OpenTelemetry's distribution sets itself.
 
-    The distribution makes gRPC the protocol of its own exporters, where the user has named none.
+    The distribution sets it to gRPC for its own exporters, if the user has not set it.
     """
     if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in given():
         return environ

@@ -30,7 +30,7 @@ class Faults:
         self._of_rules: dict[str, tuple[str, Counter[str]]] = {}
 
     def __reduce__(self) -> str:
-        """Pickle the count by its name, for a function that is pickled by value takes it along."""
+        """Pickle the count by its name, because a function that is pickled by value includes it."""
         return "FAULTS"
 
     def note(self, place: str, fault: BaseException) -> None:

@@ -115,7 +115,7 @@ def _store(address: int, data: bytes) -> None:
 
 
 def _mapped(libc: ctypes.CDLL) -> int:
-    """Map a page of that name that no forked child has. Raises `OSError`."""
+    """Map a page for the context, which no forked child inherits. Raises `OSError`."""
     try:
         fd = _memfd()
     except (OSError, AttributeError):

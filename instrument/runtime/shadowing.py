@@ -116,7 +116,7 @@ class _Guard:
 
 
 def release() -> None:
-    """Leave the names of our imports until now to the service."""
+    """Give the names that our imports have taken so far back to the service's modules."""
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
             finder.release()

@@ -63,7 +63,7 @@ class Event:
         return self._is_set
 
     def set(self) -> None:
-        """Release all waits, now and later."""
+        """Set the event: release all waiting threads, and let later waits return at once."""
         self._is_set = True
         while True:
             try:
@@ -72,7 +72,7 @@ class Event:
                 return
 
     def clear(self) -> None:
-        """Have later waits wait."""
+        """Clear the event, so that later waits block."""
         self._is_set = False
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -98,7 +98,7 @@ class ControlThread:
                 self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread, after the reload that it is about."""
+        """End the thread, after a reload that is under way, within `timeout_s`."""
         with self._lock:
             thread, self._thread, self._stopping, self._has_begun = self._thread, None, True, False
         if thread is not None:
@@ -155,7 +155,7 @@ class ControlThread:
         return list(waiting.poll(1000 * wait_s))
 
     def _find_agent(self, now: float) -> float | None:
-        """Hear the run's agent; where it has gone, look for another one now and then. Returns when to look again."""
+        """Follow the agent's connection, or try to find another agent. Returns the time of the next try or check."""
         membership = self._membership
         if not membership.joins:
             return None  # the session joins first

@@ -160,7 +160,7 @@ class Exporting:
         return reader if reader is not None and not (reader.is_over or reader.is_broken) else None
 
     def _read_own(self, read: Callable[[], bool]) -> bool:
-        """Read on in the recording, and return what `read` does. Of one that cannot be read nothing is exported."""
+        """Read more of the recording, and return the result of `read`. An unreadable recording is not exported."""
         reader = self.reading
         if reader is None or RECORDER.memory_fd < 0:
             return True
@@ -396,7 +396,7 @@ class Exporting:
             self.handover.left = {ABANDONED: count}
 
     def read_to_end(self, end: float) -> None:
-        """Read and offer all that is recorded, where the session reads it, until a time at most."""
+        """Read and offer all recorded rows until the time `end`, if the session reads its recording itself."""
         if (reader := self.reading) is not None:
             self._read_own(partial(reader.end, end))
 

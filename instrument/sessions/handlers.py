@@ -332,7 +332,7 @@ class Backlog:
         self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
-        """Have the handlers run, some 2 us. If no thread can begin, as the interpreter ends, they run here."""
+        """Queue a window for its handlers, in 2 us. At interpreter exit, where no thread can start, run them here."""
         if self._thread is None:
             thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
             try:

@@ -83,9 +83,9 @@ class OwnExport:
     # ---------------------------------------------------------------- while it records
 
     def look(self, *, at_once: bool = False, is_last: bool = False, meters: bool = False) -> bool:
-        """Read on, offer what is kept, and take metrics where it is time to, or it `meters`.
+        """Read more of the recording and offer kept spans. Take metrics if they are due, or with `meters`.
 
-        Requests that have ended are settled `at_once`, the last time all. Returns True if there is more.
+        Ended requests are settled with `at_once`, and all requests with `is_last`. Returns True if more can be read.
         """
         exported, run = self._exported, self._run
         if exported is None or run is None:

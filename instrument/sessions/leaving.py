@@ -98,9 +98,9 @@ class Leaving:
         util.Finalize(None, self._at_exit, exitpriority=-100)
 
     def _at_exit(self) -> None:
-        """End with the interpreter. Modules that are imported now make Python forget that an interrupt has ended it.
+        """End with the interpreter. Imports at this point make Python forget that an interrupt has ended the program.
 
-        It would exit with 1 then, and not by the signal, if it were not reminded.
+        Python would then exit with code 1 and not by the signal. So the interrupt is raised again.
         """
         FAULTS.attempt("exit", self._stop)
         if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
@@ -108,9 +108,9 @@ class Leaving:
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
     def end_on_thread(self) -> None:
-        """End the session on a thread: the process would have ended by now, were it not for threads of ours.
+        """End the session on a new thread, for a process that only threads of ours keep from ending.
 
-        A report imports numpy, whose OpenBLAS begins threads that never end, and the process with them.
+        A report imports numpy. OpenBLAS would start threads there that never end, so it gets one thread.
         """
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
@@ -181,10 +181,10 @@ class Leaving:
         return files.is_main() and (is_of_run or run_folder.first_process(files.run_of_environment()) == os.getpid())
 
     def _wait_for_collector(self, deadline: Deadline) -> None:
-        """Wait for the collector; but a moment where another process of the run has just done so in vain.
+        """Wait for the collector, but only for a moment if another process of the run has just waited in vain.
 
-        A parent that ends its workers one after the other would add up what each of them waits. A process that has
-        waited but a moment does not note it: a collector that hears again has its chance once that time is over.
+        Otherwise a parent that ends its workers one by one would add up their waits. A short wait is not noted, so that
+        a collector that answers again gets a full wait later.
         """
         exporter = self._recorded.exporter
         if exporter is None:
@@ -227,7 +227,7 @@ class Leaving:
             self._saving.print_summary(settings, round(deadline.last_s() * 1e9))
 
     def _log_unsent(self) -> None:
-        """Log the spans that were not sent, where no summary counts them: the agent can open no pipe after the end."""
+        """Log the spans that were not sent, unless a summary counts them or the agent can still report them."""
         handover = self._exporting.handover
         lost = dict(handover.losses())
         if self._recorded.exporter is not None and handover.is_here:

@@ -110,7 +110,7 @@ class Membership:
         return ""
 
     def _memory_if_there(self) -> list[int]:
-        """Return the recording's descriptor, unless the service has closed it, and may have a file of its own there."""
+        """Return the recording's descriptor, or nothing if the service has closed or reused that descriptor."""
         memory = self._memory()
         if memory < 0:
             return []
@@ -146,8 +146,8 @@ class Membership:
         return not closed.poll(0)
 
     def fileno(self) -> int:
-        """Return the connection's descriptor, -1 for none. A daemon closes all that it finds open, and a
-        service may have something else under that number by now."""
+        """Return the connection's descriptor, -1 for none. It is none if the service, as a daemon does, has closed it
+        or has reused the number."""
         if self._fd >= 0 and _identity(self._fd) != self._identity:
             self._fd = -1
         return self._fd
@@ -268,7 +268,7 @@ class Membership:
         return None
 
     def after_fork_in_child(self) -> None:
-        """Leave the connection to the parent, whose sign of life it is. The child's recording is another one."""
+        """Leave the connection to the parent, whose end the agent sees by it. The child has another recording."""
         self._memory_identity = None
         self._put_aside.clear()
         self.joins = 0

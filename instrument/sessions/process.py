@@ -56,7 +56,7 @@ _checking = False
 
 @functools.cache
 def log_switched_off() -> None:
-    """Log once that nothing is recorded or written: a warning where the recorder is missing, no error where off."""
+    """Log once that nothing is recorded or written: as a warning if the recorder is missing, else as information."""
     level = logging.WARNING if native.WHY_MISSING else logging.INFO
     logger.log(level, "%s: nothing is recorded, and nothing is written", SWITCHED_OFF)
 

@@ -192,7 +192,7 @@ class Profiler:
                 self._windows.arm(self._step_ns)
 
     def _prepare(self, windows: Windows) -> bool:
-        """Begin the readers of the window that comes next, if one does; return True if that took time."""
+        """Begin torch.profiler and gauges for the next window, if one is due. Return True if that took time."""
         if self._torch is not None:
             self._torch.look()
             if windows.state is State.READY:

@@ -172,7 +172,7 @@ class PublishedFacts:
         )
 
     def publish_marks(self) -> None:
-        """Publish the functions that metrics are of: called as modules are imported, and now and then."""
+        """Publish the functions with metrics, after imports and from time to time, at a bounded cost."""
         began_ns = time.monotonic_ns()
         if not self.is_metered_elsewhere or began_ns < self._marks_until_ns:
             return
@@ -203,7 +203,7 @@ class PublishedFacts:
             self.publish()
 
     def _marks(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
-        """Return the marks of what the targets of some rules are recorded as."""
+        """Return the marks under which calls of the wanted rules' targets are counted."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
         sites = self._recorded.sites_of(rules)
         return tuple(sorted(set(map(meter.mark_of, sites))))[: distributions.SERIES_LIMIT] if sites else ()

@@ -181,7 +181,7 @@ class Recorded:
         return trace_id, ids.span_id(span_id), parent.flags, parent.state
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
-        """Return trace id and span id of a request that is known by a key first, "" for none."""
+        """Return a request's trace id and span id at a collector. `key` is its first key, "" without one."""
         from instrument.trace.joined import trace_id_of
 
         trace_id, span_id = self.ids().of(span)

@@ -55,7 +55,7 @@ def why_no_files() -> str:
 
 
 def prepare() -> None:
-    """Import what writing takes: not on a thread, for a fork in the middle would leave the child half a module."""
+    """Import all that writing needs. Never on a thread: a fork meanwhile would leave the child half an import."""
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
@@ -101,7 +101,7 @@ class Saving:
         self._summary: Path | None = None
 
     def after_fork_in_child(self) -> None:
-        """Write files of its own: what has been written is the parent's."""
+        """Forget the parent's files. The child writes files of its own."""
         self._is_child = True
         self.newest, self._summary = (), None
 
@@ -169,7 +169,7 @@ class Saving:
             FAULTS.attempt("room for the summary", self._make_room)
 
     def prepare_files(self) -> None:
-        """Import what windows of a schedule take, which our threads write; complain where nothing can be written."""
+        """Import what our threads need to write windows of a schedule. Complain if this process can write no files."""
         export = self._session.profile.export
         is_wanted = export.summary is not None or is_asked(export)
         if is_asked(export) and self._session.profile.schedule is not None:

@@ -171,7 +171,7 @@ class _Among:
         return innermost
 
     def trace(self, steps: Sequence[Step]) -> Columns:
-        """Return the spans, and the steps behind them in the order in which they were put there."""
+        """Return the spans, followed by the spans of the steps in the order in which they were inserted."""
         trace = self._trace
         numbers = zip(*(np.concatenate(parts).tolist() for parts in zip(*self._made, strict=True)), strict=True)
         root_row = rows_of(trace.span_id, trace.root_id)

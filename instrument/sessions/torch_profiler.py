@@ -576,7 +576,7 @@ def _is_in_use() -> bool:
 
 
 def _trials_ns() -> int:
-    """Return the least time of a round of trials; 0 if the program intercepts every operator, and would see them."""
+    """Return the least time of a round of trials; 0 if the program intercepts operators and would see them."""
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return 0

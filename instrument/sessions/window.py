@@ -70,7 +70,7 @@ class Loop:
                 steps.append((order, step))
 
     def _gives_way(self, order: int, start_ns: int) -> bool:
-        """Return True if all steps that reach over a time are of loops that joined later; these are dropped then."""
+        """Drop the steps that reach over a time if all are of loops that joined later. Return True if dropped."""
         over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
         if any(step_order <= order for step_order, _ in over):
             return False
@@ -213,7 +213,7 @@ class Windows:
         return window
 
     def stop(self, end_ns: int) -> tuple[int, int, int] | None:
-        """Return the window that is open at the end; partial, but not empty."""
+        """Return the window that is open at the end. It may be incomplete. Return None for an empty one."""
         if self._opened_ns is None or end_ns <= self._opened_ns:
             return None
         return self._close(end_ns)
@@ -310,7 +310,7 @@ class WindowReader:
             self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
     def stop(self, end_ns: int) -> Cut | None:
-        """Return the window that is open at the end; partial, but not empty."""
+        """Return the window that is open at the end. It may be incomplete. Return None for an empty one."""
         return self._windows.stop(end_ns)
 
     @property

@@ -146,7 +146,7 @@ class Account:
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
     def _weights_up_to(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield each group, nobody last, with the weight of the members of up to this group, by batch."""
+        """Yield each group, nobody last, with the summed weight of all members up to this group, by batch."""
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
         for number, members in enumerate(_split(groups, self._count + 1)):

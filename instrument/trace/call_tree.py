@@ -170,7 +170,7 @@ def _device_times(
     trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, is_timed: Bools, inside: Bools, window: Interval,
     count: int,
 ) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
-    """Return the device times of the marked nodes, and the stream times of them and the nodes inside."""
+    """Return the device times of the marked nodes, and times by stream for them and for nodes inside them."""
     work, (first, last) = trace.device, window
     if not len(work) or not count:
         nothing = np.zeros(0, dtype=np.int64)

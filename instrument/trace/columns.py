@@ -104,7 +104,7 @@ class ComposedAttributes(Attributes):
         return self._composed([part.having(name) for part in self._parts])
 
     def _composed(self, rows: Sequence[Int64s]) -> Int64s:
-        """Return the rows of each part as composed rows, in order."""
+        """Return the composed rows of some rows of each part, in order."""
         composed = [np.zeros(0, dtype=np.int64)]
         for number, rows_of_part in enumerate(rows):
             composed_rows = np.flatnonzero(self._part == number)

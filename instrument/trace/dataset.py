@@ -207,7 +207,7 @@ def table(name: str, columns: Values, process: Int64s, members: Sequence[Dataset
 
 
 def span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: int) -> Values:
-    """Return the columns of spans but for their threads. `base_ns` is what times since 1970 have more."""
+    """Return the columns of spans, without those of threads. Times plus `base_ns` count from 1970."""
     sites, site, error = trace.sites, trace.site[rows], trace.error[rows]
     link_high, link_low, link_span = _links(trace, rows, keys)
     return {
@@ -499,7 +499,7 @@ def _keys_of(trace: Columns, process: Int64s, members: Sequence[DatasetProcess])
     absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
 
     def above(ids: Int64s, part: int) -> UInt64s:
-        """Return ids by numbers of spans: those of spans if `part` is 0, else halves of trace ids."""
+        """Return ids made of spans' numbers: span ids for `part` 0, and for 1 and 2 the halves of trace ids."""
         rows = rows_of(trace.span_id, ids)
         processes = np.append(process, 0)[rows]
         numbers = np.append(trace.own_id, 0)[rows]

@@ -169,9 +169,9 @@ class Gathered:
 
 
 def _matter(member: UnsettledRows, horizon_ns: int) -> Bools:
-    """Mark the rows that may be settled now, or say whose other rows are.
+    """Mark the rows that may be settled now, and rows that decide about other rows.
 
-    Of requests that are not due those without keys matter only as the ancestors of others.
+    In requests that are not due these are roots, rows with details such as keys, and the rows above them.
     """
     rows = member.rows
     root_id = rows["root_id"]

@@ -213,9 +213,9 @@ class _Bound:
     def _named_from(
         self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
-        """Return the time from which each key names its request. This is usually the begin of the request.
+        """Return the time from which each key names its request, usually the begin of the request.
 
-        It is right after `since_ns` if the key first named another request that was open then.
+        It is right after `since_ns` if the key first named another request, which was open then.
         """
         from_ns = trace.start_ns[whole]
         further = np.flatnonzero(~first.are_first(whole, keys))
@@ -395,10 +395,10 @@ class FirstKeys:
         return np.asarray(self._first_of[rows] == keys)
 
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
-        """Return True for keys that are the first key of another request which had begun at `at_ns`.
+        """Return True for each key that is the first key of another request, which had begun by `at_ns`.
 
-        `at_ns` is the first time at which a request that began at `start_ns` bore the key, which is not its first key.
-        The other request was open then, or began after this one.
+        The request at hand began at `start_ns` and had the key from `at_ns` on, not as its first. The other request was
+        open at `at_ns`, or began after this one.
         """
         begun_counts = counts_up_to(self.keys, self.starts, keys, at_ns)
         last = np.searchsorted(self.keys, keys) + begun_counts - 1
@@ -408,7 +408,7 @@ class FirstKeys:
 
 
 def without_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
-    """Return the request of each row, `NONE` for strays and the rows below them. Their own key names their request.
+    """Return the request of each row, `NONE` for strays and rows below them, whose own key names their request.
 
     A stray bears the first key of another request. The request around it has another first key, and did not bear this
     one before the other request began. Otherwise the key is a further name of the request around it.

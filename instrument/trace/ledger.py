@@ -476,7 +476,7 @@ def _further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batche
 def _transports(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
-    """Return the transport between a request's own threads and its batch threads, where own work bounds it."""
+    """Return the times between work on a request's own threads and on its batch threads, in which it was on its way."""
     threads = distinct(trace.thread_id[distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
@@ -523,7 +523,7 @@ def last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> I
 
 
 def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
-    """Return the place of the last time before each of the first `count` items, -1 if it is of another group."""
+    """Return the place of the last time before each of the first `count` items, -1 if its group differs."""
     is_time = order >= count
     last = np.maximum.accumulate(np.where(is_time, np.arange(len(order)), NONE))
     places = np.full(count, NONE, dtype=np.int64)

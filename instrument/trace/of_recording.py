@@ -142,7 +142,7 @@ class RowSnapshot:
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
     def held_from_ns(self, start_ns: int, end_ns: int) -> int:
-        """Return the time from which no span of a window is missing, 0 if none is."""
+        """Return the time from which on all spans of a window are kept, 0 if none is missing."""
         oldest = self._oldest_ns(start_ns, end_ns) if self.wrapped or self.given_up else {}
         edges_ns = [at_ns for thread_id, at_ns in oldest.items() if thread_id in self.wrapped]
         edges_ns += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
@@ -259,7 +259,7 @@ class _Further:
         self.lacking = 0
 
     def add(self, row: int, written_detail: tuple[int, bytes] | None, span: OpenSpan | None, *, marks: bool) -> None:
-        """Add the details of a row, None if they are overwritten. An open `span` may have none."""
+        """Add the details of a row. None means that they are overwritten, or that an open `span` has none."""
         self.lacking += written_detail is None and span is None
         detail = _NOTHING if written_detail is None else detail_of(written_detail[0], facts_in(written_detail[1]))
         if detail.active_ns >= 0:

@@ -80,7 +80,7 @@ def _without_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, Attrib
 
 
 def _kept(keep: str, before: Any, value: Any) -> Any:
-    """Return the value that remains of the values before and a later one."""
+    """Return the value to keep of a fact, given the value kept before and a later one."""
     if keep == "list":
         return (*(before or ()), value)[:ATTRIBUTE_LIMIT]
     if before is None or keep == "last":

@@ -89,7 +89,7 @@ class Parts:
 
     @cached_property
     def named(self) -> NamedParts:
-        """The parts of each request and name."""
+        """The parts of requests, grouped by request and batch name."""
         runs = self.series
         first = firsts_of(runs.request * len(self.names) + runs.name)
         of = np.repeat(np.arange(len(first)), np.diff(first, append=len(runs.first)))
@@ -235,7 +235,7 @@ def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
 
 
 def _spread(firsts: Int64s, counts: Int64s) -> Int64s:
-    """Return the consecutive numbers from each of `firsts`, as many as its count."""
+    """Return runs of consecutive numbers: run `i` begins at `firsts[i]` and has `counts[i]` numbers."""
     begins = np.cumsum(counts) - counts
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts))
 

@@ -234,7 +234,7 @@ def _open_of_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: Int
 def _around_of_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
     """Count the open spans of other lines around each span at its moment.
 
-    The walk goes up by whole runs: spans of one line, each open whenever the one below it was.
+    The walk goes up run by run. A run is spans of one line that were each open for all the time of the span below.
     """
     up, level = _parents(trace, opened), trace.level[opened.row]
     is_run = (up != NONE) & (line[up] == line) & (opened.first[up] <= opened.first) & (opened.end <= opened.end[up])

@@ -45,9 +45,9 @@ class Settling:
     def settle(
         self, now_ns: int, *, at_once: bool = False, is_last: bool = False, asks_queues: bool = False
     ) -> dict[int, Settled]:
-        """Settle what has come due by `now_ns`; `at_once` what has ended; the last time, everything.
+        """Settle what has come due by `now_ns`, with `at_once` all that has ended, and with `is_last` everything.
 
-        Returns the outcome by the place of the process, for those that have any.
+        Returns the outcome by the place of the process, without processes that have none.
         """
         living = [member.read_ns for member in self.members if not member.is_over]
         read_ns = min([now_ns, *living])

@@ -214,9 +214,9 @@ class UnsettledRows:
             self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
 
     def _pack(self, rows: NDArray[np.void], thread_id: int) -> NDArray[np.void]:
-        """Pack the rows that nothing asks for before they are settled; return the others.
+        """Pack rows, except those that are needed before they are settled. Return these.
 
-        These are requests, and rows that have details.
+        They are roots of requests, and rows that have details.
         """
         is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
         is_plain = ~(is_root | _have_details(rows))
@@ -274,7 +274,7 @@ class UnsettledRows:
             self.lingers = bool((self.state != SETTLED).any())
 
     def ended_request(self, row: Any) -> EndedRequest:
-        """Return the request whose root a row is."""
+        """Return the request of a root's row."""
         span_id = int(row["span_id"])
         detail = self.details.get(span_id, NO_DETAIL)
         return EndedRequest(

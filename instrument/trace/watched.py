@@ -137,9 +137,9 @@ def moved_watched(
 
 
 def rows_and_times(allocations: Sequence[Allocation]) -> tuple[NDArray[Any], Int64s]:
-    """Return the rows of allocations, with times from their own base, and the times on the clock.
+    """Return the rows of allocations, whose times count from their own base, and their times on the clock.
 
-    A time beyond all clocks is clipped to the range of clocks. Raises `OverflowError` for numbers beyond 64 bits.
+    A time beyond the range of clocks is cut to that range. Raises `OverflowError` for numbers beyond 64 bits.
     """
     packed = Allocations.of(allocations)
     rows, base_ns = np.frombuffer(packed.rows, dtype=ROW), packed.base_ns

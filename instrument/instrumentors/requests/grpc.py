@@ -116,7 +116,7 @@ class _Call:
         self._broken: BaseException | None = None
 
     def around(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of the behaviour's own kind, since servers test the kind."""
+        """Return a wrapper of the behaviour's kind, since servers test if it is a coroutine or a generator."""
         if self._is_async and inspect.isasyncgenfunction(behaviour):
             return self._around_async_generator(behaviour)
         if self._is_async and inspect.iscoroutinefunction(behaviour):

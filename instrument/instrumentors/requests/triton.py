@@ -92,7 +92,7 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def leave(self) -> None:
-        """Separate the next work of this thread from the requests."""
+        """Make later spans of this thread no part of the requests."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 

@@ -160,7 +160,7 @@ class KeptSpans:
         return np.flatnonzero(is_taken)
 
     def _batches(self) -> tuple[Members, Members]:
-        """Return the batches of each place by number, and the rows of each number: the batch and below."""
+        """Return the numbers of each request's batches, and by number the rows of a batch and below it."""
         served, trace = self.listed.served, self._trace
         if served is None or not len(served.batch):
             nothing = np.zeros(0, dtype=np.int64)

@@ -7,7 +7,7 @@ import sys
 
 
 def start_beside_opentelemetry() -> None:
-    """Start ours from OpenTelemetry's autostart, which calls this first (`opentelemetry_pre_instrument`).
+    """Start our session from OpenTelemetry's autostart, which calls this first (`opentelemetry_pre_instrument`).
 
     `instrument run -- opentelemetry-instrument python service.py` starts the service with OpenTelemetry's
     `sitecustomize` before ours on PYTHONPATH, and OpenTelemetry's does not call ours.

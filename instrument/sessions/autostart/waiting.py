@@ -121,8 +121,8 @@ def _is_own_command(script: str) -> bool:
 def _start() -> None:
     """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing.
 
-    The garbage collector rests meanwhile: what is imported stays, and looking through it takes as long again. Then its
-    objects become old ones at once, as if two collections had passed them on.
+    Python's collector is off meanwhile, because it would take as long again and free nothing. Then all new objects move
+    to the oldest generation at once.
     """
     import gc
 
