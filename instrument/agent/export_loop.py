@@ -231,7 +231,7 @@ class ExportLoop:
     def _look(
         self, *, is_last: bool = False, at_once: bool = False, metered: recording_export.RecordingExport | None = None
     ) -> bool:
-        """Read and settle all of them once, and take the metrics of one; returns True if any has more by now."""
+        """Read and settle all recordings once, and take the metrics of `metered`. Return True if any has more rows."""
         has_more = bool(self._recordings) and self._run.look(
             self._attempt, is_last=is_last, at_once=at_once, metered=metered
         )

@@ -338,7 +338,7 @@ class Exports:
             self._write_unsent()
 
     def _forget_note(self, process: Process) -> None:
-        """Note that all of what a process has left is sent now, or counted; unless more of it is still to be."""
+        """Clear the count of a process's unsent spans, unless a recording of the process is still exported."""
         if not self._numbers_of(process) and self._unsent.pop(process, 0):
             self._write_unsent()
 

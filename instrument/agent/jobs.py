@@ -109,7 +109,7 @@ class Jobs:
         self._go_on()
 
     def stop(self) -> None:
-        """End all of them."""
+        """Kill all jobs, and drop the waiting ones."""
         self._waiting.clear()
         for child in self._running.values():
             self._selector.unregister(child.read_fd)

@@ -475,9 +475,9 @@ class Runs:
         self._changed()
 
     def _awaits_another(self) -> bool:
-        """Return True if a process of the agent's own run lives that has not joined, and yet may. Watch for its end.
+        """Return True if a living process of the agent's own run has not joined yet but may. Watch for its end.
 
-        Such are a daemon that outlives its starter, and a command that is to become an interpreter.
+        It is, for example, a daemon that outlives its starter, or a command that will become an interpreter.
         """
         if self._another_fd < 0:
             self._another_fd = exit_fd_of_another(run_folder.VARIABLE, str(self._folder / run_folder.SOCKET))

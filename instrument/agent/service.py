@@ -243,7 +243,7 @@ class Agent:
         self._end_if_done()
 
     def _stop_waiting(self) -> None:
-        """Wait for no process any more."""
+        """Wait for no more processes: end the exports, and end the agent once nothing is left to do."""
         self._has_waited = True
         self._end_exports()
         self._end_if_done()

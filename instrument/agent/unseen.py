@@ -137,7 +137,7 @@ class Unseen:
                     self._family[pid] = now, why
 
     def _why(self, process: Path, words: list[bytes]) -> str:
-        """Return why a process is not seen. Return "" where it is seen, or is none of Python."""
+        """Return the reason why a process has no session, "" if it has one or is no Python process."""
         if not _INTERPRETER.fullmatch((process / "exe").readlink().name) or _ENTRY in words:
             return ""
         options = iter(words[1:])
@@ -255,9 +255,9 @@ class ConnectionWatch:
         self._after(wait_s, lambda: self._look(process))
 
     def look_now(self, process: Process, by_table_of_s: float = 0.0) -> None:
-        """Note the ports of a process that connections came to, also where it listens there no more.
+        """Note the ports at which a process has had connections, also those at which it no longer listens.
 
-        Processes use a table of this network of at most that age in seconds, once each.
+        The network's table is read again if this process has used it, or if it is older than `by_table_of_s`.
         """
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or listening.is_same_network(folder)

@@ -178,7 +178,7 @@ def saved_in(path: str) -> Saved:
 def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
     """Add the files, and the options on how they are merged and how much memory they may use.
 
-    `runs` says how a verb takes what is not a file; it need not be given any then.
+    `runs` is the help on arguments that are no files. With it no argument is required.
     """
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()

@@ -191,7 +191,7 @@ def _path_of(verb: str, word: str) -> Path:
 def _refuse_another(verb: str, word: str, interpreter: Path) -> None:
     """Raise `InstrumentError` for an interpreter of another environment, in which we need not be installed.
 
-    A script that chooses among several, such as a version manager has, is none.
+    A script that chooses an interpreter, as version managers have, is not refused.
     """
     running = Path(sys.executable)
     if OFF or interpreter.parent.resolve() == running.parent.resolve() or not _head(interpreter).startswith(b"\x7fELF"):

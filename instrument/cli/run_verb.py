@@ -56,7 +56,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(options: argparse.Namespace, host: list[str]) -> int:
-    """Become the host under the profile, or stay as its parent where this is the first process of a container."""
+    """Replace this process by the service, or run the service as a child if this is a container's first process."""
     if native.WHY_MISSING:
         print(f"instrument: no call is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = profile_of(options)
@@ -111,7 +111,7 @@ def _new_run() -> str:
 
 
 def _replace_process(words: list[str], environ: dict[str, str]) -> NoReturn:
-    """Become the host, not call it: its own __main__, exit code, signals and tracebacks."""
+    """Replace this process by the service, so that its `__main__`, exit code, signals and tracebacks are its own."""
     os.execve(words[0], words, environ)  # noqa: S606 - no shell wanted
 
 

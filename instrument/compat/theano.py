@@ -349,7 +349,7 @@ def _no_trace() -> Trace:
 
 
 def _below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
-    """Return the part of a tally inside calls of the sites, from the outermost on, or with `root` in its place."""
+    """Return the part of a tally inside calls of the sites. Paths begin at the outermost one, or at `root`."""
     keys_of_sites = {site.key for site in sites}
 
     def below(path: CallPath) -> CallPath | None:

@@ -376,7 +376,7 @@ class Placing:
         return False
 
     def _begun_at(self, context: Context, pair: Pair) -> int | None:
-        """Return the begin on the device of a pair in flight, None if it has not begun or is not known."""
+        """Return the host time at which a pair began on the device, None if it has not begun or is not placed."""
         place = pair.place
         if place is None:
             if self._driver.query(pair.begin):

@@ -351,7 +351,7 @@ class _FactsOfSeveral(NamedTuple):
     names: Values
 
     def read(self, *call: Any) -> Values:
-        """Read (args, kwargs), or a result."""
+        """Return the facts, and the keys of their requests, from a call's (args, kwargs) or from its result."""
         of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
         try:
             texts = self.texts(_items(self.keys(of_keys), BATCH_LIMIT))

@@ -272,7 +272,7 @@ class Exporter:
 
     @property
     def request_bytes(self) -> int:
-        """The bytes of a request at most, before compression: fewer once a collector has refused a size."""
+        """The largest size of a request in bytes, before compression. It falls if the collector refuses a size."""
         return self._request_bytes
 
     @property

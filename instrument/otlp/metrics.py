@@ -98,7 +98,7 @@ class Snapshots:
         self._start_ns, self._start_realtime_ns, self._delivered_values = start_ns, start_realtime_ns, values
 
     def put(self, snapshot: Snapshot) -> None:
-        """Take one on, instead of any before."""
+        """Store a snapshot in place of the one before."""
         self._newest = snapshot
 
     def waits(self) -> bool:

@@ -75,7 +75,7 @@ class Source:
     ) -> Iterator[Body]:
         """Pack rows of a trace as requests. `facts` are those of `SpanPacker`.
 
-        Trees that began before the wall clock stepped have the times of then.
+        Trees that began before a step of the wall clock get their times by the clock before that step.
         """
         from instrument.otlp.packed_spans import PROTOBUF, SpanPacker, request_bodies
         from instrument.otlp.span_ids import SpanIds

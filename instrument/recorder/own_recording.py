@@ -85,7 +85,7 @@ class Cursor:
 
     @property
     def lost(self) -> int:
-        """Rows that were overwritten, or went with their ring, before they were read."""
+        """The number of rows that were overwritten, or lost with their ring, before they were read."""
         return self._written - self._seen
 
     def read(self) -> list[RingRows]:

@@ -251,7 +251,7 @@ def _is_value(kind: Any) -> bool:
 
 
 def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
-    """Return the class of the first key that was refused, "" without any. An empty place of a batch is none."""
+    """Return the class of the first refused key, "" without any. None and "" are empty places of a batch."""
     if "" not in texts:
         return ""
     empty = (key for key, text in zip(keys, texts, strict=False) if not text)

@@ -23,7 +23,7 @@ file."""
 
 
 def duplicate(fd: int) -> int:
-    """Return a copy of a descriptor under a high number, or any, where the process may not have as many."""
+    """Return a copy of a descriptor with a high number, or with any number if the process may not have high ones."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
     except OSError:

@@ -251,7 +251,7 @@ class Mapped:
 
     @property
     def known_tree(self) -> CallTree:
-        """Return the call paths of the last read of any, rows among them."""
+        """Return the call paths as of the last read, without a new read."""
         return self._tree
 
     def tree(self) -> CallTree:
@@ -339,10 +339,10 @@ class Mapped:
         return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
 
     def overwritten_since(self, since_ns: int) -> tuple[set[int], set[int]]:
-        """Return the threads of which rows are missing that ended after a time: of wrapped rings, and of ended threads.
+        """Return the threads that lack rows which ended after a time: those of wrapped rings, and ended threads.
 
-        Rings that were given up are those of the threads that had ended first, so their rows are older than those that
-        are left of such threads.
+        The rings of the threads that ended first were reused. So their rows are older than those in rings of ended
+        threads.
         """
         rings = [ring for ring in self._rings() if ring.thread_id]
 

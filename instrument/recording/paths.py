@@ -127,7 +127,8 @@ class CallTree:
         return numbers
 
     def column(self, more: Callable[[CallTree, int], array[int]]) -> array[int]:
-        """Return a column after extending it: `more` gets the tree and the column's length, and returns the rest."""
+        """Return a column, extended to all nodes. `more` gets the tree and the column's length, and returns the
+        rest."""
         column = self._columns.get(more, array("i"))
         added = more(self, len(column))
         if added:

@@ -43,7 +43,7 @@ _TRACESTATE = late_pattern(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
 def state_of(header: bytes | str) -> str:
-    """Return the part of a `tracestate` that is handed on; nothing of one that is not sound."""
+    """Return the part of a `tracestate` that is passed on: whole entries up to the limit, "" for an invalid one."""
     header = header[: STATE_LIMIT + 1]
     text = header if isinstance(header, str) else header.decode("latin-1")
     if len(text) > STATE_LIMIT:

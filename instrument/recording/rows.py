@@ -60,7 +60,7 @@ def row_of(
     error: str | None = None,
     attributes: dict[Any, Any] | None = None,
 ) -> Row:
-    """Return a row of its values."""
+    """Return a row with these values."""
     return node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, error, attributes
 
 

@@ -179,7 +179,7 @@ class IntervalRing:
     def add(
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int = 0
     ) -> None:
-        """Keep one, in place of the oldest if need be."""
+        """Add one interval. A full ring loses its oldest one."""
         self._slots.add(span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
 
     def add_all(self, intervals: Sequence[tuple[int, int, int, int, int, str, int]]) -> None:

@@ -232,12 +232,12 @@ class Cost:
 
     @property
     def total_ns(self) -> int:
-        """With the calls' memory in the caches."""
+        """The ns of all calls and threads, if the memory of probes is in the processor's caches."""
         return round(self.calls * self.per_call_ns) + self.thread_ns
 
     @property
     def most_ns(self) -> int:
-        """With none of it there."""
+        """The ns of all calls and threads, if no memory of probes is in the processor's caches."""
         return round(self.calls * max(self.cold_call_ns, self.per_call_ns)) + self.thread_ns
 
 

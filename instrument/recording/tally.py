@@ -335,7 +335,7 @@ class Tally:
         return Tally(self.tree, sums[called], buckets[buckets["line"] >= 0], threads, self._make_histogram)
 
     def since(self, before: Tally) -> Tally:
-        """Return the calls of all threads after an earlier state of the recording. Extremes remain those of all."""
+        """Return the calls of all threads since an earlier tally. Minima and maxima are those of all calls."""
         now, old = self.merged(), before.merged()
         place = np.full(len(now.parents), NOT_BELOW, dtype=np.int64)
         place[old.lines["node"]] = np.arange(len(old))

@@ -153,7 +153,7 @@ class CauseTimes:
         }, names
 
     def _blocks(self) -> Int64s:
-        """Return the rows of blocked loops, without those that steps of an engine on the loop made."""
+        """Return the rows of blocked loops, without those that engine steps on the loop caused."""
         trace, costs = self.trace, self.costs
         rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
         steps = union_by_group(trace.thread_id[costs.rows], costs.start_ns, costs.end_ns)

@@ -244,7 +244,7 @@ class NameTree:
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, thread: int | None, state: str) -> int | None:
-        """Return the sum of the topmost rows, None if a row without calls hides entries with some."""
+        """Return the sum of the topmost rows. Return None if one of them has no calls but entries below it."""
         sums, topmost = self.sums(thread), self._without_interruptions(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         if any(len(self.children(entry)) or self._hides_phase(entry) for entry in uncalled):

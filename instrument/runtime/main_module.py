@@ -62,7 +62,7 @@ def is_main(module: ModuleType) -> bool:
 def script_name() -> str:
     """Return the name that the main script would have as a module; empty without one.
 
-    Its `__file__` is gone after its body has ended.
+    It is read from `sys.argv`, because `__file__` is missing once the script's body has ended.
     """
     return PurePath(str(sys.argv[0])).stem if sys.argv else ""
 

@@ -201,7 +201,7 @@ def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_chi
 
 
 def catch_up_with_fork() -> None:
-    """Do in a process that C code has forked, such as a worker of uWSGI, what hooks of Python do elsewhere."""
+    """Run our fork hooks in a process that C code has forked without Python's hooks, such as a worker of uWSGI."""
     if _child_begins is not None and os.getpid() != _pid:
         _child_begins()
 

@@ -230,9 +230,9 @@ class Session:
             self._facts.publish()
 
     def after_fork_in_child(self, whole: bool, by_main_thread: bool) -> None:
-        """Begin to record in the child, with its own rings, ids, threads and files. `whole`: no reload was going on.
+        """Record in the child, with its own rings, ids, threads and files. `whole`: no reload was under way.
 
-        A child of another thread than the main one may end by that thread's end: threads of ours must not keep it.
+        A child forked by another than the main thread may end as that thread ends. Ours must not prevent that.
         """
         self._is_of_thread = self._is_of_thread or not by_main_thread
         self._forked = True

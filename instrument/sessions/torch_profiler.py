@@ -436,7 +436,7 @@ class TorchProfiler:
         return not self._is_bound or threading.get_ident() == self._thread_id
 
     def _watch(self, ours: Any) -> Callable[[], None]:
-        """Make way for a torch.profiler that the host begins meanwhile: two at a time lose what the first has seen."""
+        """End our torch.profiler if the program begins one meanwhile: with two, the first would lose its record."""
         kind = type(ours.profiler)
         original = kind._prepare_trace
 
@@ -554,7 +554,7 @@ class TorchRecord:
         return with_operators(joined, torch_trace, moved_ns)
 
     def _moved_ns(self, trace: Trace, torch_trace: Trace) -> int:
-        """Return the nanoseconds from its clock to ours: each mark is between two readings of ours."""
+        """Return the ns from torch.profiler's clock to ours. Each mark is between two readings of our clock."""
         mark_times = sorted(span.start_ns for span in torch_trace.spans if span.site.name == MARK)
         if len(mark_times) != len(self._marks):
             return torch_trace.origin.realtime_of(0) - trace.origin.realtime_of(0)

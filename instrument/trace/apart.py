@@ -121,7 +121,7 @@ class MergedFile:
 
     @property
     def of_all(self) -> slice:
-        """The places of its rows among the rows of all files."""
+        """The places of this file's rows among the rows of all files."""
         return slice(self.first, self.first + len(self.trace))
 
 

@@ -431,7 +431,7 @@ class DatasetRows:
         return np.array(numbers, dtype=np.int64), uuids
 
     def _facts_of_processes(self) -> Iterator[tuple[str, Any]]:
-        """Yield gauges, losses and processes, each file's own."""
+        """Yield the rows of gauges, losses and processes, from the facts of each file."""
         gauges: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         losses: list[tuple[Any, ...]] = []
         windows: list[tuple[Any, ...]] = []

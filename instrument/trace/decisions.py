@@ -237,7 +237,7 @@ class RememberedTraces:
             self._kept.popitem(last=False)
 
     def has_trace_of_key(self, key: str, request: tuple[int, int]) -> bool:
-        """Return True for the first request, by its process and span, that asks for the trace of a key."""
+        """Return True if a request, by its process and span, is the first that asked for the trace of a key."""
         first_request = self._first_of_key.setdefault(key, request)
         if len(self._first_of_key) > MOST_TRACES:
             self._first_of_key.popitem(last=False)

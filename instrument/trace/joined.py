@@ -555,7 +555,7 @@ def _hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) 
 
 
 def _tops_of_pieces(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
-    """Return the nearest row at or above each row that is a request or moves."""
+    """Return, for each row, the nearest row at or above it that is a request or moves to another tree."""
     is_top = np.zeros(len(trace), dtype=np.bool_)
     is_top[requests] = is_top[moves] = True
     return nearest(trace.parent, is_top)

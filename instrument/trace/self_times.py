@@ -209,7 +209,7 @@ def _opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s) -> 
 
 
 def _of_several(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
-    """Return the moments at which a span of another task was open that is not around the innermost one."""
+    """Return the moments at which another task had a span open, except spans around the innermost open span."""
     line, firsts = numbered(trace.thread_id[opened.row], trace.task_id[opened.row])
     if len(firsts) == len(distinct(trace.thread_id[opened.row[firsts]])):
         return np.zeros(0, dtype=np.int64)  # no thread has several tasks

@@ -62,7 +62,7 @@ class TailSampler:
 
     @property
     def capture(self) -> Capture:
-        """The settings that it goes by."""
+        """The settings in force."""
         return self._capture
 
     def change(self, capture: Capture) -> None:

@@ -397,5 +397,5 @@ def in_their_order(parts: Iterable[str]) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Return the text of an attribute's value, of no more than its shown part."""
+    """Return an attribute's value as text. Only the part that is shown is converted."""
     return str(value[:VALUE]) if isinstance(value, (str, tuple, list)) else str(value)

@@ -180,7 +180,7 @@ class Wait:
         return None
 
     def end(self) -> bool:
-        """Begin the session, once: another thread that asks meanwhile goes on without it. Whether it was begun."""
+        """Begin the session once and return True. A thread that calls meanwhile gets False and goes on without it."""
         try:
             sys.meta_path.remove(self)
         except ValueError:
