@@ -120,7 +120,7 @@ class ExportLoop:
     # ---------------------------------------------------------------- the agent
 
     def _do(self, message: packets.Message, descriptors: list[int]) -> None:
-        """Do what the agent says."""
+        """Handle a message of the agent."""
         if "process" in message:
             self._gauges.ask(message, descriptors)
         elif "export" in message:
@@ -221,7 +221,7 @@ class ExportLoop:
     # ---------------------------------------------------------------- recordings
 
     def _attempt(self, number: int, action: Callable[[], object]) -> None:
-        """Do something about a recording; one that cannot be exported is let go of, and the others go on."""
+        """Run an action on a recording. If it fails, only the export of that recording ends."""
         try:
             action()
         except Exception as problem:  # what another process has recorded may be anything

@@ -152,7 +152,7 @@ class Saves:
         self._running = 0
 
     def add(self, process: Process) -> None:
-        """Save what a process has left, at once or with others once a child has come to its end."""
+        """Save a process's recording: at once, or together with others when the running job ends."""
         self._waiting.append(process)
         self._go_on()
 

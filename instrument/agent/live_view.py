@@ -115,11 +115,11 @@ class Screen:
     is_uneven: bool = False
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return the screen as values for JSON."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return it as text, each table bounded to `ROWS`."""
+        """Return the screen as text, each table bounded to `ROWS`."""
         living = [row for row in self.processes if row.state in ("running", "off")]
         off = sum(row.state == "off" for row in living)
         lines = [
@@ -175,11 +175,11 @@ class LiveSampler:
         self._before: dict[tuple[int, int], tuple[int, Tally]] = {}
 
     def is_of(self, run: str) -> bool:
-        """Return True if it looks at that run."""
+        """Return True if this sampler shows that run."""
         return self._run == run
 
     def look(self, members: Sequence[Member], folded: int = 0) -> Screen:
-        """Return one look. `folded` are processes that ended before those of `members` that did."""
+        """Return the screen as it is now. `folded` counts ended processes that are not in `members`."""
         windows_ns, grown = list[int](), list[Tally]()
         processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
         losses: Counter[str] = Counter()

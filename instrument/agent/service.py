@@ -258,7 +258,7 @@ class Agent:
                 self._stop()
 
     def _end_exports(self) -> None:
-        """Have all exported that can be, for which the exporter has a time."""
+        """Have the exporter send what it can within the time that remains."""
         exports = self._runs.exports
         if not (exports.is_done or exports.is_ending):
             within_s = min(self._ends_at - time.monotonic(), SEND_S + CLOSE_S)

@@ -238,7 +238,7 @@ class ConnectionWatch:
         self._table_users: set[int] = set()
 
     def begin(self, process: Process) -> None:
-        """Look at a process that has joined, if its number means anything here."""
+        """Begin to look at a process that has joined, if its process id is valid here and it asks for that."""
         if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
             self._after(FIRST_S, lambda: self._look(process))
 
@@ -274,7 +274,7 @@ class ConnectionWatch:
             process.ports |= connections.closed
 
     def _has_alone(self, process: Process, connections: listening.Connections) -> bool:
-        """Return True if no other process of the run has its listening sockets. Workers of a server share them."""
+        """Return True if no other process of the run shares these listening sockets, as workers of a server do."""
         other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(
             connections.sockets & listening.sockets_of(PROC / str(other_process.pid))

@@ -258,7 +258,7 @@ class Remote(msgspec.Struct, omit_defaults=True):
         return cls(*ids, parent.flags, parent.is_local, parent.is_local and parent.in_server_span)
 
     def parent(self) -> RemoteParent:
-        """Return the remote parent of its form in the file."""
+        """Return the remote parent that the file describes."""
         ids = int(self.trace_id, 16), int(self.span_id, 16)
         return RemoteParent(*ids, self.flags, self.is_local, self.in_server_span)
 

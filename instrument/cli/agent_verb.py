@@ -33,7 +33,7 @@ def add(verbs: Verbs) -> None:
 
 
 def agent(options: argparse.Namespace, host: list[str]) -> int:
-    """Be the agent. Returns the exit code."""
+    """Run as an agent. Returns the exit code."""
     run = None
     try:
         if options.socket:

@@ -157,7 +157,7 @@ def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callabl
 
 
 def _facts_in(path: str) -> Trace | None:
-    """Return what a file of ours holds besides its spans. None for another profiler's file, or an unreadable one."""
+    """Return the facts of a file of ours, without its spans. None for another profiler's file, or an unreadable one."""
     from instrument.chrome import reading
     from instrument.trace import file
 

@@ -334,7 +334,7 @@ class Anchors:
         return 0, least_ns
 
     def close(self) -> None:
-        """Return everything to the driver."""
+        """Release all events and the stream."""
         for event in [*self._spare, *(anchor.event for anchor in self._anchors)]:
             self._driver.destroy_event(event)
         self._spare.clear()

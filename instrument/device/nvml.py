@@ -231,7 +231,7 @@ class Nvml:
         return values
 
     def _judge(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
-        """Decide on the next calls after a failed one."""
+        """Decide after a failed call whether to stop reading: all gauges, a GPU's, or the gauges of this call."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error

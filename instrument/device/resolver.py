@@ -75,7 +75,7 @@ _by_end = attrgetter("end_ns")
 
 
 def _ended_at(pair: Pair) -> int:
-    """Return the end on the host of a pair's span, else of the pair; 0 or less without an end to wait for."""
+    """Return the host time at which a pair's span ended, else the pair. 0 or less: no end is to wait for."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 

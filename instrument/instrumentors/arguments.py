@@ -426,7 +426,7 @@ class FactReader:
 def _native_facts(
     parameter: Parameter | None, facts: Sequence[_OneFact], names: Values, before: Callable[..., Any] | None
 ) -> Any:
-    """Return a reader of facts below one parameter, or the result, and of what the reader before it reads."""
+    """Return a reader of facts below a parameter or the result. It also reads what the reader `before` reads."""
     reader = _Facts(parameter, facts, names, before)
     if _native is None:
         return reader

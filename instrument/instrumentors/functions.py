@@ -306,7 +306,7 @@ class Switch(ABC):
         self._met = False
 
     def probed(self) -> Mapping[str, Any]:
-        """Return the key if the probes are attached."""
+        """Return the switch's key if its probes are attached."""
         return {self.key: True} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:

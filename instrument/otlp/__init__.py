@@ -42,7 +42,7 @@ _NAMES_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name as it is first asked for: a process whose agent exports needs few."""
+    """Load a name when it is first used. A process whose agent exports its spans needs few of them."""
     module = next((module for module, names in _NAMES_OF.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

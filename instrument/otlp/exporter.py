@@ -132,7 +132,7 @@ class Exporter:
         """Processor time of the export thread so far."""
 
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
-        """Metrics of a process, by its environment, on their way to the same collector."""
+        """Return the metrics of a process with this environment, for the same collector."""
         endpoint = self._settings.endpoint
         url = endpoint if self._settings.protocol == "grpc" else metrics_url(endpoint)
         return Metrics(url if self._sends else None, environ)
@@ -144,7 +144,7 @@ class Exporter:
                 self._metered = (*self._metered, source)
 
     def remove_metrics(self, source: Source, limit_s: float) -> None:
-        """Send no more metrics of a source; what is just being sent is waited for, at most so long."""
+        """Send no more metrics of a source. Wait for a request that is on its way, `limit_s` seconds at most."""
         with self._queue.lock:
             self._metered = tuple(metered for metered in self._metered if metered is not source)
         end = time.monotonic() + limit_s
@@ -469,9 +469,9 @@ class Exporter:
         return True
 
     def _deliver_metrics(self, sender: Sender, source: Source, series: Sequence[Series]) -> Response:
-        """Send one request of metrics. What waits because the collector asks for it does not hold up spans.
+        """Send one request of metrics. A pause that the collector asks for delays later metrics, not spans.
 
-        At the end there are no spans to hold up, and no next time: then it may take as long as the end may.
+        At the exporter's end no spans wait, so the request may take as long as the end may.
         """
         is_last = self._stop_at_ns != _NEVER_NS
         patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)

@@ -104,7 +104,7 @@ def registry_of(make: Callable[[], Iterable[Family]]) -> CollectorRegistry:
 
 
 def text_of(families: Iterable[Family], *, openmetrics: bool = False) -> str:
-    """Families as text; exemplars only where it is that of OpenMetrics."""
+    """Return families as text. Only the OpenMetrics format has exemplars."""
     from prometheus_client import generate_latest
     from prometheus_client.openmetrics import exposition as of_openmetrics
 

@@ -99,7 +99,7 @@ _IDS = frozenset(("high", "low", "own", "parent"))
 
 
 def hexadecimal(ids: NDArray[Any]) -> NDArray[Any]:
-    """Ids of 64 bits as 16 characters each."""
+    """Return 64-bit ids as texts of 16 characters."""
     return _HEX[ids.astype(">u8").view(np.uint8)].view("V16")
 
 

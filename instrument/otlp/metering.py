@@ -96,7 +96,7 @@ class Metering:
         return saved.places
 
     def _catch_up(self, places: Mapping[int, int]) -> None:
-        """Count the rows from these on that were read before this one begins to read."""
+        """Count rows that the reader has read already: those from `places` on."""
         if not self._facts.metered.asks:
             return
         for rows in self._reader.between(places):
@@ -105,9 +105,9 @@ class Metering:
                 self._meter.count_parts(rows, self._facts.metered.streams)
 
     def change(self, facts: ExportFacts) -> None:
-        """Take over the newest facts of the process.
+        """Apply the newest facts of the process.
 
-        It says which functions generate before these are called: so they are counted once that was looked up again.
+        They name the functions that generate, before these are called. Rows read in the meantime are counted now.
         """
         self._facts = facts
         self._meter.generations = facts.metered.routes

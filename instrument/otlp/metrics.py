@@ -314,7 +314,7 @@ class Metrics:
 
     @property
     def taken_ns(self) -> int:
-        """Return the time in ns of the newest sample that was taken on here, or by the exporter before."""
+        """Return the time in ns of the newest sample that was offered here, or to the exporter before."""
         return self._taken_ns
 
     def offer(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
@@ -333,7 +333,7 @@ class Metrics:
                 self._lost["dropped"] += 1
 
     def put(self, snapshot: Snapshot) -> None:
-        """Take a snapshot on, instead of any before. Nothing happens where metrics are off."""
+        """Store a snapshot in place of the one before. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = True
         else:
@@ -348,7 +348,7 @@ class Metrics:
         return self.snapshots.due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
     def hurry(self) -> None:
-        """Have what waits be sent as soon as can be."""
+        """Make the waiting samples due at once."""
         self._oldest_ns = 0
 
     def has_samples(self) -> bool:
@@ -377,7 +377,7 @@ class Metrics:
         self._note_verdict(verdict, lost)
 
     def settle_piece(self, piece: Piece, verdict: Response) -> None:
-        """Count the outcome of a part of a snapshot, likewise. The next snapshot repeats a part that was not taken."""
+        """Count the outcome of sending a part of a snapshot. The next snapshot repeats a part that was not taken."""
         if verdict.taken:
             self.snapshots.taken(piece)
             with self._lock:
@@ -396,7 +396,7 @@ class Metrics:
             self.drop()
 
     def drop(self) -> None:
-        """Give up what waits."""
+        """Give up the waiting samples and snapshot, and count them as dropped."""
         with self._lock:
             self._lost["dropped"] += len(self._waiting)
             self._waiting.clear()

@@ -98,7 +98,7 @@ class Form(Protocol):
         """Return attributes of single spans."""
 
     def members(self, members: RareMembers) -> bytes:
-        """Return the rare members of a span, and what ends it."""
+        """Return the rare members of a span, and the bytes that end the span."""
 
     def state(self, state: str) -> bytes:
         """Return a `tracestate`, which precedes the other members."""

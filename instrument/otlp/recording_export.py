@@ -173,7 +173,7 @@ class RecordingExport:
 
     @property
     def reading(self) -> _Reading | None:
-        """The present reading; None before the first one, and where another one exports."""
+        """The present reading, None before the first one, or while another exporter has the recording."""
         return self._reading if self.is_ours else None
 
     def take(self, settled: Settled, settled_ns: int) -> None:
@@ -325,7 +325,7 @@ class RecordingExport:
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
     def send(self, spans: Sequence[Span]) -> None:
-        """Send spans that were passed before."""
+        """Send spans of a window that tail sampling has dropped."""
         reading = self._reading
         if reading is None or not spans:
             return
@@ -339,7 +339,7 @@ class RecordingExport:
 
     @property
     def fates(self) -> Mapping[str, int]:
-        """The fates of its rows, as `instrument.recording.export_checkpoint` names them."""
+        """The counts of this recording's spans by fate, under the names of `instrument.recording.export_checkpoint`."""
         return self._progress.fates
 
     @property
@@ -348,12 +348,12 @@ class RecordingExport:
         return f"{origin_of(self._mapped.header).pid}-{self._generation}"
 
     def before_scrape(self) -> None:
-        """Note what has ended, before it is read on for a scrape."""
+        """Note the requests that have ended, before the recording is read for a scrape."""
         if self._reading is not None and self.is_ours:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
     def metered(self) -> Metered | None:
-        """Return its metrics for a scrape, as it was read last; None if it has none."""
+        """Return the recording's metrics for a scrape, as of the last read; None if it has none."""
         return None if self._reading is None or not self.is_ours else self._reading.metering.metered()
 
     @property
@@ -362,7 +362,7 @@ class RecordingExport:
         return None if self._reading is None else self._reading.source
 
     def is_of(self, source: Source) -> bool:
-        """Return True if the exporter knows it, or its stages, by this name."""
+        """Return True if a source of the exporter is this recording's own, or that of its stages."""
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
     def is_settled(self) -> bool:

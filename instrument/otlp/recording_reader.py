@@ -62,7 +62,7 @@ class RecordingReader:
     # ---------------------------------------------------------------- what the meter asks
 
     def watched(self, *, goes_on: bool) -> list[Row]:
-        """Return the rows of generators and batches since the last time; watch for later ones if it `goes_on`."""
+        """Return the rows of generators and batches since the last call. With `goes_on`, collect later ones, too."""
         rows, self._watched = self._watched or [], [] if goes_on else None
         return rows
 
@@ -97,7 +97,7 @@ class RecordingReader:
     # ---------------------------------------------------------------- reading
 
     def read(self) -> list[Row]:
-        """Read what has come since the last time; return the requests that have ended, as rows."""
+        """Read the rows since the last read. Return the rows of requests that have ended."""
         if self.ahead > AHEAD_ROWS:
             self.has_more = True
             return []
@@ -134,8 +134,8 @@ class RecordingReader:
             self._watched += _rows_of(marked, details)
 
     def _adopt(self, settled_ns: int) -> None:
-        """Take the rows that another reader had read, and had not settled: of requests that ended after a time, or are
-        open, and of what may serve them."""
+        """Take over the rows that an earlier reader had read but not settled: those of requests that are open or ended
+        after `settled_ns`, and of spans that may serve such requests."""
         self._mapped.tree()
         opened = {span.span_id: span for span in self._mapped.open_spans()}
         roots = [np.array([row for row in opened if row & REQUEST_BIT], np.uint64)]

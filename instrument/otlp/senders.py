@@ -78,7 +78,7 @@ class Sender(ABC):
     """The addresses for spans and metrics."""
 
     def send(self, request: bytes, spans: int, left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
-        """Deliver one request, trying again while there is time and hope."""
+        """Send one request. Try again while time is left and the collector may still take it."""
         return self._send(self._places[0], request, spans, left_s, pause)
 
     def send_metrics(
@@ -88,7 +88,7 @@ class Sender(ABC):
         left_s: Callable[[], float],
         pause: Callable[[float], None],
     ) -> Response:
-        """Deliver one request of metrics, likewise; what is rejected counts points."""
+        """Send one request of metrics, as `send` does for spans. Rejected points are counted."""
         packed = [(metric.name.startswith(NAMESPACE), pack_metric(metric)) for metric in series]
         pieces, foreign = ([metric for of_gen_ai, metric in packed if of_gen_ai == flag] for flag in (False, True))
         body = packing.request_of(packing.pack_resource(resource), pieces, foreign)
@@ -281,7 +281,7 @@ def _number(varint: bytes) -> int:
 
 
 def _retry_after_s(text: str | None) -> float:
-    """Seconds of a Retry-After header, which holds seconds or a date; 0 if it says neither."""
+    """Return the seconds that a Retry-After header asks for, as a number or a date; 0 for any other text."""
     from email.utils import parsedate_to_datetime
 
     if text is None:

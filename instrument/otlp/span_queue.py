@@ -198,7 +198,7 @@ class RequestQueue:
         self._counts["requests"] += 1
 
     def fail(self, spans: int, source: Source, reason: str) -> None:
-        """Spans cannot be packed."""
+        """Count spans that cannot be packed as failed."""
         with self.lock:
             self._expect(spans, source)
             self.reason = reason

@@ -46,7 +46,7 @@ def _is_in_server_span(local: Any) -> bool:
 
 
 def suppress_instrumentation() -> None:
-    """Keep other instrumentations off the calling thread's work, in the way that they agreed on."""
+    """Keep OpenTelemetry's instrumentations off this thread's work, by the context keys that they test."""
     context = sys.modules.get("opentelemetry.context")
     if context is None:
         return

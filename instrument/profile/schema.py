@@ -129,7 +129,7 @@ def _quantity(units: Mapping[str, int]) -> Shape:
 
 
 def _section(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section with the known descriptions of its keys; new ones are written into the file by hand."""
+    """Return the schema of a section, with the present descriptions of keys. New ones are added to the file by hand."""
     keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {

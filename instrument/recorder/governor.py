@@ -441,7 +441,7 @@ class Budget:
         return self._governor is not None and self._governor.is_busy
 
     def step(self) -> None:
-        """Have the governor look, once in `STEP_NS`, or sooner where it is busy."""
+        """Run the governor's comparison if it is due: after `STEP_NS`, or after `SOON_NS` while it is busy."""
         now_ns, governor = time.monotonic_ns(), self._governor
         if governor is None:
             return

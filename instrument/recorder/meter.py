@@ -129,7 +129,7 @@ class Meter:
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
-        """Take a kept request, under a trace id and a span id, for an exemplar of its series, where it has one."""
+        """Add a kept request, by its ids at the collector, as an exemplar to the series that counts it, if any."""
         endpoint = endpoint_of(request.site)
         group = self._group(request.attributes)
         labels = (*_labels(endpoint, request.attributes, request.error), *group)
@@ -214,7 +214,7 @@ class Meter:
         return self._recorder.totals(merged=True, is_counted=are_metered)
 
     def settle(self, ended: Ended) -> None:
-        """Count requests that the tally had before the reader's last look, and that the reader has not met."""
+        """Count ended requests that the tally has but that were not among the rows read."""
         for endpoint, buckets in ended.items():
             counter = self._met.setdefault(endpoint, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}

@@ -242,7 +242,7 @@ class Recorder(Readback):
         return frame
 
     def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
-        """Close a span that `start_manual` opened. Without an open one it counts, and does not raise."""
+        """Close a span that `start_manual` opened. None is no open span: that is counted, and raises nothing."""
         if frame is None:
             self.count("scope_end without an open scope")
             return
@@ -260,7 +260,7 @@ class Recorder(Readback):
         return Scope(self, site, attributes)
 
     def _turn(self, site: Site, passing: Any) -> None:
-        """Turn the site, and keep one object for a muted scope: making one costs more than passing."""
+        """Mute or unmute a site. A muted scope keeps one object, because making one costs more than passing a call."""
         super()._turn(site, passing)
         current = self.user_sites.get(site.name)
         if passing is not None and current is site:

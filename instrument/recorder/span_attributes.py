@@ -56,10 +56,10 @@ def rename(recorder: Any, frame: Any, name: object) -> None:
 
 
 def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
-    """Return the site of a place under another name, the same each time.
+    """Return the site of a place with another name. The same name gives the same site.
 
-    A place has `NAMES_OF_PLACE` names at most, and all places as many as scopes; beyond, its own site is returned, and
-    counted.
+    A place has at most `NAMES_OF_PLACE` names, and there are at most as many as scopes in all. Beyond these limits the
+    place's own site is returned, and that is counted.
     """
     place: Site = recorder.place_of.get(site, site)
     if name == place.name:

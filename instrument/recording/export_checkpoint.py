@@ -95,7 +95,7 @@ class Progress:
 
 
 def give_up(fates: MutableMapping[str, int]) -> None:
-    """Count the undecided ones as lost: nobody will decide them any more."""
+    """Count spans and requests without a decision as lost, since nobody will decide any more."""
     for fate, lost in OPEN_FATES.items():
         fates[lost] += fates[fate]
         fates[fate] = 0

@@ -625,7 +625,7 @@ class Mapped:
 
 
 def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
-    """Return the active time and the text of each span that copied details are of."""
+    """Return the active time and the text of each detail in copied bytes, by span id."""
     return {
         span_id: (active_ns, text)
         for data in pieces

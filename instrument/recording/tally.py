@@ -164,7 +164,7 @@ class Tally:
 
     @classmethod
     def together(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
-        """Return the totals of several, for instance of processes; the first name of a thread remains."""
+        """Return the totals of several tallies, such as those of processes. A thread keeps its first name."""
         paths, lines, buckets, names = (
             list[CallPath](),
             [np.zeros(0, TOTALS)],
@@ -248,7 +248,7 @@ class Tally:
         return bool(self.lines[field].any())
 
     def by(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
-        """Add up the lines of a thread, or of all (None), by the group of their node; below 0 it is none."""
+        """Add up the lines of a thread, or of all (None), by the group of their node. A group below 0 is no group."""
         lines = self.of(thread)
         return summed(lines, np.asarray(groups)[lines["node"]], count)
 
@@ -423,7 +423,7 @@ def _bounded(lines: Records) -> Records:
 
 
 def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -> tuple[Records, Records]:
-    """Make lines of one node and thread one, in the order of `threads`, and leave out those without a node."""
+    """Merge lines of one node and thread, in the order of `threads`. Lines without a node are left out."""
     places = {thread_id: place for place, thread_id in enumerate(threads)}
     ids, of_line = np.unique(lines["thread_id"], return_inverse=True)
     rank = np.array([places.get(thread_id, len(places)) for thread_id in ids.tolist()], np.int64)[of_line]

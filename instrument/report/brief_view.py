@@ -126,7 +126,7 @@ class Brief(View):
         return [*lines, ""]
 
     def _served(self) -> list[str]:
-        """Return the counts of the window, and the part of them in the tables."""
+        """Return the lines on the window and its requests or steps, and on requests that the tables leave out."""
         window = f"{number(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
         cut = f", {self.requests.requests_cut} more open at an edge of the window" if has_more else ""

@@ -92,7 +92,7 @@ class RingUse:
     memory_bytes: int
 
     ratio = Ratio("held_rows", of="rows")
-    """The share of a ring's rows that hold spans. A new thread adds a ring as long as there is memory."""
+    """The share of the rings' rows that hold spans. A new thread adds a ring as long as there is memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ def _variance(sums: Floats) -> tuple[float, float]:
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the same for calls in the order of time, with correlated neighbours."""
+    """Return the variance and the degrees of freedom for calls in order of time with correlated neighbours."""
     blocks = MOST_BLOCKS
     while True:
         edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]

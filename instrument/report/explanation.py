@@ -426,7 +426,7 @@ class _Evidence:
         return bool(self.arrived > self.usually_arrive + 3 * math.sqrt(self.usually_arrive) + 1)
 
     def _difference(self, cause: str) -> dict[str, tuple[float, float]]:
-        """Return the time of a cause in the request and typically, by path."""
+        """Return a cause's time in the requests and its typical time, by path."""
         keys = [key for key in {**self._of_requests, **self._usual} if key[0] == cause]
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
@@ -542,7 +542,7 @@ def _share_of(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseS
 def _accounted(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
-    """Return the causes of an excess from the largest on, the rivals, and the time without a cause."""
+    """Return the causes that account for an excess, largest first, all other claims, and the time without a cause."""
     shares, rivals, remaining_ns = [], [], excess_ns
     for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
         accounted_ns = min(_excess_of(claim), remaining_ns)

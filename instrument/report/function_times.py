@@ -197,7 +197,7 @@ def _summed(columns: Int64s, groups: Int64s, count: int) -> Int64s:
 
 
 def _order(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """Return the order of groups: function by function, the heaviest first, of equal ones the last begun."""
+    """Return the order of groups: by function, then the heaviest first, and of equal ones the last begun."""
     first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
     return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

@@ -137,7 +137,7 @@ def _stretches_of_calls(
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
     """Return the stretches of units with a call under way, by line: the call of each, the stretch, and its unit.
 
-    Calls are in the order of preference. A call without length has a stretch if no other call of its rank is under way.
+    The first of simultaneous calls counts. A call without length has a stretch if no other call of its rank is open.
     """
     call, since, until = turns(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)

@@ -66,7 +66,7 @@ class Coverage:
         ]
 
     def none_held(self, noun: str, otherwise: str) -> list[str]:
-        """Return a hint on recording some, for a view without data; or a note that older spans may be gone."""
+        """Return the lines of an empty view: a hint how to record its data, or a note that older spans may be gone."""
         return none_held(noun, otherwise, complete=self.complete)
 
 

@@ -345,7 +345,7 @@ def _phase(site: Site) -> str | None:
 
 
 def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
-    """Return the parts of the way that are watched only with `startup: auto` or with a rule for their phase."""
+    """Return the parts of the start-up that no row has: they need `startup: auto`, or a rule for their phase."""
     phases = {_phase(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 

@@ -184,7 +184,7 @@ class NameTree:
         return sums
 
     def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
-        """Return True if no call below some entries adds to their device time."""
+        """Return True if no call below these entries adds to their device time."""
         return self._below[thread].isdisjoint(entries)
 
     def forget(self, thread: int | None) -> None:

@@ -179,7 +179,7 @@ else:
         return type(thing)(**same, **changes)
 
     def asdict(thing: Any) -> Any:
-        """Return a dataclass and what it has as plain dictionaries."""
+        """Return a dataclass, and the dataclasses in it, as plain dictionaries."""
         if isinstance(thing, Mapping):
             return {name: asdict(value) for name, value in thing.items()}
         if type(thing) in (tuple, list):

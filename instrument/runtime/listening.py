@@ -120,9 +120,9 @@ class TcpRow(NamedTuple):
 
 
 def _least_ticks_left(start_ticks: int) -> int:
-    """Return how long the system still keeps what is closed now, less the age of a process, in ticks.
+    """Return the time for which the system keeps a connection closed now, less the age of a process, in ticks.
 
-    A server that is started again at once listens at the port of the one before, whose connections are there as well.
+    A connection with less time left was closed before the process began, perhaps by an earlier server.
     """
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either

@@ -76,7 +76,7 @@ def _runner() -> str:
 
 
 def tracer_of_main() -> str:
-    """Return the runner that has the main thread's trace function, "" for none or the watch needs none."""
+    """Return the runner that traces the main thread, if the watch needs a trace function; else ""."""
     runner = _runner() if sys.version_info < (3, 12) else ""
     return runner if runner in TRACERS else ""
 

@@ -110,7 +110,7 @@ def is_heard(path: Path) -> bool:
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the pid of the process that listens on a socket, even a stopped one; 0 for an unknown, None for none."""
+    """Return the pid of the process, even a stopped one, that listens on a socket; 0 if unknown, None for none."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.setblocking(False)
         try:

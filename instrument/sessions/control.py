@@ -197,9 +197,9 @@ class ControlThread:
     # ---------------------------------------------------------------- the file
 
     def _look(self) -> None:
-        """Follow the file when it has changed and stays as it is; read it once more after that.
+        """Apply the profile's file after a change, once it no longer changes. Read it once more after that.
 
-        What is written within the clock tick of its own modification time, in the same size, looks unchanged.
+        A write within the clock tick of the file's modification time, with the same size, would otherwise stay unseen.
         """
         stamp = _identity_of_file(self._generations.watched)
         if stamp == self._seen:

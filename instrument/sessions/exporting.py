@@ -144,7 +144,7 @@ class Exporting:
         return True
 
     def choose(self) -> None:
-        """Leave the export to the agent, where there is one or can be: for good, even if that one goes."""
+        """Leave the export to the agent if there is or can be one. This is final, even if the agent ends."""
         if self._recorded.profile.agent != "off" and self._membership.has_agent():
             self.handover.leave_to_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -230,7 +230,7 @@ class Exporting:
     # ---------------------------------------------------------------- while it runs
 
     def is_looked_after(self) -> bool:
-        """Return True if there is work while the service runs. Otherwise no thread runs."""
+        """Return True if a thread must look at the recording while the service runs."""
         recorded = self._recorded
         is_read = self.reading is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.are_used

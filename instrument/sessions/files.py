@@ -57,7 +57,7 @@ def run_of_environment() -> str:
 
 
 def run_of_keys() -> str:
-    """Return the run in which a key names one request: the name for several hosts, or that of `instrument run`."""
+    """Return the run in which a key names one request: the one that hosts share, or that of `instrument run`."""
     return run_shared() or run_of_environment()
 
 

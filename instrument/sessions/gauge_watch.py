@@ -48,7 +48,7 @@ class GaugeWatch:
         self._torch_ns = 0
 
     def after_fork_in_child(self) -> None:
-        """Stop the reading, until `begin`; the parent's claim remains the parent's."""
+        """Stop reading until `begin`. The parent keeps its claim."""
         self._close_claim()
         self._reset()
 

@@ -126,7 +126,7 @@ class OwnExport:
         return None if self._exported is None else self._exported.metered()
 
     def before_scrape(self) -> None:
-        """Note what has ended, before it is read on for a scrape."""
+        """Note the requests that have ended, before the recording is read for a scrape."""
         if self._exported is not None:
             self._exported.before_scrape()
 
@@ -138,7 +138,7 @@ class OwnExport:
 
     @property
     def fates(self) -> Mapping[str, int]:
-        """The fates of what was recorded."""
+        """The counts of this session's spans by fate."""
         return self._fates if self._exported is None else self._exported.fates
 
     # ---------------------------------------------------------------- the end
@@ -159,7 +159,7 @@ class OwnExport:
         return not exported.is_over
 
     def finish(self) -> None:
-        """Count what could not be sent, and release the recording."""
+        """End the export: count the spans that were not sent, and release the recording."""
         exported, self.is_over = self._exported, True
         if exported is None:
             return

@@ -124,7 +124,7 @@ class Membership:
         return bool(self.path) and run_folder.is_heard(Path(self.path))
 
     def has_agent(self) -> bool:
-        """Return True if there is an agent, or one that has gone and is to come again."""
+        """Return True if there is an agent, or if a new one can replace the one that has gone."""
         return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
 
     def can_begin_agent(self) -> bool:
@@ -282,7 +282,7 @@ class Membership:
         return _socket.socket(packets.FAMILY, packets.KIND, 0, fileno=descriptor)
 
     def close(self) -> None:
-        """Close the connection, if it is still this one's."""
+        """Close the connection, unless the service uses its descriptor for something else by now."""
         if self.fileno() >= 0:
             with suppress(OSError):
                 os.close(self._fd)

@@ -135,7 +135,7 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
 
 
 def stop() -> None:
-    """End the session: undo every change, write and print what the profile asks for. Nothing running is nothing."""
+    """End the session: undo every change, write and print what the profile asks for. Does nothing without a session."""
     session = _session
     if session is not None:
         session.stop()
@@ -308,15 +308,15 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
 def stop_on_sigterm() -> None:
     """Stop the session before SIGTERM ends the process, which then ends by the same signal.
 
-    Only the default disposition is replaced, as it is now or whenever the service sets it again. A handler of the
-    service replaces ours, and the session's end takes ours back. It takes at most twice `EXIT_LIMIT_NS`: what it waits
-    for, and as long again for what it does and writes.
+    Only the default disposition is replaced, now and whenever the service sets it again. A handler of the service
+    replaces ours. The session's end removes ours. The stop takes at most twice `EXIT_LIMIT_NS`: for its waits, and for
+    its work.
     """
     session().leaving.undos.append(Termination(_end_by).install())
 
 
 def _end_by(number: int, frame: FrameType | None) -> bool:
-    """Stop the session for a signal that has come; False if it comes again because that cannot be done now."""
+    """Stop the session for a signal. Return False if that is not possible now: the signal is then sent again."""
     running = _session
     if running is not None and running.exporting.lock.postpone(number):
         return False
@@ -352,10 +352,10 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _send_again(number: int) -> None:
-    """Send a signal until its handler has run at another time.
+    """Send a signal again until its handler runs at a time at which it can stop the session.
 
-    A signal that comes just as the main thread releases Python's lock to sleep does not wake it, and that is when this
-    thread has its turn. A handler that the service has set by then is called once.
+    It is sent repeatedly, since one that comes just as the main thread goes to sleep does not wake it. A handler that
+    the service has set by then is called once.
     """
     while _coming_again.get(number):
         sleep(0.02)

@@ -113,7 +113,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def other_than(request: Request, now: Profile, file: Path | None) -> str:
-    """Return the name of this process where a request is for another, "" otherwise. Raises `ProfileError`.
+    """Return this process's name if a request is meant for another process, else "". Raises `ProfileError`.
 
     A request is meant for the process whose own file it names. With `switch` it is meant for each process of that
     profile's service.
@@ -138,7 +138,7 @@ def _known_as(profile: Profile) -> str:
 
 
 def taken_on(profile: Profile, now: Profile) -> Profile:
-    """Return another profile with the settings of `AT_START` of `now`, the session's present profile."""
+    """Return a profile with the settings of `AT_START` from the present profile, since a reload cannot change them."""
     return replace(
         profile,
         clock=now.clock,

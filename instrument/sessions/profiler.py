@@ -215,7 +215,7 @@ class Profiler:
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
     def _guarded(self, schedule: Schedule | States | None) -> Schedule | States | None:
-        """Wrap a user's schedule: it raises for step 0, and a later step where it fails is closed and noted."""
+        """Wrap a user's schedule. An error at step 0 is raised. At a later step it is noted, and the step is closed."""
         if schedule is None or isinstance(schedule, Schedule):
             return schedule
 

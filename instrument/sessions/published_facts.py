@@ -105,7 +105,7 @@ class PublishedFacts:
             self.publish()
 
     def publish_context(self) -> None:
-        """Let profilers outside find who this process is."""
+        """Publish this process's resource where profilers outside of it look for it."""
         problem = process_context.publish(otlp.pack_resource(self._recorded.resource()))
         if problem:
             why = f"process context: {problem}; profilers name this process on their own"
@@ -157,7 +157,7 @@ class PublishedFacts:
         return bool(profile.requests) or any(rule.metrics or rule.gen_ai or rule.batch for rule in profile.functions)
 
     def _metered_facts(self) -> MeteredFacts:
-        """Return the facts on this process's metrics, and the books that were published last."""
+        """Return the facts on this process's metrics, with the losses and costs that were published last."""
         recorded, profile = self._recorded, self._recorded.profile
         return replace(
             self._books or export_facts.MeteredFacts(0),

@@ -134,7 +134,7 @@ class Saving:
             return None
 
     def _make_room(self) -> None:
-        """Keep all that sessions of this service have left in files within `limits.disk`."""
+        """Remove the oldest files of this service's sessions until all fit in `limits.disk`. Count them as lost."""
         profile, export = self._session.profile, self._session.profile.export
         written = [*templates(export)]
         written += [export.summary.to] if export.summary is not None and export.summary.to not in files.STREAMS else []

@@ -179,14 +179,14 @@ class Session:
     # ---------------------------------------------------------------- while it runs
 
     def _follow_threads(self) -> None:
-        """Announce this process once the threads have begun, on one of them or where the session need not wait."""
+        """Announce this process after its threads have begun. It runs on one of them, or where nothing waits for it."""
         self._announce()
         if self._is_of_run or self._forked:  # of which many never record
             publish = self._facts.publish_context  # it imports what packs it
             FAULTS.attempt("process context", partial(self._prepare, publish))
 
     def _announce(self) -> None:
-        """Report to the agent that this process records before it may ask: who can be asked is known to record."""
+        """Report to the agent that this process records. Only then may the agent send it requests."""
         self._membership.send({"records": True})
         self.control.hear_agent()
 

@@ -513,7 +513,7 @@ class TorchRecord:
             self._marks.append((before_ns, after_ns))
 
     def save(self, profiler: Any) -> None:
-        """Have torch write its trace to a folder that nobody else reads; it goes with this object at the latest."""
+        """Save torch's trace in a folder that only this user can read, and that is removed with this object."""
         self._folder = tempfile.mkdtemp(prefix="instrument-")
         weakref.finalize(self, _remove, self._folder, os.getpid())
         profiler.export_chrome_trace(str(Path(self._folder, "window.json")))

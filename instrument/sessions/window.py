@@ -246,7 +246,7 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time from which on none of its spans is missing; 0 if none is missing at all."""
+        """The time from which on all of its spans are kept, 0 if none is missing."""
         return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
 
     def has_begun_since(self, at_ns: int) -> bool:
@@ -315,5 +315,5 @@ class WindowReader:
 
     @property
     def lost(self) -> int:
-        """Rows that were overwritten before the steps among them were counted."""
+        """The number of rows that were overwritten before this reader could count their steps."""
         return self._lost_before + (0 if self._cursor is None else self._cursor.lost)

@@ -523,7 +523,7 @@ def _keys_of(trace: Columns, process: Int64s, members: Sequence[DatasetProcess])
 
 
 def _kept(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
-    """Return the ids that rows have in a dataset, with the trace of the root that each has now."""
+    """Return the ids that rows have in a dataset. Parents and roots that have moved count as they are now."""
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))

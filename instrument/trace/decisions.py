@@ -339,7 +339,7 @@ class Decisions:
         return kept_roots, passed
 
     def _place_adopted(self) -> None:
-        """Find the rows of an earlier reader that it had settled, and have the others wait as any do."""
+        """Mark the rows of an earlier reader as settled if that reader had settled them, else as waiting."""
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):

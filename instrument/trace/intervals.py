@@ -94,7 +94,7 @@ class Unions(NamedTuple):
     def reached(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return the places of the first own interval that overlaps each given one, and of the first after it."""
+        """Return for each given interval the place of the first own one that overlaps it, and of the next after it."""
         own_starts, own_ends, starts, ends = _on_one_axis(
             (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
         )

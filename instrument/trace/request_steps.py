@@ -241,7 +241,7 @@ def _spread(firsts: Int64s, counts: Int64s) -> Int64s:
 
 
 def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the leading batches of steps by request and kind, and their number for each request and kind.
+    """Return the leading batch of each step, by request and kind of step, and the number of steps of each.
 
     Threads that run equally many batches of a name at once are workers of the same steps. Others take turns.
     """

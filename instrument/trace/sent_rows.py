@@ -79,7 +79,7 @@ class SentRows:
         return self.outcome.setdefault(member, Settled())
 
     def _send(self) -> None:
-        """Find the ids with which the rows that are sent go, and put these rows into the outcome of their process."""
+        """Add the rows that are sent, with the ids that they get at the collector, to the outcome of their process."""
         gathered, trace = self._gathered, self._found
         parent, count = trace.parent, len(self._unit)
         crosses = parent != NONE
@@ -176,7 +176,7 @@ class SentRows:
         return attributes
 
     def _of_unknown(self) -> Mapping[int, tuple[int, RemoteParent]]:
-        """Return the root and the trace of rows below a key that no request here is known by, where a run has such."""
+        """Return the root and the trace, by the key, of rows below a key that names no request here."""
         run = self._decisions.run
         trace = self._found
         keyed = np.zeros(len(self._unit), np.bool_)
@@ -195,7 +195,7 @@ class SentRows:
         return parent_by_row
 
     def _caller(self, piece: int) -> RemoteParent:
-        """Return the parent in another process of the topmost span of a piece of a request."""
+        """Return the parent, in another process, of the topmost span of a part of a request."""
         unit = int(self._unit[piece])
         remote = self._remotes.get(unit)
         flags, state = (OF_OURS, "") if remote is None else (remote.flags, remote.state)
@@ -221,7 +221,7 @@ class SentRows:
         return {batch: tuple(row_links) for batch, row_links in links_by_batch.items()}
 
     def _where_began(self) -> Mapping[int, Mapping[str, AttributeValue]]:
-        """Return the links of requests with keys that began within others to the spans in which they did."""
+        """Return, by row, a link from each nested request with a key to the span in which it began."""
         link_by_row: dict[int, Mapping[str, AttributeValue]] = {}
         for place in self._joined.keys:
             row = int(self._joined.rows[place])

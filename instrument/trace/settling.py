@@ -79,7 +79,7 @@ def _has_due(member: UnsettledRows, horizon_ns: int) -> bool:
 
 
 def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
-    """Drop settled rows, but those that say whose other rows are."""
+    """Drop settled rows, except those that decide to which request other rows belong."""
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
     out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root
     for row in np.flatnonzero(is_root & (out | dropped)).tolist():

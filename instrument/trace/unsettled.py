@@ -178,7 +178,7 @@ class UnsettledRows:
     def add(
         self, rings: Sequence[RingRows], opened: Mapping[int, OpenSpan], details: Details, room_bytes: int = 1 << 30
     ) -> None:
-        """Take in rows that were read, with the spans that were open before.
+        """Add rows that were read. `opened` are the spans that were open before the read.
 
         Details are written before their rows. Up to twice `room_bytes` of them wait for rows.
         """
@@ -204,7 +204,7 @@ class UnsettledRows:
             self._make_room()
 
     def _append(self, pieces: Sequence[tuple[NDArray[np.void], int]]) -> None:
-        """Have rows wait, with the threads that they are of."""
+        """Add rows that wait for a decision, each piece with its thread."""
         count = sum(len(rows) for rows, _ in pieces)
         if count:
             self.lingers = True
@@ -402,7 +402,7 @@ def detail_of_open(span: OpenSpan) -> RowDetail:
 
 
 def _split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
-    """Return attributes without the caller's span, and that."""
+    """Return the attributes without the caller's span, and the caller's span, None without one."""
     if REMOTE not in attributes:
         return attributes, None
     noted = attributes[REMOTE]

@@ -202,9 +202,9 @@ class PatchedFunctions:
         self.undos.append(replace(owner, name, replacement))
 
     def functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace functions of a module; `bind` does the same wherever else they are bound. As `methods` otherwise.
+        """Replace functions of a module, as `methods` does. `bind` replaces them under their other names.
 
-        Only functions that no compiler knows by identity: numba and torch.compile do know some.
+        It is only for functions that numba and torch.compile do not recognise by identity.
         """
         for name in names:
             function = getattr(module, name, None)
