@@ -33,9 +33,9 @@ FAMILIES: Mapping[str, Family] = {
         "requests",
         "Requests",
         "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray litserve"
-        " mosec starlette fastapi litestar flask quart django falcon bottle tornado"
+        " mosec starlette fastapi litestar flask quart django falcon bottle tornado sanic"
         # The last are servers without instrumentation, which the verdict names.
-        " http.server socketserver sanic robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey",
+        " http.server socketserver robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey",
     ),
     "layers": _family("layers", "Layers", "torch"),
     "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),

@@ -37,6 +37,7 @@ SERVERS: Mapping[str, str] = {
     "aiohttp": "applications of aiohttp.web",
     "grpc": "servers of gRPC",
     "tornado": "applications of Tornado",
+    "sanic": "apps of Sanic",
     "http_server": "handlers of http.server",
     "ray_serve": "replicas of Ray Serve",
     "litserve": "batches of LitServe's workers",

@@ -24,11 +24,20 @@ from instrument.runtime.cheap_start import LazyModule, NamedTuple
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
-    from instrument.instrumentors.requests import aiohttp, grpc, http_server, model_servers, queue_jobs, tornado, triton
+    from instrument.instrumentors.requests import (
+        aiohttp,
+        grpc,
+        http_server,
+        model_servers,
+        queue_jobs,
+        sanic,
+        tornado,
+        triton,
+    )
 else:
-    aiohttp, grpc, http_server, model_servers, queue_jobs, tornado, triton = (
+    aiohttp, grpc, http_server, model_servers, queue_jobs, sanic, tornado, triton = (
         LazyModule(f"{__name__}.{name}")
-        for name in ("aiohttp", "grpc", "http_server", "model_servers", "queue_jobs", "tornado", "triton")
+        for name in ("aiohttp", "grpc", "http_server", "model_servers", "queue_jobs", "sanic", "tornado", "triton")
     )
 
 
@@ -50,7 +59,7 @@ class Router(NamedTuple):
         """Read the route at each call. Raises `AttributeError` or `TypeError` in a version without the method."""
         owner = getattr(module, self.owner)
         original = getattr(owner, self.method)
-        if not isinstance(original, FunctionType):  # such as a slot
+        if not isinstance(original, FunctionType) and not hasattr(original, "cache_clear"):  # such as a slot
             raise TypeError(f"{owner.__name__}.{self.method} is a {type(original).__name__}")
         _, _, read, after, note, _ = self
 
@@ -67,6 +76,9 @@ class Router(NamedTuple):
                     FAULTS.note("route of a request", fault)
             return result if after else original(*args, **kwargs)
 
+        for name in ("cache_clear", "cache_info", "cache_parameters"):
+            if hasattr(original, name):
+                setattr(getattr(owner, self.method), name, getattr(original, name))
         return undo
 
 
@@ -132,6 +144,7 @@ ROUTERS: Mapping[str, tuple[Router, ...]] = {
     "django.core.handlers.base": (Router("BaseHandler", "resolve_request", _django, after=True),),
     "falcon.app": (Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True),),
     "bottle": (Router("Router", "match", lambda _, match: match[0].rule, after=True),),
+    "sanic.router": (Router("Router", "get", lambda _, match: match[0].uri, after=True),),
     "aiohttp.web_urldispatcher": (Router("UrlMappingMatchInfo", "freeze", _aiohttp),),
 }
 """The routers of each module of a framework."""
@@ -155,7 +168,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
     ),
     "unrouted": ("blacksheep", "pyramid.router", "cherrypy"),
-    "unmet": ("sanic", "robyn", "twisted.web.server"),
+    "unmet": ("robyn", "twisted.web.server"),
     "queue": ("arq.cli", "huey.bin.huey_consumer", "taskiq.receiver", "faststream.app"),
     "engine": (*ENGINES, "bentoml"),
     "library": (
@@ -194,6 +207,7 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "aiohttp": ("aiohttp", lambda: aiohttp.AIOHTTP),
     "grpc": ("grpc", lambda: grpc.GRPC),
     **dict.fromkeys(("tornado.web", "tornado.websocket"), ("tornado", lambda: tornado.TORNADO)),
+    "sanic": ("sanic", lambda: sanic.SANIC),
     "http.server": ("http_server", lambda: {"http.server": http_server.attach}),
     "ray": ("ray_serve", lambda: model_servers.RAY_SERVE),
     "litserve": ("litserve", lambda: model_servers.LITSERVE),

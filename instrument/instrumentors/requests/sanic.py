@@ -1,0 +1,180 @@
+"""Sanic: each request that its own server hands to an app, as one span up to the last byte of the answer.
+
+Sanic compiles the methods of its classes anew from their source as it starts (`sanic.touchup`). So the places that are
+replaced are others, which it leaves alone. Over ASGI the server records the request, and Sanic's router names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.requests.exchange import (
+    CURRENT,
+    EXCHANGE,
+    SERVER_TIMING,
+    Arrival,
+    Exchange,
+    Exchanges,
+    reads,
+)
+
+
+def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record what a connection hands to its app."""
+    mixin = module.HttpProtocolMixin
+    setup = mixin._setup
+    http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))
+
+    @takes_place(mixin, "_setup")
+    def undo(self: Any) -> None:
+        setup(self)
+        handle = self.request_handler
+
+        async def handled(request: Any) -> None:
+            is_http = request.headers.get("upgrade", "").lower() != "websocket"
+            exchange = (http if is_http else websocket).begun(request)
+            if exchange is None:
+                await handle(request)
+                return
+            error: BaseException | None = None
+            try:
+                await exchange.stepped(handle(request))
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                websocket_of = getattr(self, "websocket", None)
+                close_code = None if websocket_of is None else websocket_of.ws_proto.close_rcvd
+                is_gone = request.transport is None or request.transport.is_closing()
+                if close_code is not None:
+                    exchange.facts["websocket.close_code"] = close_code.code
+                elif exchange.status == 101 and is_gone and getattr(exchange, "failure", None) is None:
+                    exchange.broken_off()
+                exchange.finish(error, is_gone=is_gone, in_parts=is_http)
+
+        self.request_handler = handled
+
+    return [undo]
+
+
+def _response(module: Any, _: Exchanges) -> list[Undo]:
+    """Note the status of an answer, and count its parts."""
+    owner = module.BaseHTTPResponse
+    send = owner.send
+
+    @takes_place(owner, "send")
+    async def undo(self: Any, data: Any = None, end_stream: Any = None) -> None:
+        exchange = CURRENT.get()
+        if exchange is not None and exchange.is_open and self.stream is not None and self.stream.send is not None:
+            _note_part(exchange, self, data)
+        await send(self, data, end_stream)
+
+    return [undo]
+
+
+def _note_part(exchange: Exchange, response: Any, data: Any) -> None:
+    try:
+        begins = not exchange.status
+        part = data or (getattr(response, "body", None) if begins else None)
+        if begins:
+            exchange.begin_answer(response.status, response.content_type or response.headers.get("content-type"))
+            if exchange.timing is not None:
+                response.headers.add(SERVER_TIMING, exchange.timing.text(exchange))
+        if part:
+            exchange.part(part.encode() if isinstance(part, str) else part, is_last=begins and not data)
+    except Exception:
+        exchange.unread()
+
+
+def _errors(module: Any, _: Exchanges) -> list[Undo]:
+    """Note the exceptions for which Sanic looks up an answer."""
+    owner = module.ErrorHandler
+    look_up = owner._lookup
+
+    @takes_place(owner, "_lookup")
+    def undo(self: Any, exception: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange = CURRENT.get()
+        if exchange is not None and exchange.is_open:
+            exchange.failure = exception
+        return look_up(self, exception, *args, **kwargs)
+
+    return [undo]
+
+
+def _websocket(module: Any, _: Exchanges) -> list[Undo]:
+    """Note the answer to a handshake, and the connection that it opens."""
+    owner = module.WebSocketProtocol
+    shake_hands = owner.websocket_handshake
+
+    @takes_place(owner, "websocket_handshake")
+    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+        connection = await shake_hands(self, *args, **kwargs)
+        exchange = CURRENT.get()
+        if exchange is not None and exchange.is_open:
+            exchange.begin_answer(101, None)
+            setattr(connection, EXCHANGE, exchange)
+        return connection
+
+    return [undo]
+
+
+def _messages(module: Any, _: Exchanges) -> list[Undo]:
+    """Count each message that is sent over a websocket, by any task."""
+    owner = module.WebsocketImplProtocol
+    send = owner.send
+
+    @takes_place(owner, "send")
+    async def undo(self: Any, message: Any) -> None:
+        exchange = getattr(self, EXCHANGE, None)
+        if exchange is not None and exchange.is_open:
+            exchange.part(message)
+        await send(self, message)
+
+    return [undo]
+
+
+def _app(module: Any, _: Exchanges) -> list[Undo]:
+    """Note the exceptions of the handlers of websockets, which Sanic logs."""
+    owner = module.Sanic
+    run = owner._websocket_handler
+
+    @takes_place(owner, "_websocket_handler")
+    async def undo(self: Any, handler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        async def handled(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await handler(*args, **kwargs)
+            except Exception as error:
+                exchange = CURRENT.get()
+                if exchange is not None and exchange.is_open:
+                    exchange.failure = error
+                raise
+
+        await run(self, handled, request, *args, **kwargs)
+
+    return [undo]
+
+
+def _arrival(request: Any) -> Arrival:
+    address = getattr(request.conn_info, "sockname", None)
+    host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
+    return request.method, request.scheme, host, port
+
+
+READS = reads(
+    _arrival,
+    lambda request: request.headers,
+    lambda request: request.path,
+    lambda request: request.query_string,
+    lambda request: request.ip,
+)
+
+SANIC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
+    "sanic.app": _app,
+    "sanic.handlers.error": _errors,
+    "sanic.response.types": _response,
+    "sanic.server.protocols.http_protocol": _protocol,
+    "sanic.server.protocols.websocket_protocol": _websocket,
+    "sanic.server.websockets.impl": _messages,
+}
