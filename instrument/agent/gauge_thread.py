@@ -111,7 +111,7 @@ class _Watched:
 
 
 class _LeftError(Exception):
-    """The process is to read its gauges itself; the message says why."""
+    """The agent cannot read a process's gauges, so the process must. The message says why."""
 
 
 class GaugeThread:

@@ -40,7 +40,7 @@ class _Child:
 
 
 class Jobs:
-    """The agent's children. `selector` is its own, which calls what it finds with a descriptor that can be read."""
+    """The agent's children. `selector` is the agent's own. It calls a function once a descriptor can be read."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector

@@ -40,7 +40,7 @@ ROWS = 12
 class InFlight:
     """A request that has begun and not ended: its age, and the innermost span that is open in it, with its age.
 
-    `bears` are the first of its attributes.
+    `bears` is the text of its first attributes.
     """
 
     pid: int
@@ -78,10 +78,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNow:
-    """A process: its profile's generation, its calls since its begin, about what share of time they cost, losses.
+    """A process: its profile's generation, its calls since it began, their estimated share of time, and its losses.
 
-    Calls, cost and losses of one that has ended are in its report, and nobody knows them of one whose recording cannot
-    be read: None here. So is the time that one was up whose begin and end its agent has not seen.
+    Calls, cost and losses are None for a process that has ended, whose report has them. `up_ns` is None if the agent
+    missed both its begin and its end.
     """
 
     pid: int
@@ -97,10 +97,10 @@ class ProcessNow:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """One look at a run. `window_ns` is the longest time that rates and shares are of: of a younger process, its own.
+    """One look at a run. Rates and shares are of the last `window_ns`, or of the whole life of a younger process.
 
-    They are of living processes; `ended` counts the ended ones, which are in no number of this look. The look
-    `is_uneven` if some processes are much younger than others.
+    All numbers are of living processes, except `ended`, the number of ended ones. The look `is_uneven` if some
+    processes are much younger than others.
     """
 
     run: str

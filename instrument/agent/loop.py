@@ -26,7 +26,7 @@ _JOIN = b'{"join":'
 
 
 class Connection:
-    """The agent's end."""
+    """The agent's end of the connection to a process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

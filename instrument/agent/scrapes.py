@@ -149,7 +149,7 @@ class Scrapes:
             server_name, server_port = "", 0
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Say nothing of one that went away."""
+                """Log nothing for a client that has gone away."""
 
         server = Server(("", 0), Handler, bind_and_activate=False)
         server.socket.close()

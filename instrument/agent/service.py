@@ -146,8 +146,8 @@ LOOK_S = 0.1
 class Agent:
     """The agent that listens on `listener` for a `run`, None for an agent that any process may join.
 
-    The one ends with its run, the other by a signal. `folder` is for files with data for a run's report. `says` is
-    called with each message that no process of a run can print.
+    The agent of a run ends with its run, any other by a signal. `folder` is for files with data for a run's report.
+    `says` is called with each message that no process of a run can print.
     """
 
     def __init__(

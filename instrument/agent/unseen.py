@@ -42,7 +42,7 @@ _OFF = (b"off", b"0", b"false", b"no")
 
 
 class Unseen:
-    """Counts them for the run whose first process is `first`, by why they are not seen; none for a run without one.
+    """Counts a run's unseen processes by the reason. `first` is the run's first process; with 0, nothing is counted.
 
     `after(seconds, function)` calls a function later, `joined()` returns the processes that have joined. `selector` is
     the agent's own.

@@ -233,7 +233,7 @@ RUNS_NAMED = 5
 
 @dataclass
 class FilesOfRun:
-    """Files of one run, and the part of time that they are of, in ns since 1970."""
+    """The files of one run, and the range of time that they cover, in ns since 1970."""
 
     name: str
     files: list[str]

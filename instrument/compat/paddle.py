@@ -82,7 +82,7 @@ _logged: set[str] = set()
 
 
 class SortedKeys(Enum):
-    """The keys of sorting, in our words."""
+    """Paddle's keys for sorting. Each value is our name of the key."""
 
     CPUTotal = "cpu_total"
     CPUAvg = "cpu_ave"
@@ -95,7 +95,7 @@ class SortedKeys(Enum):
 
 
 class SummaryView(Enum):
-    """The views, in our words."""
+    """Paddle's views. Each value is our name of the view."""
 
     DeviceView = "device"
     OverView = "overview"

@@ -56,7 +56,7 @@ _BOOLS: Mapping[str, bool] = {
 
 
 class Flags:
-    """Flags as attributes. The log has a line on each other flag, of which nothing follows here."""
+    """Theano's flags as attributes. Setting any other flag has no effect; the log has a warning."""
 
     def __init__(self, prefix: str = "", **values: Any) -> None:
         vars(self).update(values, _prefix=prefix)

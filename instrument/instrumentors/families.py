@@ -13,8 +13,8 @@ from instrument.runtime.cheap_start import NamedTuple, replace
 class Family(NamedTuple):
     """A family's module and class, and the top-level packages and the modules in which its rules may have targets.
 
-    The standard library's are left out, except its servers: a service imports another package of the family before it
-    needs the family.
+    Modules of the standard library are left out, except servers. A service that needs the family imports another
+    package of it first.
     """
 
     module: str

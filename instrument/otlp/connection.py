@@ -80,7 +80,7 @@ class TcpConnection:
 
 
 class TlsConnection(TcpConnection):
-    """The same by TLS. `context` is what `ssl` wraps a connection by."""
+    """A `TcpConnection` that is encrypted by TLS. `context` has the settings of `ssl` for it."""
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ class Metering:
             self._ended = time.monotonic_ns(), self._meter.ended()
 
     def after_read(self, *, is_complete: bool) -> None:
-        """Take a snapshot where one is due, after the recording was read: to its end if that `is_complete`."""
+        """Take a snapshot if one is due. Called after the recording was read; `is_complete`: it was read to its end."""
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._settle()

@@ -118,7 +118,7 @@ class RecordingExport:
                     self.is_ours = False
 
     def after_fork_in_child(self) -> None:
-        """In a child of the process that exports: let go of the parent's recording, which that one goes on with."""
+        """In a forked child, close the parent's recording, which the parent continues to export."""
         self._place.close()
         self._mapped.close()
 

@@ -58,7 +58,7 @@ class Response:
 
 
 class _UnavailableError(Exception):
-    """The collector takes nothing now: why, and for how long it asks to be left alone."""
+    """The collector takes nothing now. `asked_s` is how many seconds it asks to wait, 0 if it does not say."""
 
     def __init__(self, reason: str, asked_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -66,7 +66,7 @@ class _UnavailableError(Exception):
 
 
 class Sender(ABC):
-    """Carries requests to a collector, each as often as there is time and hope."""
+    """Sends requests to a collector. Each is tried again while time is left and the collector may take it."""
 
     modules: ClassVar[tuple[str, ...]]
     """The modules for sending, imported before the export thread starts."""
@@ -320,7 +320,7 @@ _RETRY_DELAY = rb"(?:\x0a.(?:\x08" + _VARINT + rb")?(?:\x10" + _VARINT + rb")?)?
 
 
 class GrpcSender(Sender):
-    """OTLP over gRPC, of which only the channel is another's."""
+    """Sends OTLP over gRPC. Only the channel is from the package `grpc`; requests are packed here."""
 
     modules = ("grpc", "importlib.metadata")
     _of_parents: ClassVar[list[Any]] = []

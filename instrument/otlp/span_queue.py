@@ -41,7 +41,7 @@ _SENDING = "sending"
 
 @dataclass(eq=False)
 class Source:
-    """A process whose spans are sent: the names of its things, and the fates of its spans.
+    """A process whose spans are sent: its resource, the names of its threads, and the fates of its spans.
 
     `resource` returns the attributes of its resource, `threads` the names of its threads by native id. `counts` has its
     spans by fate, `metrics` its metrics on their way. `origin` converts times to the wall clock; `before` is the time

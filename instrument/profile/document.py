@@ -178,7 +178,7 @@ class YamlNode:
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
-        """Return True if a variable's value can be read. Otherwise add a remark on what happens `instead`."""
+        """Return True if `read` succeeds. If not, turn its faults into remarks that say what happens `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt(read)
         if document.faults == faults:

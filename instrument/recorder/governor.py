@@ -408,7 +408,7 @@ def _named(site: Site) -> str:
 
 
 class Budget:
-    """The `budget` of a profile, which a reload may change: a governor where there is one.
+    """The `budget` of a profile, which a reload may change. A governor applies it; without a bound there is none.
 
     A new governor calls `costs_ns` and `passed_ns`: see `Governor`. Used by one thread at a time.
     """

@@ -31,7 +31,7 @@ def duplicate(fd: int) -> int:
 
 
 class Claim:
-    """A claim on a recording, which `take` takes; its process writes to `fileno`. Raises `OSError`."""
+    """A claim on a recording: a lock that `take` acquires. Its process writes to `fileno`. Raises `OSError`."""
 
     def __init__(self, fd: int, kind: int) -> None:
         # Open the file anew: a lock belongs to an open file, which a passed descriptor shares with its sender.

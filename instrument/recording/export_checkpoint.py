@@ -82,7 +82,7 @@ class Progress:
         return min(self.fates["sending"], self.unsettled)
 
     def unreported(self) -> dict[str, int]:
-        """Return all unreported fates, after the exporter has ended."""
+        """Return the unreported counts of all generations by fate. The exporter must have ended."""
         if self.is_reported:
             return dict(self.before)
         fates = {fate: count + self.before[fate] for fate, count in self.fates.items()}

@@ -355,9 +355,9 @@ class Mapped:
         return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
 
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
-        """Return up to `most` of the newest rows of all rings, or of each by its number those from a row's number on.
+        """Return at most `most` rows of all rings, the newest. `since` has the first row wanted by the ring's number.
 
-        Rows `in_doubt` are left out. `head` of each is where to go on.
+        Rows `in_doubt` are left out. Each result's `head` is the row to begin with next time.
         """
         copied, requests = [], []
         for place, ring in enumerate(ring for ring in self._rings() if ring.thread_id):

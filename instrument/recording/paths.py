@@ -137,9 +137,9 @@ class CallTree:
 
 
 class Located(NamedTuple):
-    """The site's number, the parent's place and the own place of each node; and which nodes have another's place.
+    """The site, the parent's place and the own place of each node. `shared` has the nodes that have another's place.
 
-    A node's place is the first node whose path is of the same places.
+    A node's place is the first node with the same parent's place and the same site's key.
     """
 
     site_of: array[int]

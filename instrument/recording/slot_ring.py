@@ -158,9 +158,9 @@ NOTHING_TO_COME = 1 << 62
 
 
 class IntervalRing:
-    """A ring of intervals by span; written by one thread, read by any.
+    """A ring of intervals by span. One thread writes it, any thread reads it.
 
-    It is where `find_room` says, for other processes to read, and in private memory without one.
+    `find_room` returns its memory, which other processes can read. Without `find_room`, its memory is private.
     """
 
     def __init__(self, memory_bytes: int, find_room: FindRoom | None = None) -> None:

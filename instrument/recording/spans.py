@@ -187,11 +187,11 @@ class Span:
 class Origin:
     """The process of the spans, and the reading of its monotonic clock in wall time.
 
-    `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
-    process has had, from 1 (0: not known). `boot` is that of the machine: processes of one have one monotonic clock.
-    `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 if nobody knew. `run` is the run in
-    which keys name requests: that of `instrument run`, or what several hosts call theirs, "" for none. `start_ticks`
-    is when the system made the process, in ticks since boot (0: not known): containers have processes of one number.
+    `profile` is where the profile came from, `digest` identifies its content, and `generation` counts the profiles of
+    the process from 1 (0: not known). `boot` identifies the boot of the machine: processes of one boot share one
+    monotonic clock. `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 if nobody knew. `run` is the
+    run in which keys name requests: that of `instrument run`, or a name for several hosts, "" for none. `start_ticks`
+    is when the system made the process, in ticks since boot (0: not known): two containers may use one process number.
     `version` is the service's own, "" for none.
     """
 
@@ -294,7 +294,7 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of a gauge: what a device or the host said of itself at a time.
+    """One reading of a gauge of a device or of the host.
 
     `name` is one of `GAUGES`, and `value` has its unit. `value` is None if the device does not report it ("n/a", never
     0); a gauge that it never reports has one such sample. `device` is CUDA's number of the device in this process, as
@@ -416,9 +416,9 @@ def flops_in(attributes: Mapping[str, object]) -> int:
 class ImportTime:
     """The imports of one top-level package: how often one began from outside of it, and how long they took.
 
-    `total_ns` has all that they imported in turn, `self_ns` the modules of the package alone: over all packages these
-    add up, also where threads imported side by side. `in_spans_ns` of it went by while a span was open on the thread,
-    and `late_ns` of the rest in imports that began after the first request had.
+    `total_ns` includes what the package imported in turn. `self_ns` is of its own modules only, so it adds up over
+    packages and threads. `in_spans_ns` is the part of `self_ns` with a span open on the thread. `late_ns` is the rest
+    in imports that began after the first request.
     """
 
     package: str

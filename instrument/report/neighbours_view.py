@@ -51,7 +51,7 @@ class GroupWaits:
 
     @property
     def mean_ns(self) -> float:
-        """The wait of a request."""
+        """Return the mean wait of a request in nanoseconds."""
         return self.suffered_ns / self.requests
 
 

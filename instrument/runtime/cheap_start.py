@@ -78,7 +78,7 @@ else:
             return cls
 
     class _Named(tuple):
-        """The base of all of them, with the methods of `typing.NamedTuple`."""
+        """The base class of the named tuples, with the methods of `typing.NamedTuple`."""
 
         __slots__ = ()
         _fields: tuple[str, ...] = ()

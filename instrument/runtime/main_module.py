@@ -281,7 +281,7 @@ class Watch:
         return self._of_runner
 
     def started(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Return True for code that is the body to follow. The wait ends where none can come."""
+        """Return True for code that is the body to follow. End the watch once no such code can run."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):

@@ -108,7 +108,7 @@ class _Guard:
         return spec
 
     def release(self) -> None:
-        """Leave the names to the service, which has or imports its own by them."""
+        """Remove the standard modules that we loaded from `sys.modules`, so that the service imports its own."""
         while self._loaded:
             name = self._loaded.pop()
             if module := sys.modules.pop(name, None):

@@ -148,7 +148,7 @@ def _count_tasks() -> int:
 
 
 class _ForkWarning:
-    """A pattern of the warning that a process with threads forks, which takes its filter away as it matches.
+    """Matches Python's warning that a process with threads forks. A match removes the filter of this warning.
 
     Python 3.12 warns before the hooks of a fork in its parent, later versions after them.
     """

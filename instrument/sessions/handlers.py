@@ -138,7 +138,7 @@ Handler = Callable[[Window], object]
 
 
 class InBackground:
-    """A handler that a `Profiler` runs on its own thread instead of within `step`. Called, it runs at once."""
+    """A handler that a `Profiler` runs on its own thread instead of within `step`. A direct call runs it at once."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler

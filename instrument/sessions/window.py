@@ -44,10 +44,10 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The newest steps of all loops, without overlaps: those of a loop that joined earlier come first.
+    """The newest steps of all loops, without overlaps. A loop that joined earlier keeps its step.
 
-    Loops within the loop would count each instant again: their steps give way as soon as one around them has ended, and
-    stay where there is none. Steps are added on any thread, and read meanwhile.
+    Steps of an inner loop would count the same time again. A step around them replaces them when it ends; without one
+    they stay. Any thread adds steps, and any reads them meanwhile.
     """
 
     def __init__(self) -> None:

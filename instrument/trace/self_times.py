@@ -143,7 +143,7 @@ class _Open(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """A numbering of times on threads, by thread and time."""
+    """Numbers pairs of a thread and a time, in the order of threads, then times."""
 
     threads: Int64s
     least_ns: int

@@ -45,7 +45,7 @@ _attached: list[Arrivals] = []
 
 
 class _Arrived(NamedTuple):
-    """A call that has arrived at a server. `name` replaces a method that the server does not have."""
+    """A call that has arrived at a server. `name` replaces the name of a method that the server does not have."""
 
     details: Any
     context: Any = None

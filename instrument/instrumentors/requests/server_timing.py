@@ -35,7 +35,7 @@ _TIMES = frozenset(name for names in LATENCIES.values() for name in names.values
 
 
 class AnswerTimings:
-    """The timings of the answer in one exchange. No reference to it, since exchanges have one to this."""
+    """The timings of the answer in one exchange. It has no reference to the exchange, which would be a cycle."""
 
     __slots__ = ("_details_from", "_is_events", "_tail")
 

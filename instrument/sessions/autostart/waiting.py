@@ -151,7 +151,7 @@ def _start() -> None:
 class Wait:
     """The import hook of a process that waits; it is gone once the session has begun.
 
-    A part of ours is awaited, too: who imports one uses us.
+    The import of a module of ours ends the wait, too: its importer uses us.
     """
 
     def __init__(self, packages: Collection[str]) -> None:
