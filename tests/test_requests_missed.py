@@ -94,10 +94,10 @@ def test_connections_to_a_process_that_records_no_request_are_reported(
     assert "they came to ports 8000, 9000" in family.verdicts()[1].why
     met(family)(port=9000)
     assert "connections" not in states(family), "what else listens may be no server of requests at all"
-    monkeypatch.setitem(sys.modules, "sanic", ModuleType("sanic"))
+    monkeypatch.setitem(sys.modules, "robyn", ModuleType("robyn"))
     (told,) = (verdict for verdict in family.verdicts() if verdict.target == "connections")
     assert told.why.startswith("they came to port 8000, and no request was recorded there; requests of ")
-    assert "sanic" in told.why
+    assert "robyn" in told.why
 
 
 def test_a_worker_of_a_queue_that_records_no_request_is_reported(
