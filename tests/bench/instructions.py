@@ -24,10 +24,12 @@ from collections.abc import Iterator
 from itertools import repeat
 
 FEW, MANY = 2_000, 22_000
+CACHEGRIND = ["valgrind", "--tool=cachegrind", "--cachegrind-out-file=/dev/null"]
 TWINS = {"call": "bare call", "scope": "loop", "coroutine": "bare await", "step": "bare step"}
 
 
-def run(shape: str, calls: int) -> None:
+def run(shape: str, spans: Iterator[None]) -> None:
+    """Run a shape once for each item of an iterator."""
     from instrument import scope
     from instrument.recorder.recorder import RECORDER
     from instrument.recording.spans import Site
@@ -39,24 +41,24 @@ def run(shape: str, calls: int) -> None:
     async def coroutine() -> None: ...
 
     def numbers() -> Iterator[None]:
-        for _ in repeat(None, calls):
+        for _ in spans:
             yield
 
     async def repeat_await(function: object) -> None:
-        for _ in repeat(None, calls):
+        for _ in spans:
             await function()  # type: ignore[operator]
 
     match shape:
         case "call" | "bare call":
             called = RECORDER.wrap(nothing, Site("call")) if shape == "call" else nothing
-            for _ in repeat(None, calls):
+            for _ in spans:
                 called()
         case "scope":
-            for _ in repeat(None, calls):
+            for _ in spans:
                 with scope("scope"):
                     pass
         case "loop":
-            for _ in repeat(None, calls):
+            for _ in spans:
                 pass
         case "coroutine" | "bare await":
             awaited = RECORDER.wrap(coroutine, Site("coroutine")) if shape == "coroutine" else coroutine
@@ -70,19 +72,19 @@ def run(shape: str, calls: int) -> None:
                 pass
 
 
-def counted(shape: str, calls: int) -> int:
-    command = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
-    command += [sys.executable, __file__, shape, str(calls)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=300, env={**os.environ, "PYTHONHASHSEED": "0"}
-    )
-    found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
-    assert found is not None, done.stderr
-    return int(found[1].replace(",", ""))
+def totals(command: list[str], names: list[str], package: str = "") -> list[int]:
+    """Return the sums of these names that cachegrind prints of a command, by the package in a folder."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": package}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment)
+    sums = [re.search(rf"{name}:\s+([\d,]+)", done.stderr) for name in names]
+    assert all(sums), done.stderr
+    return [int(number[1].replace(",", "")) for number in sums if number]
 
 
 def of_one(shape: str) -> float:
-    return (counted(shape, MANY) - counted(shape, FEW)) / (MANY - FEW)
+    commands = ([*CACHEGRIND, "--cache-sim=no", sys.executable, __file__, shape, str(spans)] for spans in (FEW, MANY))
+    few, many = (totals(command, [r"I\s+refs"])[0] for command in commands)
+    return (many - few) / (MANY - FEW)
 
 
 def main() -> None:
@@ -95,6 +97,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:
-        run(sys.argv[1], int(sys.argv[2]))
+        run(sys.argv[1], repeat(None, int(sys.argv[2])))
     else:
         main()
