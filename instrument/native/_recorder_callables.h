@@ -450,16 +450,17 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     int64_t end_ns = has_ticks && current->core != NULL ? ticks_as_ns(&current->core->ticks, read_ticks())
                                                         : read_monotonic_into(&end);
     int64_t total_ns = end_ns - frame->start_ns;
-    if (__builtin_expect(total_ns < 0 || result == NULL || current->top != frame || ring->rows == NULL ||
-                         node->ring_number != ring->number ||
+    node = frame->node; /* it may have been renamed */
+    if (__builtin_expect(total_ns < 0 || result == NULL || current->top != frame || node->ring_number != ring->number ||
+                         !is_open_and_outermost(frame) ||
                          ((uintptr_t)frame->published | (uintptr_t)frame->attributes) != 0, 0))
         return end_otherwise(current->maker, ring, current, frame, end_ns, result);
     if (frame->above != NULL) /* or there was nothing that it was copied under, either */
         count_against_above(current, frame, ring, end_ns);
     current->top = frame->above;
     totals = node->totals;
-    write_row(ring, frame, end_ns, total_ns, NULL, 0);
-    if (count_call(&current->maker, totals, frame, total_ns, total_ns, frame->is_inner))
+    write_row(ring, frame, node, end_ns, total_ns, NULL, 0);
+    if (count_call(&current->maker, totals, frame, total_ns, total_ns, 0))
         count_all_waiting(current->maker, totals);
     Py_XDECREF(frame->request);
     frame->start_ns = 0; /* as `release_frame`, of one that is kept */

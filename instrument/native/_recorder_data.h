@@ -142,24 +142,28 @@ struct ring;
 typedef struct frame {
     struct frame *above;
     node_t *node;
-    uint64_t span_id, parent_id, root_id, task;
-    int64_t start_ns, counted_from_ns, children_ns;
+    uint64_t span_id, parent_id, root_id; /* these and the begin in the order of a row */
+    int64_t start_ns;
+    uint64_t task;
+    int64_t counted_from_ns, children_ns;
     struct ring *ring;
     PyObject *request; /* the Frame of the request that this is in, or NULL */
     PyObject *attributes;
     PyObject *pair; /* what times the span on a device, or NULL */
     PyObject *self; /* the Frame object that holds this frame; NULL for a function's */
     PyObject *published; /* what contexts that were copied under it know it by, or NULL */
+    char is_inner;   /* whether a call of its node is open around it on this thread: the time of that holds its time */
     char state;
     char below_fold; /* whether a step to a node that is not below led here, on this chain or one that it continues */
     char has_rows; /* whether what counts no time against it may name it as its parent */
-    char is_inner;   /* whether a call of its node is open around it on this thread: the time of that holds its time */
     uint32_t is_extra : 1; /* whether it is given up when its call ends, and not kept for another one */
     uint32_t place : 31;   /* while spans are renamed: its number among those that are open, from 1 on, or 0 */
 } frame_t;
 
 _Static_assert(REASON_COUNT <= REASONS_MOST, "a recording has room for all reasons");
 _Static_assert(sizeof(frame_t) == 2 * LINE, "a frame is two cache lines");
+_Static_assert(offsetof(frame_t, start_ns) - offsetof(frame_t, span_id) == offsetof(row_t, start_ns),
+               "a row begins as a part of a frame");
 
 typedef struct {
     PyObject_HEAD
@@ -176,7 +180,8 @@ typedef struct stepped {
     PyObject_HEAD
     struct core *core;
     PyObject *awaited; /* an iterator */
-    PyObject *site, *attributes, *results; /* of the span that begins with the first step; or NULL */
+    struct function *function; /* whose span begins with the first step; or NULL */
+    PyObject *attributes;      /* of that span, or NULL */
     Frame *own; /* that span, while it is open */
     int64_t waited_ns;
     int64_t suspended_ns; /* since when it is, or 0 */
@@ -226,7 +231,7 @@ typedef struct ring {
     PyObject_HEAD
     row_t *rows;
     uint64_t mask, head;
-    uint64_t number; /* never given twice */
+    uint64_t number; /* never given twice; NO_NUMBER once its rows are given up */
     Current *current;
     /* The version of the context that `current` belongs to, which each change of the thread's context makes another;
      * NO_VERSION where there is no `current`. What the end of a call needs is one line up to here. */
@@ -243,6 +248,7 @@ typedef struct ring {
     char label[LABEL_BYTES];
 } Ring;
 
+#define NO_NUMBER UINT64_MAX
 #define NO_VERSION UINT64_MAX /* that no thread's context has */
 
 static PyThreadState nobody; /* in no context */
@@ -336,11 +342,14 @@ typedef struct {
     uint64_t cut; /* spans of generators that were ended early */
 } Pass;
 
-typedef struct {
+typedef struct function {
     PyObject_HEAD
+    /* What each call reads is one line or two up to `uid`. */
     vectorcallfunc vectorcall;
     Core *core;
     PyObject *wrapped;
+    path_t path; /* of its site */
+    uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
     /* Of a method whose instances have sites of their own: {identity: site or None}, what finds that of an instance
      * which is not there yet. `evaluate` sets what evaluates Python's frames and returns what did: a compiler of the
      * host's must not take `decide` for its own. */
@@ -350,8 +359,6 @@ typedef struct {
     char is_followed; /* whether `sites` reports its changes */
     char muted; /* whether calls pass without a span */
     char form; /* what its calls are */
-    path_t path; /* of its site */
-    uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
     Pass *pass; /* what counts them, or NULL */
     PyObject *site, *decide, *evaluate;
     PyObject *works; /* returns for the device timer by a call's arguments what the call works on, or NULL */

@@ -84,7 +84,7 @@ Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyO
     Py_INCREF(self);
     made = call_wrapped(self, args, nargsf, names);
     PyObject *standing = made == NULL                ? NULL
-                         : self->form == COROUTINE ? stepped_coroutine(self->core, self->site, made, values, self->results)
+                         : self->form == COROUTINE ? stepped_coroutine(self, made, values)
                                                    : new_stretch(self->core, types[(int)self->form], self->site, made, values);
     if (standing != NULL || (made != NULL && lose(self->core) < 0))
         Py_SETREF(made, standing);

@@ -82,7 +82,7 @@ add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
     int known = PySet_Contains(seen, key);
     if (known == 0 && PySet_Add(seen, key) == 0 && frame->state != CLOSED && frame->start_ns != 0) {
         row_t row = {0};
-        fill_row(&row, frame, frame->node, frame->start_ns, now_ns, frame->children_ns);
+        fill_row(&row, frame, frame->node, now_ns);
         PyObject *attributes = frame->attributes; /* a copy, for the span's owner may still add to them */
         attributes = attributes != NULL && PyDict_Check(attributes) ? PyDict_Copy(attributes) : Py_NewRef(Py_None);
         int64_t active_ns = -1;

@@ -7,6 +7,7 @@ free_rows_of(Ring *ring)
     row_t *rows = ring->rows;
     uint64_t written = ring->head < ring->capacity ? ring->head : ring->capacity;
     ring->rows = NULL;
+    ring->number = NO_NUMBER;
     ring->head = 0;
     ring->context_version = NO_VERSION;
     if (rows != NULL)

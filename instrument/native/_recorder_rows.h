@@ -61,13 +61,11 @@ number_as_rare(int64_t active_ns)
 
 /* All that a row says, but for what is rare. */
 static inline __attribute__((always_inline)) void
-fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t start_ns, int64_t end_ns, int64_t children_ns)
+fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t end_ns)
 {
-    memcpy(&row->span_id, &frame->span_id, 2 * sizeof row->span_id); /* and the parent's */
-    row->root_id = frame->root_id;
-    row->start_ns = start_ns;
+    memcpy(&row->span_id, &frame->span_id, offsetof(row_t, end_ns));
     row->end_ns = end_ns;
-    row->children_ns = children_ns;
+    row->children_ns = frame->children_ns;
     row->node = node->index;
     row->task = (uint32_t)(frame->task >> 4);
 }
@@ -77,9 +75,10 @@ fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t start_ns,
 
 /* Write the row of a span that took so long, unless it is too short for one. */
 static inline __attribute__((always_inline)) void
-write_row(Ring *ring, const frame_t *frame, int64_t end_ns, int64_t total_ns, PyObject *error, uint64_t rare)
+write_row(Ring *ring, const frame_t *frame, const node_t *node, int64_t end_ns, int64_t total_ns, PyObject *error,
+          uint64_t rare)
 {
-    if (error == NULL && __builtin_expect(total_ns < frame->node->min_ns, 0) && frame->children_ns == 0 && !frame->has_rows) {
+    if (error == NULL && __builtin_expect(total_ns < node->min_ns, 0) && frame->children_ns == 0 && !frame->has_rows) {
         ring->too_short++;
         return;
     }
@@ -87,7 +86,7 @@ write_row(Ring *ring, const frame_t *frame, int64_t end_ns, int64_t total_ns, Py
     uint64_t head = ring->head;
     row_t *row = &ring->rows[head & ring->mask];
     row->rare = rare;
-    fill_row(row, frame, frame->node, frame->start_ns, end_ns, frame->children_ns);
+    fill_row(row, frame, node, end_ns);
     /* A reader in another process finds a row whole as soon as it is counted. */
     __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
     __builtin_prefetch(row + 1, 1);
@@ -184,7 +183,7 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
     if (end_ns < frame->start_ns) /* the time stamp counters of two processors may differ by a little */
         end_ns = frame->start_ns;
     int64_t total_ns = end_ns - frame->start_ns;
-    write_row(ring, frame, end_ns, total_ns, error, rare);
+    write_row(ring, frame, frame->node, end_ns, total_ns, error, rare);
     totals_t *totals = totals_here(ring, frame->node);
     if (totals == NULL) {
         count(core, NOT_TALLIED);
@@ -205,11 +204,11 @@ store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
 {
     int64_t total_ns = end_ns - frame->start_ns;
     node_t *node = frame->node;
-    if (__builtin_expect(ring->rows == NULL || total_ns < 0 || node->ring_number != ring->number, 0)) {
+    if (__builtin_expect(total_ns < 0 || node->ring_number != ring->number, 0)) {
         store(core, ring, frame, end_ns, -1, 0, NULL);
         return;
     }
-    write_row(ring, frame, end_ns, total_ns, NULL, 0);
+    write_row(ring, frame, node, end_ns, total_ns, NULL, 0);
     if (count_call(&core, node->totals, frame, total_ns, total_ns, frame->is_inner))
         count_all_waiting(core, node->totals);
 }

@@ -342,26 +342,11 @@ enter_otherwise(Scope *self)
 static inline __attribute__((always_inline)) PyObject *
 Scope_enter(Scope *self)
 {
-    const path_t *path = self->path;
     Frame *open = self->spare;
-    Core *core = self->core;
-    if (open == NULL || !is_on_and_nothing_else(core) || at_hand.uid != core->uid)
+    if (open == NULL || !begin_known(self->core, open, self->path, 1))
         return enter_otherwise(self);
-    Ring *ring = at_hand.ring;
-    Current *current = ring->current;
-    frame_t *frame = open->frame;
-    if (ring->context_version != ring->state->context_ver ||
-        (current->eager && !publishes_requests_alone(core, current)) ||
-        !place_below_top(core, ring, current, path, frame))
-        return enter_otherwise(self);
-    if (at_hand.stepping != NULL)
-        note_stepping(open);
-    Py_INCREF(ring);
-    Py_INCREF(open); /* the chain's */
     self->spare = NULL;
     self->frame = open;
-    current->top = frame;
-    begin_frame(frame, read_monotonic());
     Py_INCREF(self);
     return (PyObject *)self;
 }
@@ -412,7 +397,7 @@ Scope_exit(Scope *self, PyObject *error)
     count_against_above(current, frame, ring, end_ns);
     current->top = frame->above;
     READ_ANEW();
-    write_row(ring, frame, end_ns, total_ns, NULL, 0);
+    write_row(ring, frame, frame->node, end_ns, total_ns, NULL, 0);
     READ_ANEW();
     totals_t *totals = frame->node->totals;
     int is_full = count_call(&self->core, totals, frame, total_ns, total_ns, 0);

@@ -156,16 +156,24 @@ next_identity(Core *core)
 static inline void
 set_flags(frame_t *frame, char state)
 {
-    const char flags[] = {state, 0, 0, 0};
-    memcpy(&frame->state, flags, sizeof flags); /* and `below_fold`, `has_rows`, `is_inner`, as one number */
+    const char flags[] = {0, state, 0, 0};
+    memcpy(&frame->is_inner, flags, sizeof flags); /* and `state`, `below_fold`, `has_rows`, as one number */
 }
 
 /* Whether a span is open as it began, and no flag is set. */
 static inline int
 is_open_as_begun(const frame_t *frame)
 {
-    static const char expected[] = {OPEN, 0, 0, 0};
-    return memcmp(&frame->state, expected, sizeof expected) == 0;
+    static const char expected[] = {0, OPEN, 0, 0};
+    return memcmp(&frame->is_inner, expected, sizeof expected) == 0;
+}
+
+/* Whether a span is open, as those of functions and scopes are, and no call of its node is open around it. */
+static inline int
+is_open_and_outermost(const frame_t *frame)
+{
+    static const char expected[] = {0, OPEN};
+    return memcmp(&frame->is_inner, expected, sizeof expected) == 0; /* and `state` */
 }
 
 /* Whether a span is open, as those of functions and scopes are, and no step to a node that is not below led to it. */
@@ -174,6 +182,15 @@ is_open_and_no_fold(const frame_t *frame)
 {
     static const char expected[] = {OPEN, 0};
     return memcmp(&frame->state, expected, sizeof expected) == 0; /* and `below_fold` */
+}
+
+static inline void
+remember_step(path_t *path, node_t *parent, node_t *step)
+{
+    path->parents[1] = path->parents[0];
+    path->steps[1] = path->steps[0];
+    path->parents[0] = parent;
+    path->steps[0] = step;
 }
 
 /* Fill in who the span is and where it belongs; the clock is read by the caller, last. `path` is of the site. */
@@ -215,12 +232,8 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         step = path->steps[1];
     } else {
         step = node_of(core, parent, site);
-        if (path != NULL && !is_edge(step)) {
-            path->parents[1] = path->parents[0];
-            path->steps[1] = path->steps[0];
-            path->parents[0] = parent;
-            path->steps[0] = step;
-        }
+        if (path != NULL && !is_edge(step))
+            remember_step(path, parent, step);
     }
     frame->node = end_of(step);
     if (is_edge(step))
@@ -276,6 +289,32 @@ begin_frame(frame_t *frame, int64_t now_ns)
 {
     frame->counted_from_ns = now_ns;
     __atomic_store_n(&frame->start_ns, now_ns, __ATOMIC_RELEASE);
+}
+
+static inline void note_stepping(Frame *self);
+static inline int publishes_requests_alone(const Core *core, const Current *current);
+
+/* Begin a span at a path where its site was met before, where nothing else is to be done. Returns 0, without a change, for
+ * any other. */
+static inline __attribute__((always_inline)) int
+begin_known(Core *core, Frame *open, const path_t *path, int is_stepped_around)
+{
+    if (!is_on_and_nothing_else(core) || at_hand.uid != core->uid)
+        return 0;
+    Ring *ring = at_hand.ring;
+    Current *current = ring->current;
+    frame_t *frame = open->frame;
+    if (ring->context_version != ring->state->context_ver ||
+        (current->eager && !publishes_requests_alone(core, current)) ||
+        !place_below_top(core, ring, current, path, frame))
+        return 0;
+    if (is_stepped_around && at_hand.stepping != NULL)
+        note_stepping(open);
+    Py_INCREF(ring);
+    Py_INCREF(open); /* the chain's */
+    current->top = frame;
+    begin_frame(frame, read_monotonic());
+    return 1;
 }
 
 static int

@@ -49,9 +49,8 @@ Stepped_traverse(Stepped *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->core);
     Py_VISIT(self->awaited);
-    Py_VISIT(self->site);
+    Py_VISIT(self->function);
     Py_VISIT(self->attributes);
-    Py_VISIT(self->results);
     Py_VISIT(self->own);
     return 0;
 }
@@ -75,7 +74,7 @@ end_own(Stepped *self, PyObject *error)
 static void
 leave_awaited(Stepped *self)
 {
-    if (self->site != NULL || self->awaited == Py_None)
+    if (self->function != NULL || self->awaited == Py_None)
         return;
     PyObject *type, *raised, *traceback;
     PyErr_Fetch(&type, &raised, &traceback);
@@ -105,9 +104,8 @@ Stepped_dealloc(Stepped *self)
     }
     Py_CLEAR(self->core);
     Py_CLEAR(self->awaited);
-    Py_CLEAR(self->site);
+    Py_CLEAR(self->function);
     Py_CLEAR(self->attributes);
-    Py_CLEAR(self->results);
     self->waited_ns = self->suspended_ns = 0;
     self->task = 0;
     self->has_begun = self->is_running = 0;
@@ -142,24 +140,50 @@ close_body(PyObject *body)
     return given;
 }
 
+/* Begin a span whose site was not met here, and remember where it was. NULL as `open_frame`. */
+static SELDOM Frame *
+begin_own_otherwise(Stepped *self)
+{
+    Core *core = self->core;
+    Function *function = self->function;
+    uint64_t uid = core->uid;
+    Frame *own = open_frame(core, function->site, NULL, self->attributes, OPEN);
+    if (own == NULL || core->uid != uid || own->frame->below_fold || own->frame->node->is_request)
+        return own;
+    if (function->uid != uid)
+        forget_paths(function);
+    path_t *path = &function->path;
+    node_t *node = own->frame->node, *step;
+    if (node->parent != core->overflow && !find_known_step(path, node->parent, &step))
+        remember_step(path, node->parent, node);
+    return own;
+}
+
 /* Begin its span. -1 with an exception of the host's. */
 static int
 begin_own(Stepped *self)
 {
+    Core *core = self->core;
+    Function *function = self->function;
     self->has_begun = 1;
-    if (self->site == NULL || !self->core->on)
+    if (function == NULL || !core->on)
         return 0;
-    Pass *pass = pass_of(self->core, self->site);
+    Pass *pass = pass_of(core, function->site);
     if (pass != NULL) {
         count_passed(pass);
         return 0;
     }
-    int is_too_deep = at_hand.uid == self->core->uid && is_stack_used_up(at_hand.ring);
-    Frame *own = is_too_deep ? NULL : open_frame(self->core, self->site, NULL, self->attributes, OPEN);
+    int is_too_deep = at_hand.uid == core->uid && is_stack_used_up(at_hand.ring);
+    int may_be_known = !is_too_deep && self->attributes == NULL && function->uid == core->uid && is_on_and_nothing_else(core);
+    Frame *own = may_be_known ? new_frame_object() : NULL;
+    if (own != NULL && !begin_known(core, own, &function->path, 0))
+        Py_CLEAR(own);
+    if (own == NULL && !is_too_deep)
+        own = begin_own_otherwise(self);
     if (own == NULL) {
         if (is_too_deep)
             PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented coroutines");
-        else if (lose(self->core) == 0)
+        else if (lose(core) == 0)
             return 0;
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
@@ -208,7 +232,8 @@ end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
         Py_XDECREF(innermost);
         return ended;
     }
-    if (ended == PYGEN_RETURN && self->results != NULL && read_result(self->core, self->results, *result) < 0) {
+    if (ended == PYGEN_RETURN && self->function != NULL && self->function->results != NULL &&
+        read_result(self->core, self->function->results, *result) < 0) {
         Py_CLEAR(*result);
         ended = PYGEN_ERROR;
     }
@@ -287,17 +312,16 @@ Stepped_next(Stepped *self)
 /* Return the stand-in for the coroutine that a function has given, inside a span of a site. Return the coroutine itself where
  * it cannot be awaited. NULL with an exception. */
 static PyObject *
-stepped_coroutine(Core *core, PyObject *site, PyObject *coroutine, PyObject *attributes, PyObject *results)
+stepped_coroutine(Function *function, PyObject *coroutine, PyObject *attributes)
 {
     if (!is_awaitable(coroutine))
         return Py_NewRef(coroutine);
     PyObject *iterator = iterator_of(coroutine);
-    Stepped *made = iterator == NULL ? NULL : new_stepped(core, &CoroutineType, iterator);
+    Stepped *made = iterator == NULL ? NULL : new_stepped(function->core, &CoroutineType, iterator);
     if (made == NULL)
         return NULL;
-    made->site = Py_NewRef(site);
+    made->function = (Function *)Py_NewRef((PyObject *)function);
     made->attributes = Py_XNewRef(attributes);
-    made->results = Py_XNewRef(results);
     return (PyObject *)made;
 }
 
@@ -376,7 +400,7 @@ Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Stepped *around;
     PyObject *result;
-    if (self->is_running || (self->site != NULL && !self->has_begun)) /* no step of its body: there is no span */
+    if (self->is_running || (self->function != NULL && !self->has_begun)) /* no step of its body: there is no span */
         return as_of_iterator(thrown(self->awaited, args, nargs, &result), result);
     if (begin_step(self, &around) < 0)
         return NULL;

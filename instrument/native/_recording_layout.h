@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define RECORDING_MAGIC "instrrec"
-#define RECORDING_VERSION 7
+#define RECORDING_VERSION 8
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from instrument.runtime.cheap_start import NamedTuple
 
-MAGIC, VERSION = b"instrrec", 7
+MAGIC, VERSION = b"instrrec", 8
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -105,8 +105,8 @@ HIGH = _in_order(high="64Q")
 FRAME = Record(
     128,
     {
-        "node": (8, "Q"), "span_id": (16, "Q"), "parent_id": (24, "Q"), "root_id": (32, "Q"), "task": (40, "Q"),
-        "start_ns": (48, "q"), "children_ns": (64, "q"), "ring": (72, "Q"), "state": (120, "B"),
+        "node": (8, "Q"), "span_id": (16, "Q"), "parent_id": (24, "Q"), "root_id": (32, "Q"), "start_ns": (40, "q"),
+        "task": (48, "Q"), "children_ns": (64, "q"), "ring": (72, "Q"), "state": (121, "B"),
     },
 )  # fmt: skip
 ROW = _in_order(
