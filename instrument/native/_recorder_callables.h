@@ -491,10 +491,16 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
     return result;
 }
 
-static __attribute__((noinline)) PyObject *
-call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call(Function *, PyObject *const *, size_t, PyObject *);
+
+/* Call a function while the time stamp counter is the clock. Both entries replace each other, once the other clock is read. */
+static PyObject *
+Function_call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    return call_in_span(self, &self->path, args, nargsf, names, 1, call_own_otherwise);
+    if (__builtin_expect(is_on_with_ticks(self->core), 1))
+        return call_in_span(self, &self->path, args, nargsf, names, 1, call_own_otherwise);
+    self->vectorcall = (vectorcallfunc)Function_call;
+    return Function_call(self, args, nargsf, names);
 }
 
 static PyObject *
@@ -505,7 +511,7 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
     if (!self->core->on)
         return call_wrapped(self, args, nargsf, names);
     if (is_on_with_ticks(self->core))
-        return call_with_ticks(self, args, nargsf, names);
+        self->vectorcall = (vectorcallfunc)Function_call_with_ticks; /* from the next call on */
     return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
 

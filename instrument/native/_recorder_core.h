@@ -15,10 +15,7 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
     self->passes = PyDict_New();
     self->variable = PyContextVar_New("instrument_current", NULL);
     self->ended = empty_ring(self);
-    self->named = new_lines(NAMES_AT_HAND * sizeof(known_t));
-    if (self->named == NULL && !PyErr_Occurred())
-        PyErr_NoMemory();
-    if (self->named == NULL || self->rings == NULL || self->counts == NULL || self->user_sites == NULL || self->passes == NULL ||
+    if (self->rings == NULL || self->counts == NULL || self->user_sites == NULL || self->passes == NULL ||
         self->variable == NULL || self->ended == NULL)
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -78,11 +75,7 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->ended);
     Py_XDECREF(self->variable);
     HELD_BY_CORE(LET_GO)
-    if (self->named != NULL)
-        Py_DECREF(Core_forget_names(self, NULL));
-    for (int i = 0; self->named != NULL && i < NAMES_AT_HAND; i++)
-        Py_XDECREF(self->named[i].instance);
-    free_lines(self->named);
+    Py_DECREF(Core_forget_names(self, NULL));
     Py_XDECREF(self->no_scope);
     Py_XDECREF(self->told_sites);
     for (uint32_t i = 0; i < self->node_count; i++) {

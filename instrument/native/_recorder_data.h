@@ -330,7 +330,6 @@ typedef struct core {
     Scope *no_scope; /* what `scope` gives where there is no memory for one */
     PyObject *user_sites; /* sites of scopes of kind user, by name; of a muted one a scope that is handed out again */
     PyObject *scope_type;
-    known_t *named; /* sites of scopes by the address of the name */
     PyObject *passes; /* what counts the calls of each muted site */
 } Core;
 
@@ -377,12 +376,13 @@ typedef struct {
 struct scope {
     PyObject_HEAD
     Core *core;
+    path_t *path; /* of its site, where it is that of a name that is known, and has no attributes; else `no_path` */
+    Frame *frame;
+    Frame *spare;           /* for the next span, or NULL */
+    frame_t *spare_frame;   /* that one's, or another that may be gone: asked of memory and not looked at */
+    BoundMethod enter, exit;
     PyObject *site; /* NULL, as is core: begins nothing */
     PyObject *attributes;
-    Frame *frame;
-    Frame *spare; /* for the next span, or NULL */
-    path_t *path; /* of its site, where it is that of a name that is known, and has no attributes; else `no_path` */
-    BoundMethod enter, exit;
 };
 
 typedef struct stretch {
@@ -448,6 +448,8 @@ static uint32_t free_frame_object_count, free_scope_count, free_stepped_count;
 static uint32_t frame_object_count, frame_objects_elsewhere, frame_objects_kept = OBJECTS_KEPT;
 static PyTypeObject *free_scope_type; /* that they are of */
 static path_t no_path;
+/* Sites of scopes by the address of the name. The recorder that an entry is of is its `version`; 0 where it is out of use. */
+static known_t names_at_hand[NAMES_AT_HAND] __attribute__((aligned(LINE)));
 /* What is done to each thing that an object holds, where a list of them is written once. */
 #define VISIT(field) Py_VISIT(self->field);
 #define LET_GO(field) Py_XDECREF(self->field);

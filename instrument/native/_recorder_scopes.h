@@ -227,14 +227,21 @@ part_with_scope(Scope *scope)
         Py_DECREF(scope);
 }
 
+static inline uint64_t
+version_of_names(const Core *core)
+{
+    return (uintptr_t)core;
+}
+
 /* Let no scope go a way that is known. Runs no code of the host's. */
 static void
-forget_paths_of_names(Core *core)
+forget_paths_of_names(const Core *core)
 {
-    for (int i = 0; i < NAMES_AT_HAND; i++) {
-        core->named[i].version = 0;
-        core->named[i].path = (path_t){0};
-    }
+    for (known_t *place = names_at_hand; place < names_at_hand + NAMES_AT_HAND; place++)
+        if (place->version == version_of_names(core)) {
+            place->version = 0;
+            place->path = (path_t){0};
+        }
 }
 
 /* Let the sites of scopes be asked for anew by their names, also those of scopes that are there. */
@@ -242,12 +249,15 @@ static PyObject *
 Core_forget_names(Core *self, PyObject *Py_UNUSED(none))
 {
     forget_paths_of_names(self);
-    for (int i = 0; i < NAMES_AT_HAND; i++) {
-        Scope *scope = self->named[i].scope;
-        self->named[i].version = 0; /* again: what is given up may run code of the host's */
-        self->named[i].scope = NULL;
-        part_with_scope(scope);
-    }
+    for (known_t *place = names_at_hand; place < names_at_hand + NAMES_AT_HAND; place++)
+        if (place->version == 0) {
+            PyObject *name = place->instance;
+            Scope *scope = place->scope;
+            place->instance = NULL;
+            place->scope = NULL;
+            part_with_scope(scope); /* this and the next line may run code of the host's */
+            Py_XDECREF(name);
+        }
     Py_RETURN_NONE;
 }
 
@@ -406,6 +416,7 @@ Scope_exit(Scope *self, PyObject *error)
     PyObject *request = frame->request;
     self->frame = NULL;
     self->spare = open;
+    self->spare_frame = frame;
     Py_SET_REFCNT(open, 1); /* no more the chain's */
     Py_SET_REFCNT(ring, Py_REFCNT(ring) - 1); /* its thread has another reference */
     frame->ring = NULL;
@@ -679,9 +690,9 @@ Core_new_span(Core *self, PyObject *site)
 
 /* Where a name is kept that is at hand. */
 static inline known_t *
-place_of_name(const Core *core, PyObject *name)
+place_of_name(PyObject *name)
 {
-    return &core->named[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
+    return &names_at_hand[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
 }
 
 /* Let the scope of a name's site be handed out again for it, if that can be. The address of a text identifies it while there
@@ -689,18 +700,16 @@ place_of_name(const Core *core, PyObject *name)
 static void
 keep_name(Core *core, PyObject *name, Scope *scope)
 {
-    if (Py_TYPE(scope) != free_scope_type || !follow_changes(core->user_sites)) /* or no one reports changes of the sites */
+    if (Py_TYPE(scope) != free_scope_type)
         return;
-    known_t *place = place_of_name(core, name);
-    if (place->scope != NULL && place->path.site == scope->site && place->instance == name) {
-        place->version = version_of(core->user_sites);
+    known_t *place = place_of_name(name);
+    if (place->version == version_of_names(core) && place->path.site == scope->site && place->instance == name)
         return; /* it is in use */
-    }
     PyObject *before = place->instance;
     Scope *scope_before = place->scope;
     place->instance = Py_NewRef(name);
     place->path = (path_t){.site = scope->site};
-    place->version = version_of(core->user_sites);
+    place->version = version_of_names(core);
     place->scope = scope;
     scope->path = &place->path;
     part_with_scope(scope_before); /* this and the next line may run code of the host's */
@@ -771,10 +780,14 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (nargs != 1 || names != NULL)
         return scope_otherwise(self, args, nargs, names);
-    const known_t *place = place_of_name(self, args[0]);
+    const known_t *place = place_of_name(args[0]);
     Scope *scope = place->scope;
-    if (place->instance != args[0] || place->version != version_of(self->user_sites) || scope->core != NULL)
+    if (place->instance != args[0] || place->version != version_of_names(self) || scope->core != NULL)
         return scope_otherwise(self, args, nargs, names);
+    __builtin_prefetch(place->path.steps[0]);
+    __builtin_prefetch(scope->spare, 1);
+    __builtin_prefetch(scope->spare_frame, 1);
+    __builtin_prefetch((char *)scope->spare_frame + LINE, 1);
     scope->core = (Core *)Py_NewRef((PyObject *)self);
     return (PyObject *)scope; /* and its reference */
 }

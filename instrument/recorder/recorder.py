@@ -256,6 +256,8 @@ class Recorder(Readback):
 
     def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
         if site.kind == "user" and not (site.device or site.attributes) and site is not OVERFLOW:
+            if self.user_sites.get(site.name, site) is not site:
+                self.forget_names()
             self.user_sites[site.name] = Scope(self, site) if site in self.passes else site
         return Scope(self, site, attributes)
 

@@ -27,12 +27,12 @@ FEW, MANY = 20, 120
 CACHES = ["--cache-sim=yes", "--I1=128,1,64", "--D1=128,1,64", "--LL=1048576,16,64"]
 MISSES = ["LLi misses", "LLd misses"]
 SWEPT_BYTES, DATA_BYTES = 2 << 20, 24 << 20
-TURNS, SPANS_A_TURN = 40, 200
+PROCESSES, TURNS, SPANS_A_TURN = 12, 4, 100
 
 
 def swept(spans: int, taken_ns: list[int]) -> Iterator[None]:
     """Pass over other data before each span. Note the time of each span in a list."""
-    data, copied, clock = memoryview(bytes(DATA_BYTES)), bytearray(SWEPT_BYTES), time.perf_counter_ns
+    data, copied, clock = memoryview(b"1" * DATA_BYTES), bytearray(SWEPT_BYTES), time.perf_counter_ns
     for span in range(spans):
         first = span * SWEPT_BYTES % DATA_BYTES
         copied[:] = data[first : first + SWEPT_BYTES]
@@ -58,27 +58,27 @@ def answer() -> None:
 
 
 def cold_times(packages: list[str]) -> dict[str, list[float]]:
-    """Return the nanoseconds of each shape over its bare twin, for each build."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, "answer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": package},
-        )
-        for package in packages
-    ]
+    """Return the nanoseconds of each shape over its bare twin, for each build, over several processes."""
     medians: dict[tuple[str, int], list[float]] = {}
-    for _ in range(TURNS):
-        for shape in [*TWINS, *TWINS.values()]:
+    for _ in range(PROCESSES):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "answer"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": package},
+            )
+            for package in packages
+        ]
+        for shape in [*TWINS, *TWINS.values()] * TURNS:
             for number, process in enumerate(processes):
                 assert process.stdin is not None
                 assert process.stdout is not None
                 print(shape, file=process.stdin, flush=True)
                 medians.setdefault((shape, number), []).append(float(process.stdout.readline()))
-    for process in processes:
-        process.communicate()
+        for process in processes:
+            process.communicate()
 
     def over_bare(shape: str, number: int) -> float:
         return statistics.median(medians[shape, number]) - statistics.median(medians[TWINS[shape], number])
