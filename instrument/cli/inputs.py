@@ -109,7 +109,7 @@ def files_of(verb: str, options: argparse.Namespace) -> list[str]:
 
 
 def files_in(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
-    """Return the files of paths: of a folder those of `run`, else of the newest run, or of all runs.
+    """Return the files of paths. Of a folder, take those of `run`, else of the newest run, or with `is_of_all` of all.
 
     `say` gets a sentence on the runs that are left out.
     """

@@ -340,7 +340,7 @@ COPIES = ("host_to_device", "device_to_host", "device_to_device")
 
 
 def current_of_torch(torch: Any) -> Current | None:
-    """Return a call for torch's current stream, by the function of its compilers: 20 times faster than the public one.
+    """Return a function for torch's current stream. It uses torch's internal one, 20 times faster than the public one.
 
     Returns None for a torch that was built without CUDA.
     """

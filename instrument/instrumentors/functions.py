@@ -268,7 +268,7 @@ def detach_decorated(site: Site) -> Callable[[], object] | None:
 
 
 def _rebind_names(first: Any, second: Any) -> bool:
-    """Bind all names of `first` in modules, and its own in a class, to `second`. Return True if there was a name."""
+    """Replace `first` by `second` under all its names in modules and in its class. Return True if there was a name."""
     owner: Any = sys.modules.get(first.__module__)
     *path, last = first.__qualname__.split(".")
     for name in path:

@@ -28,7 +28,7 @@ EVENT_LIMIT = 128
 DURATION = "instrument.duration_ns"
 """The attribute of an event that has a length."""
 LINK_NAMES = frozenset((LINK, LINK_REMOTE))
-"""The attributes that name a span to which their own one is linked."""
+"""The attributes of a span that name another span to which it is linked."""
 IS_REMOTE = 0x200
 """The bit of a span's OTLP flags that says that its parent is of another process (opentelemetry-proto, SpanFlags)."""
 

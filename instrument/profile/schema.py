@@ -73,7 +73,7 @@ COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"):
 """The descriptions of keys that list names of other modules. All other descriptions stay as in the schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults in the form that a profile writes, to which a section's reader adds a part."""
+"""The defaults as a profile writes them. The default of the model differs: the section's reader adds a part."""
 
 
 def schema() -> dict[str, Any]:

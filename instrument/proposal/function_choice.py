@@ -292,7 +292,7 @@ class _Chooser:
             )
 
     def _within(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
-        """Propose the functions below `tops` that have a share of their time, or divide it."""
+        """Propose the functions below `tops` with enough own time, and those that divide their time into such parts."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return

@@ -35,7 +35,7 @@ PASSED = 0.95
 """The least calls of the function that names requests, as a share of the calls of the candidate with the most calls."""
 
 COVERED = 0.8
-"""The least share of a function's time in its parts from which on these get batches, and the function does not."""
+"""The least share of a function's time in its parts from which on the rule batches the parts, not the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 def _key_path(
     observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]
 ) -> _Path | None:
-    """Return the path below the requests that names them, and whose values most other functions share."""
+    """Return the path in the requests' calls that names them best: its values occur in the most other functions."""
     count = sum(node.calls for node in choice.requests)
     shared: dict[str, set[str]] = {}
     for label, paths in observation.keys.items():

@@ -55,7 +55,7 @@ def make() -> Callable[[], None]:
 
 
 def attached(rule: str) -> str:
-    """Return the mark of a rule that is attached in some process."""
+    """Return the mark that says that a rule is attached in some process."""
     return f"a {_digest(rule)}"
 
 

@@ -23,7 +23,7 @@ def bucket(value_ns: int) -> int:
 
 
 LONGEST_NS = (1 << 63) - 1
-"""The longest time."""
+"""The largest time that a histogram counts, in ns: the largest number of 64 bits."""
 
 LAST_BUCKET = bucket(LONGEST_NS)
 

@@ -116,7 +116,7 @@ LINK_REMOTE = "instrument.link.remote"
 with a hyphen between them."""
 
 LINK_STATE = "instrument.link.tracestate"
-"""The attribute with the `tracestate` of that span, if it has one."""
+"""The attribute with the `tracestate` of the caller's span in `LINK_REMOTE`, if it has one."""
 
 
 def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:

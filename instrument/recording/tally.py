@@ -220,7 +220,7 @@ class Tally:
         return paths
 
     def rows(self) -> Iterator[Row]:
-        """Yield a view of every line, for few of them, or where their paths are asked for."""
+        """Yield each line with its path. This is slow for many lines; use `lines` where no path is needed."""
         paths = self.paths
         return (Row(paths[line[0]], Totals._make(line)) for line in self.lines.tolist())
 

@@ -438,7 +438,7 @@ class CauseTimes:
 
 
 def _without(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
-    """Take an amount from the largest excess of each step. Returns the rest, and the time that was taken."""
+    """Take each step's amount from its largest excess, down to 0 at most. Return the rest and the taken times."""
     if not len(excess_ns):
         return excess_ns, amounts_ns
     largest = np.argmax(excess_ns, axis=1)

@@ -160,9 +160,9 @@ def functions(
 
 
 def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return the rows of functions, separate for running and waiting, and the number of the function of each row.
+    """Return the groups of lines, by function and by running or waiting, and the number of the function of each group.
 
-    Return also the place of the row for each line, and the number of the line.
+    Return also, for each entry of a line in a group, the group and the place `at` of the line.
     """
     waited, self_ns = lines["waiting_ns"], lines["self_ns"]
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)

@@ -86,7 +86,7 @@ def medians_alike(recording: Recording, targets: Int64s, outside: Int64s) -> Int
 
 
 def _work(recording: Recording) -> Floats:
-    """Return the logarithms of the work of requests: a row for each measure of it."""
+    """Return the base-2 logarithm of each measure of work, a row per measure and a column per request."""
     trace, joined = recording.columns, recording.once(joined_requests)
     served, count = joined.served, len(joined.rows)
     columns = [size_numbers(trace, name)[joined.rows] for name in sorted(sizes_in(trace))]
@@ -100,7 +100,7 @@ def _work(recording: Recording) -> Floats:
 
 
 def usual_most_ns(walls: Int64s, requests: int) -> float:
-    """Return the wall that typical requests of a recording exceed by chance at most `CHANCE` times.
+    """Return the wall time that typical requests of a recording exceed by chance at most `CHANCE` times.
 
     The tail is taken to be exponential, as that of a queue.
     """

@@ -228,9 +228,9 @@ def _lines(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """Return the time of devices on the work of each call by row, in ns, 0 without any. The kernels of torch.profiler
-    count by launching thread and time. Without any, the device intervals of the call and of spans below it on its line
-    count."""
+    """Return the ns of device work of each call by row, 0 without any. Kernels of torch.profiler count if the call's
+    thread launched them during the call. A call without any counts device intervals of itself and of spans below it on
+    its line."""
     trace, columns = recording.columns, KernelColumns.of(recording.trace.kernels)
     rows = distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))

@@ -24,7 +24,7 @@ LOADER = "loader"
 OPTIMIZER = "optimizer"
 
 PROFILERS = "instrument.Profiler.step"
-"""The function of the steps of a `Profiler`."""
+"""The name of the function whose calls a `Profiler` records as steps."""
 
 
 def phase_of(site: Site) -> str | None:

@@ -29,7 +29,7 @@ class DistinctNumbers:
         self._next = 0
 
     def number(self, own_number: int, owner: Hashable) -> int:
-        """Return the joined number of an owner's number."""
+        """Return the distinct number for an owner's number."""
         number = self._given.get((owner, own_number))
         if number is None:
             number = self._next if own_number in self._taken else own_number
@@ -39,7 +39,7 @@ class DistinctNumbers:
         return number
 
     def column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
-        """Return the joined numbers of an owner's numbers."""
+        """Return the distinct numbers for a column of an owner's numbers."""
         return _renumbered(numbers, lambda number: self.number(number, owner))
 
     def owned(self, owner: Hashable) -> dict[int, int]:

@@ -93,7 +93,7 @@ class _OpenFile:
         return int(self._sink.tell())
 
     def close(self) -> None:
-        """Complete the file under the name of its part."""
+        """Complete the file. It keeps the name `part`."""
         self._writer.close()
         self._sink.close()
 

@@ -514,7 +514,7 @@ def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
 
 
 def _hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
-    """Return the hand-off span of each moving row, as a row; the request without one."""
+    """Return the row of each moving row's hand-off span, or the row of its request without one."""
     hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.having(KEY)
     top = _tops_of_pieces(trace, joined.rows, moves)
@@ -574,7 +574,7 @@ def _in_circles(parent: Int32s) -> Bools:
 def _by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return the trace ids of requests by their first keys, and of roots with a key of no request here.
+    """Return the trace ids made of keys: of requests by their first keys, and of roots whose key no request here has.
 
     Only the first request of a key gets its trace id, because other processes cannot distinguish later ones.
     """

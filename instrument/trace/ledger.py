@@ -209,7 +209,7 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
 
 
 def _ranks(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
-    """Return the ranks of times between spans and of spans, by their begins before clipping.
+    """Return the rank, by begin before clipping, of each time between spans and then of each span.
 
     A time between spans ranks below a span with the same begin and end."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])

@@ -256,7 +256,7 @@ def _own_samples(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
 
 
 def _samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
-    """Return the samples that belong to no single process of several."""
+    """Return the samples of all files. If several processes are merged, leave out those of a single process."""
     return _by_time(
         replace(sample, device=numbers.device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
         for part in parts

@@ -209,7 +209,7 @@ def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven
 def cells_of(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
     """Return the load and the heavy member's time of steps, as a request sees them.
 
-    The weight of a request itself is load and not that of another one.
+    The time of a heavy member that is the request itself is load. The second result is then 0.
     """
     is_own = costs.heavy[steps] == request
     load_ns = costs.load_ns[steps] + np.where(is_own, costs.heavy_ns[steps], 0.0)

@@ -169,7 +169,7 @@ class _Call:
         return self.exchange
 
     def _add_timings(self, context: Any) -> None:
-        """Add the timings of a call to the metadata after its answer, if it is asked for."""
+        """Add the timings of a call to the metadata after its answer, if the caller asks for them."""
         exchange = self.exchange
         try:
             if exchange is not None and exchange.timing is not None and exchange.is_open and context is not None:

@@ -124,7 +124,7 @@ class KeptSpans:
     # Which spans
 
     def _order(self) -> Iterator[int]:
-        """Yield places, those with the first right to spans first. A place may come twice."""
+        """Yield places of requests, the most important to keep first. A place may come twice."""
         listed = self.listed
         if self.first is not None:
             yield self.first
