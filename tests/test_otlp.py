@@ -126,7 +126,7 @@ def test_every_span_of_large_and_small_trees_arrives_exactly(
         for spans in offered:
             assert offer(exporter, spans)
         delivery = exporter.flush(60 * SECOND)
-        ids = exporter.ids
+        ids = exporter.own.ids
         counts = adds_up(exporter)
     assert delivery == Delivery(4_504, 4_504, 0, 0, 0, 0, settled=True)
     assert delivery.complete
@@ -155,7 +155,7 @@ def test_a_request_joins_the_trace_of_its_caller_and_shows_its_error(
         offer(exporter, [root, child])
         offer(exporter, [late])
         assert exporter.flush(60 * SECOND).complete
-        ids = exporter.ids
+        ids = exporter.own.ids
     found = {span.name: span for span in collector.spans()}
     assert {span.trace_id for span in found.values()} == {REMOTE.trace_id}
     assert (found["handle"].parent_id, found["handle"].flags & 0x300) == (REMOTE.span_id, 0x300)
@@ -495,7 +495,7 @@ def test_the_spans_of_several_processes_come_over_one_connection_each_under_its_
         assert server.connections == 1
     assert {name: len(spans) for name, spans in server.spans.items()} == {
         **dict.fromkeys(("process-0", "process-1", "process-2"), 50),
-        exporter.ids.instance: 5,
+        exporter.own.ids.instance: 5,
     }
     assert [sending for source, sending in noted if source is exporter.own] == [5, 0]
     for source in sources:

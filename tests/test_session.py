@@ -392,12 +392,12 @@ def test_the_wall_clock_that_spans_are_sent_by_is_renewed_when_it_has_drifted(mo
     session = begin("export: {otlp: {endpoint: 'http://127.0.0.1:9'}}")
     exporter = session.recorded.exporter
     assert exporter is not None
-    before = exporter.origin
+    before = exporter.own.origin
     session.flush(0)
-    assert exporter.origin is before
-    exporter.origin = replace(before, realtime_ns=before.realtime_ns - 10**8)
+    assert exporter.own.origin is before
+    exporter.own.origin = replace(before, realtime_ns=before.realtime_ns - 10**8)
     session.flush(0)
-    assert abs(exporter.origin.realtime_of(0) - before.realtime_of(0)) < 10**7
+    assert abs(exporter.own.origin.realtime_of(0) - before.realtime_of(0)) < 10**7
 
 
 def test_stop_inside_a_span_and_a_new_start_record_each_session_by_itself() -> None:

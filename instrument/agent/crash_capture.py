@@ -6,6 +6,7 @@ Readers of recordings are imported on demand, in a child of the agent or in a co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from instrument.recording.remote_parents import REMOTE
@@ -54,8 +55,7 @@ def capture(
     from instrument.trace import file
     from instrument.trace.of_recording import saved_of
 
-    mapped = Mapped(fd)
-    try:
+    with closing(Mapped(fd)) as mapped:
         saved = saved_of(mapped, end_ns=end_ns)
         facts, died, least = saved.trace, "", "at least " if end_ns is None else ""
         if end_kind:
@@ -65,8 +65,6 @@ def capture(
         facts = _with(facts, goodbye or {})
         file.dump(path, facts, saved.tally)
         written = [copy for copy in copies if _is_written(copy, facts, saved.tally)]
-    finally:
-        mapped.close()
     return {"path": path, "died": died, "spans": len(saved.trace.columns), "copies": written}
 
 

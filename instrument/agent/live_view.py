@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -221,8 +222,7 @@ class _Seen:
     """The contents of one recording at `at_ns`: all that was open then has begun. Raises `TraceError`."""
 
     def __init__(self, memory: int) -> None:
-        mapped = Mapped(memory)
-        try:
+        with closing(Mapped(memory)) as mapped:
             header = mapped.header
             self.state, self.generation, self.begun_ns = header.state, header.generation, header.begun_ns
             self.origin = header.origin
@@ -232,8 +232,6 @@ class _Seen:
             self.calls = self.tally.calls
             kinds = np.array([site.kind == "request" for site in self.tally.tree.sites] or [False])
             self.requests = int(self.tally.lines["calls"][kinds[self.tally.site_of[self.tally.lines["node"]]]].sum())
-        finally:
-            mapped.close()
 
 
 def _process(member: Member, contents: _Seen | None) -> ProcessNow:

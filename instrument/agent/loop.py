@@ -13,6 +13,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -119,6 +120,7 @@ FAULT_REST_S = 0.01
 """Seconds of rest after a fault: its cause may be there again at once."""
 
 
+@dataclass(eq=False)
 class EventLoop:
     """The event loop of an agent that listens on `listener`.
 
@@ -126,19 +128,14 @@ class EventLoop:
     `dropped(connection)` is called at the end of a connection, `says` with messages on faults.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        heard: Callable[[Connection, packets.Message, list[int]], list[int]],
-        dropped: Callable[[Connection], object],
-        says: Callable[[str], object] | None,
-    ) -> None:
-        self._listener = listener
-        self._path = Path(os.fsdecode(listener.getsockname()))
+    _listener: socket.socket
+    _heard: Callable[[Connection, packets.Message, list[int]], list[int]]
+    _dropped: Callable[[Connection], object]
+    _says: Callable[[str], object] | None
+
+    def __post_init__(self) -> None:
+        self._path = Path(os.fsdecode(self._listener.getsockname()))
         self._identity = run_folder.identity(self._path)
-        self._heard = heard
-        self._dropped = dropped
-        self._says = says
         self.selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._silent: set[Connection] = set()

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ _ENTRY = os.fsencode(Path(__file__).with_name("entry.py"))
 _OFF = (b"off", b"0", b"false", b"no")
 
 
+@dataclass(eq=False)
 class Unseen:
     """Counts a run's unseen processes by the reason. `first` is the run's first process; with 0, nothing is counted.
 
@@ -48,35 +50,30 @@ class Unseen:
     the agent's own.
     """
 
-    def __init__(
-        self,
-        socket: Path,
-        first: int,
-        after: Callable[[float, Callable[[], object]], object],
-        joined: Callable[[], Collection[int]],
-        selector: selectors.BaseSelector,
-    ) -> None:
-        self._notes = Path(f"{socket}{run_folder.UNSEEN_SUFFIX}")
-        self._after = after
-        self._joined = joined
-        self._is_reported = not first
+    _socket: Path
+    _first: int
+    _after: Callable[[float, Callable[[], object]], object]
+    _joined: Callable[[], Collection[int]]
+    _selector: selectors.BaseSelector
+
+    def __post_init__(self) -> None:
+        self._notes = Path(f"{self._socket}{run_folder.UNSEEN_SUFFIX}")
+        self._is_reported = not self._first
         self._known: set[int] = set()
-        self._family: dict[int, tuple[bytes, str]] = {first: (b"", "")}
+        self._family: dict[int, tuple[bytes, str]] = {self._first: (b"", "")}
         """Living processes of the run: the command of each as it was last looked at, and why it is not seen."""
         self._gone: Counter[str] = Counter()
         self._young: set[int] = set()
         """The processes found since the last look. They may not have begun their command yet."""
         self._newest = _newest_id()
-        self._selector = selector
         self._begun_fd = -1
-
-        if first:
+        if self._first:
             with suppress(OSError):
                 self._notes.touch(0o600)
             self._look_on()
             self._begun_fd = _opens_of(sys.executable)
             if self._begun_fd >= 0:
-                selector.register(self._begun_fd, selectors.EVENT_READ, self._take_begun)
+                self._selector.register(self._begun_fd, selectors.EVENT_READ, self._take_begun)
 
     def close(self) -> None:
         """Look for new processes no more."""
@@ -221,18 +218,15 @@ AGE_SHARE, COST_SHARE = 4, 100
 """The pause between two looks at a process: a fourth of its time since joining, plus 100 times the cost of a look."""
 
 
+@dataclass(eq=False)
 class ConnectionWatch:
     """Looks at the processes that live. `after(seconds, function)` calls a function later, `send` sends a message."""
 
-    def __init__(
-        self,
-        after: Callable[[float, Callable[[], object]], object],
-        send: Callable[[Process, Mapping[str, Any]], None],
-        living: Callable[[], Iterable[Process]],
-    ) -> None:
-        self._after = after
-        self._send = send
-        self._living = living
+    _after: Callable[[float, Callable[[], object]], object]
+    _send: Callable[[Process, Mapping[str, Any]], None]
+    _living: Callable[[], Iterable[Process]]
+
+    def __post_init__(self) -> None:
         self._table: list[listening.TcpRow] = []
         self._table_at = -FIRST_S
         self._table_users: set[int] = set()

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -204,11 +205,8 @@ def _saved(memory: int, since_ns: int, end_ns: int) -> Saved:
 
     if memory < 0:
         raise TraceError("its recording cannot be read by other processes")
-    mapped = Mapped(memory)
-    try:
+    with closing(Mapped(memory)) as mapped:
         return saved_of(mapped, since_ns, end_ns)
-    finally:
-        mapped.close()
 
 
 WHICH = "give the folder of limits.ring_dir in the profile"
@@ -255,11 +253,8 @@ def _recovered(path: Path) -> tuple[str, bool]:
 
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        mapped = Mapped(fd)
-        try:
+        with closing(Mapped(fd)) as mapped:
             header = mapped.header
-        finally:
-            mapped.close()
         if memory.is_alive(path):
             return f"process {header.pid} runs", False
         if header.state == "goodbye":

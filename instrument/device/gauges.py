@@ -106,7 +106,7 @@ class GaugeSources:
         self._keep = keep
         self._pid = pid
         self._environ = environ
-        self._reasons: list[str] = []
+        self.reasons: list[str] = []
         self._nvml: Nvml | None = None
         self._host: Host | None = None
         self._torch = TorchMemory()
@@ -127,7 +127,7 @@ class GaugeSources:
             if not problem:
                 self._nvml, self._nvml_ns = Nvml(self._pid, self._environ), nvml_ns or EVERY_NS
             elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:
-                self._reasons.append(problem)
+                self.reasons.append(problem)
         if host_ns is not None and (host_ns != AUTO_NS or self._nvml is not None):
             self._host, self._host_ns = Host(self._pid), host_ns or self._nvml_ns
 
@@ -212,10 +212,10 @@ class GaugeSources:
             with self.inside:
                 gpus.open()
         except NvmlError as error:
-            self._reasons.append(str(error))
+            self.reasons.append(str(error))
             return False
         if not gpus.count and not gpus.notes:
-            self._reasons.append("NVML: there is a driver, and no GPU")
+            self.reasons.append("NVML: there is a driver, and no GPU")
         return gpus.count > 0
 
     def _close(self, gpus: Nvml) -> bool:
@@ -230,7 +230,7 @@ class GaugeSources:
         except Closed:
             return self._reopen(gpus)
         except NvmlError as error:
-            self._reasons.append(f"{error}; the GPUs are not read any more")
+            self.reasons.append(f"{error}; the GPUs are not read any more")
             return False
         self._note(now_ns, gauges)
         return True
@@ -239,7 +239,7 @@ class GaugeSources:
         """Open NVML again after other code of the process has shut it down."""
         self._reopened += 1
         if self._reopened > REOPENED_AT_MOST:
-            self._reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
+            self.reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
             return False
         return self._open(gpus)
 
@@ -266,14 +266,10 @@ class GaugeSources:
         """Return the GPUs that are read."""
         return tuple(self._nvml.gpus) if self._nvml is not None else ()
 
-    def add_reason(self, reason: str) -> None:
-        """Note the reason why a gauge cannot be read."""
-        self._reasons.append(reason)
-
     def notes(self) -> list[str]:
         """Return sentences on the gauges that could not be read."""
         more = self._nvml.notes if self._nvml is not None else []
-        notes = [f"device.nvml: {reason}" for reason in (*self._reasons, *more)]
+        notes = [f"device.nvml: {reason}" for reason in (*self.reasons, *more)]
         if self._nvml is not None and self._nvml.failures:
             notes.append(f"device.nvml: {self._nvml.failures} calls failed for a reason that may pass")
         if self._torch.problem:
@@ -368,7 +364,7 @@ class Gauges:
         thread.join(limit_s)
         if thread.is_alive():
             _running = self
-            self._sources.add_reason(
+            self._sources.reasons.append(
                 f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left"
             )
 

@@ -84,11 +84,11 @@ class Exporter:
     They are this process's own or those of others, each with its source, on one connection. Every method but
     `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads` gives the
     names of threads by native id. `metrics` takes samples of gauges, with a queue and counts of their own; they are
-    sent after the spans. Metrics of other processes come with their sources, by `add_metrics`. `origin` and `ids` may
-    be read, and `origin` replaced by a renewed one, at any time. Only an exporter with spans of its own `detects`
-    attributes of its process. One that never `sends` takes no metrics on. The sending thread calls `settled(source)`
-    once the fate of some spans of a source is known, or its metrics were sent. It also calls it before it sends spans
-    of a source, counted as `sending`.
+    sent after the spans. Metrics of other processes come with their sources, by `add_metrics`. The origin and the ids
+    of `own` may be read, and the origin replaced by a renewed one, at any time. Only an exporter with spans of its own
+    `detects` attributes of its process. One that never `sends` takes no metrics on. The sending thread calls
+    `settled(source)` once the fate of some spans of a source is known, or its metrics were sent. It also calls it
+    before it sends spans of a source, counted as `sending`.
 
     Raises ExportError for settings that cannot work, among them grpc without its extra.
     """
@@ -122,7 +122,8 @@ class Exporter:
         self._halt: SimpleQueue[None] = SimpleQueue()
         self._thread: Thread | None = None
         self._stop_at_ns = _NEVER_NS
-        self._request_bytes = REQUEST_BYTES
+        self.request_bytes = REQUEST_BYTES
+        """The largest size of a request in bytes, before compression. It falls if the collector refuses a size."""
         self._halvings = 0
         self._is_patient = True
         self._deferred_until_ns = self._metrics_deferred_until_ns = self._sent_at_ns = 0
@@ -155,24 +156,10 @@ class Exporter:
         """Return True while metrics of a source are being sent, or their outcome is reported to it."""
         return self._metrics_source is source
 
-    @property
-    def ids(self) -> Ids:
-        """Return the ids of this process's spans."""
-        return self.own.ids
-
-    @property
-    def origin(self) -> Origin:
-        """Return the origin of this process, with the clocks that its spans are sent by."""
-        return self.own.origin
-
-    @origin.setter
-    def origin(self, origin: Origin) -> None:
-        self.own.origin = origin
-
     def resource(self) -> dict[str, object]:
         """Return the current attributes of this process's resource, with detected ones once they are ready."""
         detected = given_attributes() if self._detected is None else self._detected
-        return resource_attributes(self.origin, self.ids.instance, detected, provider_attributes())
+        return resource_attributes(self.own.origin, self.own.ids.instance, detected, provider_attributes())
 
     def start(self) -> None:
         """Start the thread; nothing happens when it runs already. What was offered before is sent too.
@@ -245,7 +232,7 @@ class Exporter:
         pace = Pace() if self._is_in_service else None
         bodies = []
         try:
-            for body in source.requests(trace, rows, self._request_bytes, **facts):
+            for body in source.requests(trace, rows, self.request_bytes, **facts):
                 bodies.append(body)
                 if pace is not None and self._stop_at_ns == _NEVER_NS:
                     pace.rest()
@@ -269,11 +256,6 @@ class Exporter:
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
             self.hurry()
         return False not in are_taken
-
-    @property
-    def request_bytes(self) -> int:
-        """The largest size of a request in bytes, before compression. It falls if the collector refuses a size."""
-        return self._request_bytes
 
     @property
     def waiting(self) -> int:
@@ -360,7 +342,7 @@ class Exporter:
     def after_fork_in_child(self) -> None:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
         self._sender.forked()
-        self._begin_anew(self.origin)
+        self._begin_anew(self.own.origin)
         if self._detected is not None:
             self._detected = of_a_child(self._detected)
 
@@ -508,7 +490,7 @@ class Exporter:
             self._halvings = 0
         if verdict.too_large and request.spans > 1 and self._halvings < HALVINGS:
             self._halvings += 1
-            self._request_bytes = max(LEAST_REQUEST_BYTES, len(request.data) // 2)
+            self.request_bytes = max(LEAST_REQUEST_BYTES, len(request.data) // 2)
             with self._queue.lock:
                 halves = self._queue.split(request, halves_of(request.data))
             for half in halves:

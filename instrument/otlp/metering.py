@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from instrument.otlp.export_facts import ExportFacts, facts_from
 from instrument.otlp.exporter import Exporter
@@ -44,32 +44,27 @@ GROUPS: dict[tuple[str, str], set[str]] = {}
 """The names of groups of requests, by service and grouping attribute. All processes of a service share them."""
 
 
+@dataclass(eq=False)
 class Metering:
     """Counts the metrics of one generation of a recording and hands them to its exporter.
 
     `before_read`, `after_read` and what counts are for the thread that reads it, `note_sent` is for the one that sends.
     """
 
-    def __init__(
-        self,
-        mapped: Mapped,
-        facts: ExportFacts,
-        exporter: Exporter,
-        place: ExportCheckpoint,
-        reader: RecordingReader,
-        source: Source,
-    ) -> None:
-        self._mapped = mapped
-        self._reader = reader
-        self._source = source
-        self._exporter = exporter
-        self._place = place
-        self._generation = mapped.generation
-        self._service = origin_of(mapped.header).service
+    _mapped: Mapped
+    _facts: ExportFacts
+    _exporter: Exporter
+    _place: ExportCheckpoint
+    _reader: RecordingReader
+    _source: Source
+
+    def __post_init__(self) -> None:
+        facts, exporter = self._facts, self._exporter
+        self._generation = self._mapped.generation
+        self._service = origin_of(self._mapped.header).service
         self._lock = Lock()
-        self._facts = facts
-        self._meter = Meter(reader, facts.metered.start_ns)
-        self.metrics = source.metrics = exporter.new_metrics(facts.metered.environ)
+        self._meter = Meter(self._reader, facts.metered.start_ns)
+        self.metrics = self._source.metrics = exporter.new_metrics(facts.metered.environ)
         self._ended: tuple[int, Ended] | None = None
         """Requests that had ended at a time. Some of them may be unread."""
         self._asked_ns = 0
@@ -80,8 +75,8 @@ class Metering:
         self.unsaved = 0
         """The number of requests whose queue time was counted after the state was last written."""
         self.change(facts)
-        self._catch_up(self._go_on(place.read_meter()))
-        exporter.add_metrics(source)
+        self._catch_up(self._go_on(self._place.read_meter()))
+        exporter.add_metrics(self._source)
 
     def _go_on(self, saved: MeterState | None) -> Mapping[int, int]:
         """Take over the counts of the exporter before. Returns by ring the place up to which it counted."""

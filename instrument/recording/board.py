@@ -9,7 +9,8 @@ its own marks alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from instrument.recording.claim import duplicate
 
@@ -72,63 +73,52 @@ def _digest(rule: str) -> str:
 
 def marks() -> set[str]:
     """Return the content of the board, nothing where it cannot be reached."""
-    descriptor = _opened(os.O_RDONLY)
-    if descriptor is None:
-        return set()
-    with os.fdopen(descriptor, "rb") as file:
-        return set(file.read(_BYTES).decode("ascii", "replace").splitlines()[1:])
+    return set(_read(_BYTES).decode("ascii", "replace").splitlines()[1:])
 
 
 def waited_in_vain_ns() -> int:
     """Return the last time in ns at which a process's end waited in vain for a collector; 0 if none is known."""
-    descriptor = _opened(os.O_RDONLY)
-    if descriptor is None:
-        return 0
-    with os.fdopen(descriptor, "rb") as file:
-        line = file.readline(_BYTES).strip()
+    line = _read(len(_IN_VAIN % 0)).strip()
     return int(line) if line.isdigit() else 0
 
 
 def note_wait_in_vain(at_ns: int) -> None:
     """Note on the board that this process's end has waited in vain for a collector."""
-    descriptor = _opened(os.O_WRONLY)
-    if descriptor is not None:
-        try:
+    with _opened(os.O_WRONLY) as descriptor:
+        if descriptor is not None:
             os.pwrite(descriptor, (_IN_VAIN % at_ns).encode(), 0)
-        except OSError:
-            pass
-        finally:
-            os.close(descriptor)
 
 
 def put(rule_marks: Iterable[str]) -> None:
     """Add the marks that are missing on the board."""
-    missing = sorted(set(rule_marks) - marks())
-    descriptor = _opened(os.O_WRONLY | os.O_APPEND) if missing else None
-    if descriptor is None:
-        return
+    if missing := sorted(set(rule_marks) - marks()):
+        with _opened(os.O_WRONLY | os.O_APPEND) as descriptor:
+            if descriptor is not None and os.fstat(descriptor).st_size < _BYTES:
+                os.write(descriptor, "".join(f"{mark}\n" for mark in missing).encode())
+
+
+def _read(most_bytes: int) -> bytes:
+    with _opened(os.O_RDONLY) as descriptor:
+        return b"" if descriptor is None else os.read(descriptor, most_bytes)
+    return b""
+
+
+@contextmanager
+def _opened(flags: int) -> Iterator[int | None]:
+    """Yield a descriptor of the board, or None if its process has ended or the path names another file by now.
+
+    An error in its use ends the use, and no more.
+    """
+    descriptor = -1
+    with suppress(OSError):
+        if path := os.environ.get(VARIABLE):
+            descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        if os.fstat(descriptor).st_size < _BYTES:
-            os.write(descriptor, "".join(f"{mark}\n" for mark in missing).encode())
-    except OSError:
-        pass
+        with suppress(OSError):
+            yield descriptor if descriptor >= 0 and _is_board(descriptor) else None
     finally:
-        os.close(descriptor)
-
-
-def _opened(flags: int) -> int | None:
-    """Return a descriptor of the board, or None if its process has ended or the path names another file by now."""
-    path = os.environ.get(VARIABLE)
-    if not path:
-        return None
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
-    if _is_board(descriptor):
-        return descriptor
-    os.close(descriptor)
-    return None
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _is_board(descriptor: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+from contextlib import suppress
 
 EXPORT, GAUGES = 0, 1
 """The claims on a recording: to export its rows, and to read its process's gauges into it."""
@@ -30,37 +31,49 @@ def duplicate(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
-class Claim:
+def identity_of(fd: int) -> tuple[int, int]:
+    """Return the file of a descriptor, (-1, -1) for none."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return -1, -1
+    return status.st_dev, status.st_ino
+
+
+class OwnDescriptor:
+    """A descriptor that a service may close, as daemons close all, and whose number may be a file of the service then.
+
+    -1 is none.
+    """
+
+    def __init__(self, fd: int = -1) -> None:
+        self._fd, self._identity = fd, identity_of(fd)
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 if the service has closed it; the number may be a file of the service by now."""
+        if self._fd >= 0 and identity_of(self._fd) != self._identity:
+            self._fd = -1
+        return self._fd
+
+    def close(self) -> None:
+        """Close the descriptor if it is still ours."""
+        if self.fileno() >= 0:
+            with suppress(OSError):
+                os.close(self._fd)
+        self._fd = -1
+
+
+class Claim(OwnDescriptor):
     """A claim on a recording: a lock that `take` acquires. Its process writes to `fileno`. Raises `OSError`."""
 
     def __init__(self, fd: int, kind: int) -> None:
         # Open the file anew: a lock belongs to an open file, which a passed descriptor shares with its sender.
         opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._fd = duplicate(opened)
+            super().__init__(duplicate(opened))
         finally:
             os.close(opened)
-        self._identity = self._identified()
         self._lock_at = _LOCK_AT + kind
-
-    def close(self) -> None:
-        """Close the recording and release the claim."""
-        if self.fileno() >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def fileno(self) -> int:
-        """Return the descriptor, or -1 if the service has closed it; the number may be a file of the service by now."""
-        if self._fd >= 0 and self._identified() != self._identity:
-            self._fd = -1
-        return self._fd
-
-    def _identified(self) -> tuple[int, int]:
-        try:
-            status = os.fstat(self._fd)
-        except OSError:
-            return -1, -1
-        return status.st_dev, status.st_ino
 
     def take(self) -> bool:
         """Take the claim. Return False while another process has it."""

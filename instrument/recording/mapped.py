@@ -384,17 +384,18 @@ class Mapped:
     def _copied(self, ring: _Ring, first: int, end: int) -> Records:
         if ring.rows < 0 or end <= first:
             return np.zeros(0, ROWS)
-        part, mask = self._parts["rows"], ring.capacity - 1
-        at, count = first & mask, end - first
-        pieces = [(at, min(count, ring.capacity - at))]
-        pieces.append((0, count - pieces[0][1]))
-        data = b"".join(
-            self._bytes(part.offset + (ring.rows + begin) * part.stride, length * part.stride).ljust(
-                length * part.stride, b"\0"
-            )
-            for begin, length in pieces
+        part = self._parts["rows"]
+        data = self._wrapped(part, ring.rows, ring.capacity, first, end)
+        return np.frombuffer(data.ljust((end - first) * part.stride, b"\0"), ROWS)
+
+    def _wrapped(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
+        """Return slots of a ring that begins at a slot of a part, by their numbers in the order of writing."""
+        at, count = first % capacity, end - first
+        before = min(count, capacity - at)
+        pieces = ((at, before), (0, count - before))
+        return b"".join(
+            self._bytes(part.offset + (offset + begin) * part.stride, length * part.stride) for begin, length in pieces
         )
-        return np.frombuffer(data, ROWS)
 
     def _ring_now(self, ring: _Ring) -> int:
         """Return the head of a ring now, -1 if the ring has gone."""
@@ -408,7 +409,10 @@ class Mapped:
     def open_spans(self) -> list[OpenSpan]:
         """Return the spans that have begun and not ended, in the order in which they began."""
         rings = {ring.slot: ring for ring in self._rings()}
-        ended = {int(rows["span_id"][0]) for rows in map(self._last_row, rings.values()) if len(rows)}
+        # A process that was killed may not have closed the frame of a ring's newest row.
+        newest = [(ring, self._ring_now(ring)) for ring in rings.values()]
+        last_rows = [self._copied(ring, now - 1, now) for ring, now in newest if now > 0]
+        ended = {int(rows["span_id"][0]) for rows in last_rows if len(rows)}
         span_by_id: dict[int, OpenSpan] = {}
         for _ in range(TRIES):
             before, frames = self._slots("frames", _FRAME), self._slots("frames", _FRAME)
@@ -445,11 +449,6 @@ class Mapped:
         data = self._bytes(part.offset + slot * part.stride, part.stride)
         owner_id, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
         return attributes_in(data[layout.ATTRIBUTES.size :][:length]) if owner_id == span_id else {}
-
-    def _last_row(self, ring: _Ring) -> Records:
-        """Return a ring's newest row: its process may have been killed before it closed the span's frame."""
-        now = self._ring_now(ring)
-        return self._copied(ring, now - 1, now) if now > 0 else np.zeros(0, ROWS)
 
     @property
     def details_bytes(self) -> int:
@@ -528,12 +527,7 @@ class Mapped:
         first = max(used - slots + 1, since, 0)
         if not slots or first >= used:
             return np.zeros(0, kind)
-        at, count = first % slots, used - first
-        pieces = [(at, min(count, slots - at))]
-        pieces.append((0, count - pieces[0][1]))
-        data = b"".join(
-            self._bytes(part.offset + begin * part.stride, length * part.stride) for begin, length in pieces
-        )
+        data = self._wrapped(part, 0, slots, first, used)
         records_read = np.frombuffer(data, kind, len(data) // part.stride)
         self._read_head()  # what was overwritten meanwhile
         return records_read[max(self._parts[name].used - slots + 1 - first, 0) :]

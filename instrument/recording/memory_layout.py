@@ -141,6 +141,11 @@ class Part(NamedTuple):
     unseen: int = 0
 
 
+def part_at(name: str) -> int:
+    """Return the place of a part's own record in the header."""
+    return HEADER.fields["parts"][0] + PARTS.index(name) * PART.size
+
+
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
 """The memory of rings as a multiple of the memory of device intervals."""

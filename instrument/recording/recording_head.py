@@ -49,8 +49,7 @@ class RecordingHead:
 
     def part(self, name: str) -> layout.Part:
         """Return a part. Raises `OSError` if it cannot be one."""
-        at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(name) * layout.PART.size
-        part = layout.Part(*struct.unpack_from("<5Q", self._data, at))
+        part = layout.Part(*struct.unpack_from("<5Q", self._data, layout.part_at(name)))
         if part.stride != layout.STRIDES[name] or part.offset + part.slots * part.stride > 1 << 62:
             raise OSError(errno.EINVAL, f"the part {name} is damaged")
         return part

@@ -30,8 +30,7 @@ class SlotRoom(NamedTuple):
     @classmethod
     def of(cls, memory: memoryview, name: str) -> SlotRoom:
         """Return the place of a part of a whole recording."""
-        table = layout.HEADER.fields["parts"][0] + layout.PARTS.index(name) * layout.PART.size
-        part = layout.Part(*layout.PART.packer().unpack_from(memory, table))
+        part = layout.Part(*layout.PART.packer().unpack_from(memory, layout.part_at(name)))
         return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride])
 
     def used(self) -> int:
@@ -40,8 +39,7 @@ class SlotRoom(NamedTuple):
 
     def used_at(self) -> int:
         """Return the offset in the header of the number of slots in use."""
-        part_at = layout.HEADER.fields["parts"][0] + layout.PARTS.index(self.name) * layout.PART.size
-        return int(part_at + layout.PART.fields["used"][0])
+        return layout.part_at(self.name) + layout.PART.fields["used"][0]
 
     def put(self, field: str, value: int) -> None:
         """Set a number of the header."""
@@ -282,6 +280,5 @@ class GaugePlace(Claim):
         for sample in samples:
             os.pwrite(fd, _SAMPLE.pack(*_cells_of(sample)), part.offset + used % part.slots * part.stride)
             used += 1
-        table = layout.HEADER.fields["parts"][0] + layout.PARTS.index("samples") * layout.PART.size
-        os.pwrite(fd, _U64.pack(used), table + layout.PART.fields["used"][0])
+        os.pwrite(fd, _U64.pack(used), layout.part_at("samples") + layout.PART.fields["used"][0])
         return True

@@ -6,9 +6,8 @@ only the mean of all probes. It does not have the use of the rings or the muted 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -222,7 +221,8 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
     each_ns = [spent.per_call_ns] * len(keys) if upkeep is None else upkeep.added_ns(tree.sites[: len(keys)])
     costs = {key: round(called * each_ns[key]) for key, called in enumerate(calls) if called}
     whole_ns = sum(costs.values())
-    shown = _heaviest(costs, labels.__getitem__, options)
+    shown = [key for key, cost_ns in costs.items() if cost_ns >= options.least_ns]
+    shown = sorted(shown, key=lambda key: (-costs[key], labels[key]))[: options.bound]
     rows = []
     for key in shown:
         site, cost_ns = tree.sites[key], costs[key]
@@ -236,19 +236,6 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
         numbers = left_calls, left_ns / left_calls, left_ns, left_host_ns, share(left_ns, whole_ns)
         rows.append(SiteCost("", "", "", *numbers, remaining=omitted))
     return tuple(rows)
-
-
-def _heaviest(costs_ns: Mapping[int, int], label: Callable[[int], tuple[str, str]], options: Options) -> list[int]:
-    """Return the keys that the options allow, the most expensive first, then by label."""
-    shown = [key for key, cost_ns in costs_ns.items() if cost_ns >= options.least_ns]
-    if options.bound is not None and options.bound < len(shown):
-        least_ns = heapq.nlargest(options.bound, map(costs_ns.__getitem__, shown))[-1]
-        more = [key for key in shown if costs_ns[key] > least_ns]
-        as_much = (key for key in shown if costs_ns[key] == least_ns)
-        shown = more + heapq.nsmallest(options.bound - len(more), as_much, key=label)
-    shown.sort(key=label)
-    shown.sort(key=costs_ns.__getitem__, reverse=True)
-    return shown
 
 
 def _label(site: Site) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from instrument.report.request_groups import (
     request_turns,
 )
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import bounded, in_unit, remaining_row, safe, share, shorten, wrapped
+from instrument.report.table import adding, bounded, in_unit, remaining_row, safe, share, shorten, wrapped
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account
 from instrument.trace.columns import Int64s
@@ -197,7 +197,12 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     every, predictions = _without(recording, account, group, on_others, names)
     return NeighbourBill(
         coverage=Coverage.of_recording(recording),
-        groups=bounded([row for row in groups if row.requests], options, lambda row: row.suffered_ns, _rest_of_groups),
+        groups=bounded(
+            [row for row in groups if row.requests],
+            options,
+            lambda row: row.suffered_ns,
+            adding("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns"),
+        ),
         delays=bounded(delays, options, lambda row: row.summed_ns, _rest_of_delays),
         predictions=predictions,
         suffered_ns=sum(bill.suffered_ns.tolist()),
@@ -241,12 +246,6 @@ def _without(
             )
         )  # fmt: skip
     return every, tuple(rows)
-
-
-def _rest_of_groups(rows: Sequence[GroupWaits]) -> GroupWaits:
-    return remaining_row(
-        rows, ("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns")
-    )
 
 
 def _rest_of_delays(rows: Sequence[Delay]) -> Delay:

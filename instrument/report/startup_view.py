@@ -310,7 +310,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
             sorted((use for use in warm_ups.values() if use.extra_ns), key=lambda use: (-use.extra_ns, use.name)),
             options,
             lambda use: use.extra_ns,
-            _other_warm_ups,
+            lambda rows: remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})"),
         ),
         _options=options,
     )
@@ -394,10 +394,6 @@ def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tu
 def _other_preparations(rows: Sequence[Preparation]) -> Preparation:
     max_ns = max(row.max_ns for row in rows)
     return remaining_row(rows, ("calls", "self_ns"), name=f"(remaining {len(rows)})", max_ns=max_ns)
-
-
-def _other_warm_ups(rows: Sequence[WarmUp]) -> WarmUp:
-    return remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})")
 
 
 def _preparation_times(

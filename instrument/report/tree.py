@@ -247,7 +247,8 @@ class NameTree:
         """Return the sum of the topmost rows. Return None if one of them has no calls but entries below it."""
         sums, topmost = self.sums(thread), self._without_interruptions(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
-        if any(len(self.children(entry)) or self._hides_phase(entry) for entry in uncalled):
+        hidden_in = self._names.entry_of[~self._names.visible]  # the entries in which phases are hidden
+        if any(len(self.children(entry)) or (hidden_in == entry).any() for entry in uncalled):
             return None
         total_ns: int = getattr(total_of(sums[topmost]), TIMES[state])
         return total_ns
@@ -273,10 +274,6 @@ class NameTree:
 
     def _role(self, entry: int) -> int:
         return int(self._names.levels[entry]) & ROLES
-
-    def _hides_phase(self, entry: int) -> bool:
-        """Return True if a phase is hidden in the entry."""
-        return bool(((self._names.entry_of == entry) & ~self._names.visible).any())
 
     def _instances_of(self, entry: int) -> list[int]:
         return [child for child in self.children(entry).tolist() if self._role(child) == INSTANCE]

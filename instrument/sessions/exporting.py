@@ -116,7 +116,7 @@ class Exporting:
             self._own = self._own if self._own.sends else None
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
-            self._exporter.origin = self._recorded.origin()
+            self._exporter.own.origin = self._recorded.origin()
         self.handover.after_fork_in_child()
         self.choose()
 
@@ -149,8 +149,8 @@ class Exporting:
             self.handover.leave_to_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
             run = files.run_shared() or ("" if self.handover.has_agent else files.run_of_environment())
-            if run != self._exporter.ids.run:
-                self._exporter.ids.run = run
+            if run != self._exporter.own.ids.run:
+                self._exporter.own.ids.run = run
                 self._facts.publish()
 
     @property

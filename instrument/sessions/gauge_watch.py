@@ -16,8 +16,10 @@ from typing import Any
 from instrument.clock import Deadline
 from instrument.device.gauges import RARELY_NS, Gauges
 from instrument.device.nvml import ORDER, VARIABLE
+from instrument.recorder.recorder import RECORDER
 from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Gpu
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.membership import Membership
 
@@ -25,20 +27,19 @@ LAST_READING_S = 0.5
 """The longest that the end waits for the agent's last reading."""
 
 
+@dataclass(eq=False)
 class GaugeWatch:
-    """The reading of a process's gauges from `begin` on. `memory()` returns the recording's descriptor, -1 for none.
+    """The reading of a process's gauges from `begin` on.
 
-    `changed()` is called when other GPUs are read. One thread at a time calls `begin` and `stop`; the thread for
+    `_changed()` is called when other GPUs are read. One thread at a time calls `begin` and `stop`; the thread for
     control calls `look` and `hear`.
     """
 
-    def __init__(
-        self, gauges: Gauges, membership: Membership, memory: Callable[[], int], changed: Callable[[], object]
-    ) -> None:
-        self._gauges = gauges
-        self._membership = membership
-        self._memory = memory
-        self._changed = changed
+    _gauges: Gauges
+    _membership: Membership
+    _changed: Callable[[], object]
+
+    def __post_init__(self) -> None:
         self._claim: GaugePlace | None = None
         self._reset()
 
@@ -66,16 +67,16 @@ class GaugeWatch:
     def begin(self) -> None:
         """Start the reading: by the agent, where this process has one."""
         self._has_begun = True
-        if not (self._membership.has_agent() and self._memory() >= 0):
+        if not (self._membership.has_agent() and RECORDER.memory_fd >= 0):
             self._read_here()
 
     def _read_here(self) -> None:
         """Read the gauges on a thread of this process, unless another process does."""
         if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
             return
-        if self._membership.path and self._memory() >= 0:
+        if self._membership.path and RECORDER.memory_fd >= 0:
             with suppress(OSError):
-                self._claim = GaugePlace(self._memory())
+                self._claim = GaugePlace(RECORDER.memory_fd)
                 if not self._claim.take():
                     self._close_claim()
                     return
@@ -88,7 +89,7 @@ class GaugeWatch:
 
     def look(self) -> None:
         """Send the agent the readings that it cannot take. Called now and then."""
-        if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or self._memory() < 0:
+        if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or RECORDER.memory_fd < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
             self._send_changes()

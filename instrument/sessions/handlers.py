@@ -277,7 +277,7 @@ class _ToCollector:
         if exporter is None or settings != self._sending_by:
             exporter = self._exporter = otlp.Exporter(settings, trace.origin, lambda: self._threads)
             self._sending_by = settings
-        exporter.origin, exporter.own.ids, self._threads = trace.origin, session.recorded.ids(), trace.threads
+        exporter.own.origin, exporter.own.ids, self._threads = trace.origin, session.recorded.ids(), trace.threads
         before = exporter.counts()["exported"]
         size = sum(1 + len(span.device) for span in spans)
         delivery = exporter.send(_bodies_of(spans, trace.columns, exporter))
@@ -307,7 +307,7 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -
     span_ids = np.array([span.span_id for span in spans])
     rows = np.flatnonzero(np.isin(trace.span_id, span_ids))
     rows = rows[np.argsort(trace.root_id[rows], kind="stable")]
-    ids = SpanIds(trace, exporter.ids)
+    ids = SpanIds(trace, exporter.own.ids)
     links = ids.links_of(join(trace)) if len(trace.attributes.having(BATCH_KEYS)) else {}
     return exporter.own.requests(trace, rows, exporter.request_bytes, ids, links=links)
 

@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from instrument.errors import ExportError
+from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
 from instrument.recording.spans import Span
@@ -195,13 +196,11 @@ LOOK_S = 0.005
 class Handover:
     """The choice of the exporter, the session (`is_here`) or the agent, and the progress of the export.
 
-    `memory` returns the descriptor of the recording, -1 for none. `own` reads the recording in this process.
+    The reader is that of the recording in this process.
     """
 
-    def __init__(self, exporter: otlp.Exporter | None, memory: Callable[[], int], reader: OwnExport | None) -> None:
-        self._exporter = exporter
-        self._memory = memory
-        self._own = reader
+    def __init__(self, exporter: otlp.Exporter | None, reader: OwnExport | None) -> None:
+        self._exporter, self._own = exporter, reader
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -217,7 +216,7 @@ class Handover:
 
     def leave_to_agent(self) -> None:
         """Leave the export to the process's agent, where there is a recording for it to read."""
-        if self._exporter is not None and self._memory() >= 0:
+        if self._exporter is not None and RECORDER.memory_fd >= 0:
             self.is_here, self.has_agent = False, True
 
     def is_given_up(self) -> bool:
@@ -230,10 +229,9 @@ class Handover:
         self.left = {export_checkpoint.UNREAD if self.is_given_up() else reason: count} if count else {}
 
     def _opened(self) -> ExportCheckpoint:
-        memory = self._memory()
-        if memory < 0:
+        if RECORDER.memory_fd < 0:
             raise OSError("the service has closed the recording")
-        return ExportCheckpoint(memory)
+        return ExportCheckpoint(RECORDER.memory_fd)
 
     def is_taken(self) -> bool:
         """Return True if any reader exports this recording."""

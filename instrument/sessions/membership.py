@@ -21,7 +21,7 @@ from instrument import clock
 from instrument.clock import LEAST_S, Deadline
 from instrument.profile.model import Recordings
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.claim import duplicate
+from instrument.recording.claim import OwnDescriptor, duplicate, identity_of
 from instrument.runtime import agent_launch, packets, run_folder
 from instrument.runtime.cheap_start import asdict, dataclass, replace
 from instrument.runtime.unpatched import poll
@@ -59,8 +59,7 @@ class Membership:
         self._memory = memory
         self._while_no_fork = while_no_fork
         self._has_begun_agent = False
-        self._fd = -1
-        self._identity = (0, 0)
+        self._descriptor = OwnDescriptor()
         self._memory_identity: tuple[int, int] | None = None
         self._put_aside: list[Mapping[str, Any]] = []
         self.joins = 0
@@ -99,10 +98,9 @@ class Membership:
                 connection.setblocking(False)
                 connection.connect(self.path)
                 packets.send(connection, {"join": facts}, self._memory_if_there())
-                descriptor = duplicate(connection.fileno())
+                self._descriptor = OwnDescriptor(duplicate(connection.fileno()))
             finally:
                 connection.close()
-            self._identity, self._fd = _identity(descriptor), descriptor
         except (OSError, ValueError) as error:
             self.close()
             is_gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
@@ -114,7 +112,7 @@ class Membership:
         memory = self._memory()
         if memory < 0:
             return []
-        identity = _identity(memory)
+        identity = identity_of(memory)
         if self._memory_identity is None:
             self._memory_identity = identity
         return [memory] if identity == self._memory_identity else []
@@ -146,11 +144,8 @@ class Membership:
         return not closed.poll(0)
 
     def fileno(self) -> int:
-        """Return the connection's descriptor, -1 for none. It is none if the service, as a daemon does, has closed it
-        or has reused the number."""
-        if self._fd >= 0 and _identity(self._fd) != self._identity:
-            self._fd = -1
-        return self._fd
+        """Return the connection's descriptor, -1 for none or if the service, as a daemon does, has closed it."""
+        return self._descriptor.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
         """Send a message, if there is room for it now; return True if it was sent."""
@@ -253,9 +248,9 @@ class Membership:
     def await_word(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
         """Return the next message with that name; None if none comes in time. Earlier ones stay for `heard`."""
         end = time.monotonic() + wait_s
-        while self._fd >= 0 and (left_s := end - time.monotonic()) > 0:
+        while (descriptor := self.fileno()) >= 0 and (left_s := end - time.monotonic()) > 0:
             readable = poll()
-            readable.register(self._fd, select.POLLIN)
+            readable.register(descriptor, select.POLLIN)
             if not readable.poll(1000 * left_s):
                 break
             message = self._received()
@@ -283,18 +278,7 @@ class Membership:
 
     def close(self) -> None:
         """Close the connection, unless the service uses its descriptor for something else by now."""
-        if self.fileno() >= 0:
-            with suppress(OSError):
-                os.close(self._fd)
-        self._fd = -1
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    try:
-        facts = os.fstat(descriptor)
-    except OSError:
-        return (-1, -1)
-    return facts.st_dev, facts.st_ino
+        self._descriptor.close()
 
 
 def _image() -> str:

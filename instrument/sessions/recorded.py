@@ -96,7 +96,7 @@ class Recorded:
         if profile.export.otlp is not None:
             self.exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
             self.own = OwnExport(self.exporter)
-        self.handover = Handover(self.exporter, lambda: RECORDER.memory_fd, self.own)
+        self.handover = Handover(self.exporter, self.own)
         self.costs = Costs(RECORDER)
         self.budget = Budget(RECORDER, self.costs.usual_ns, lambda: self.costs.passed_ns, self.selection.detach)
         self.windows = WindowReader(RECORDER, self.selection, self.origin)
@@ -143,7 +143,7 @@ class Recorded:
         self.generation += 1
         self.digest = profile.digest
         if self.exporter is not None:
-            self.exporter.origin = self.origin()
+            self.exporter.own.origin = self.origin()
 
     # ---------------------------------------------------------------- the process, as others know it
 
@@ -155,7 +155,7 @@ class Recorded:
     def ids(self) -> otlp.Ids:
         """Return the ids that the spans of this session have at collectors."""
         if self.exporter is not None:
-            return self.exporter.ids
+            return self.exporter.own.ids
         if self._ids is None:
             self._ids = otlp.Ids()
         return self._ids

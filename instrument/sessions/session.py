@@ -61,14 +61,13 @@ class Session:
         self._facts = facts = PublishedFacts(recorded, lambda: bool(self._membership.path))
         self.selection.noted = lambda: FAULTS.attempt("marks of metrics", facts.publish_marks)
         self._saving = saving = Saving(recorded, files.working_folder(), files.run_of_environment() or files.new_run())
-        gauges, memory = (lambda: self._gauge_watch.facts()), (lambda: RECORDER.memory_fd)
-        run_facts = RunFacts(recorded, facts, saving, gauges, lambda: self.threads)
+        run_facts = RunFacts(recorded, facts, saving, lambda: self._gauge_watch.facts(), lambda: self.threads)
         self.generations = Generations(
             recorded, saving.folder, self._enter, self._refine, lambda: self.threads.stopping.is_set()
         )
         self._prepare = prepare = self.generations.while_no_fork_comes
-        self._membership = membership = Membership(run_facts.at_join, memory, prepare)
-        self._gauge_watch = watch = GaugeWatch(recorded.gauges, membership, memory, facts.publish)
+        self._membership = membership = Membership(run_facts.at_join, lambda: RECORDER.memory_fd, prepare)
+        self._gauge_watch = watch = GaugeWatch(recorded.gauges, membership, facts.publish)
         self.exporting = Exporting(recorded, facts, saving, membership, watch, prepare, lambda: self.threads)
         self.control = ControlThread(
             self.generations,

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -57,11 +57,6 @@ _IDS = itertools.count(3 << 60)
 _start = attrgetter("start_ns")
 
 
-def is_operator_slice(span: Span) -> bool:
-    """Return True if a slice of torch.profiler is an operator, and no kernel, range or call of a driver."""
-    return span.site.kind == "op" and "device" not in span.attributes
-
-
 def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
     """Return the trace with a span for each operator of torch.profiler's trace, `moved_ns` before our clock.
 
@@ -73,11 +68,11 @@ def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
         return trace
     operators.nest()
     operators.take_in(trace.spans)
-    operators.set_self_times(trace.spans)
     _set_device_times(trace, operators.made)
+    spans = [*trace.spans, *operators.made]
+    _set_self_times(spans, {span.span_id for span in operators.made} | {top.parent_id for top in operators.tops})
     threads = {span.thread_id for span in operators.made}.difference(trace.threads)
     names = {thread: torch_trace.threads[thread] for thread in sorted(threads) if thread in torch_trace.threads}
-    spans = [*trace.spans, *operators.made]
     return replace(trace, spans=spans, threads={**trace.threads, **names}, flops=())  # the spans have these
 
 
@@ -97,7 +92,8 @@ class _Operators:
             around = innermost.get(source.parent_id)
             first, last = source.start_ns + moved_ns, source.end_ns + moved_ns
             start_ns, end_ns = max(first, since_ns), min(last, until_ns)
-            if start_ns >= end_ns or not is_operator_slice(source):
+            is_operator_slice = source.site.kind == "op" and "device" not in source.attributes
+            if start_ns >= end_ns or not is_operator_slice:  # but a kernel, a range or a call of a driver
                 innermost[source.span_id] = around
                 continue
             flops = flops_in(source.attributes)
@@ -158,24 +154,6 @@ class _Operators:
             for span in itertools.chain(spans, self.made):
                 span.root_id = roots.get(span.root_id, span.root_id)
 
-    def set_self_times(self, spans: Sequence[Span]) -> None:
-        """Compute the self times of the operators, and reduce those of the spans around them."""
-        for span in self.made:
-            inner_ns = sum(inner.total_ns for inner in self.below.get(span.span_id, ()))
-            span.self_ns = max(span.total_ns - inner_ns, 0)
-        by_id = {span.span_id: span for span in spans}
-        ours = {span.span_id for span in spans}
-        for top in self.tops:
-            around = by_id.get(top.parent_id)
-            if around is None:
-                continue
-            own_ns, pending = 0, [top]
-            while pending:
-                span = pending.pop()
-                own_ns += span.self_ns
-                pending += [inner for inner in self.below.get(span.span_id, ()) if inner.span_id not in ours]
-            around.self_ns = max(around.self_ns - own_ns, 0)
-
 
 def _last_around(among: Sequence[Span], span: Span) -> Span | None:
     """Return the span, of a sequence without overlaps, that contains a span; None for none."""
@@ -198,6 +176,18 @@ def _set_device_times(trace: Trace, operators: list[Span]) -> None:
     for span in operators:
         if span.span_id in intervals_by_id:
             span.device = tuple(intervals_by_id[span.span_id])
+
+
+def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
+    """Compute the self times of some of the spans from those of their children."""
+    import numpy as np  # as in `_open_at`
+
+    from instrument.trace.self_times import self_times_of
+    from instrument.trace.trace import columns_of_spans
+
+    rows = np.array([row for row, span in enumerate(spans) if span.span_id in span_ids], dtype=np.int64)
+    for row, self_ns in zip(rows.tolist(), self_times_of(columns_of_spans(spans), rows).tolist(), strict=True):
+        spans[row].self_ns = self_ns
 
 
 def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:

@@ -20,7 +20,7 @@ from instrument.profile.model import CopyRule
 from instrument.recorder.recorder import RECORDER, Recorder, stream_handle
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import Site, Work
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.cheap_start import NamedTuple, dataclass
 from instrument.runtime.faults import FAULTS
 
 
@@ -160,22 +160,18 @@ class Transfers:
         return site
 
 
+@dataclass(eq=False)
 class PatchedFunctions:
     """The functions of one framework that are replaced. `undo` restores them."""
 
-    def __init__(
-        self,
-        transfers: Transfers,
-        framework: str,
-        ready: Callable[[], bool] = lambda: True,
-        stream: Stream = lambda args, kwargs: NOWHERE,
-    ) -> None:
-        self.transfers = transfers
-        transfers.patched.append(self)
+    transfers: Transfers
+    _framework: str
+    _ready: Callable[[], bool] = lambda: True
+    stream: Stream = lambda args, kwargs: NOWHERE
+
+    def __post_init__(self) -> None:
+        self.transfers.patched.append(self)
         self.undos: list[Undo] = []
-        self._framework = framework
-        self._ready = ready
-        self._stream = stream
         self._bound: list[tuple[Any, Any]] = []
 
     def methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
@@ -224,7 +220,7 @@ class PatchedFunctions:
         self._bound.clear()
 
     def _watched(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
-        return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self._stream)
+        return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self.stream)
 
 
 class FrameworkAdapter(NamedTuple):
