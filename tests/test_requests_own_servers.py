@@ -13,6 +13,7 @@ import importlib
 import itertools
 import socket
 import threading
+import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -217,6 +218,57 @@ def sanic_service() -> contextlib.AbstractContextManager[int]:
     return in_loop(serve)
 
 
+async def talk(socket: Any) -> None:
+    async for message in socket:
+        if message == "fail":
+            raise ValueError("as asked")
+        await socket.send(message)
+
+
+def talk_by_thread(socket: Any) -> None:
+    for message in socket:
+        if message == "fail":
+            raise ValueError("as asked")
+        socket.send(message)
+
+
+def websockets_service(refuse: Any = None) -> contextlib.AbstractContextManager[int]:
+    server = importlib.import_module("websockets.asyncio.server")
+
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[int]:
+        async with server.serve(talk, "127.0.0.1", 0, process_request=refuse) as serving:
+            yield serving.sockets[0].getsockname()[1]
+
+    return in_loop(serve)
+
+
+@contextlib.contextmanager
+def threaded_websockets_service(refuse: Any = None) -> Iterator[int]:
+    server = importlib.import_module("websockets.sync.server")
+    with server.serve(handler=talk_by_thread, host="127.0.0.1", port=0, process_request=refuse) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield serving.socket.getsockname()[1]
+        serving.shutdown()
+        thread.join()
+
+
+@contextlib.contextmanager
+def older_websockets_service() -> Iterator[int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        server = importlib.import_module("websockets.legacy.server")
+
+        @contextlib.asynccontextmanager
+        async def serve() -> AsyncIterator[int]:
+            async with server.serve(talk, "127.0.0.1", 0) as serving:
+                yield serving.sockets[0].getsockname()[1]
+
+        with in_loop(serve) as port:
+            yield port
+
+
 class Handler(BaseHTTPRequestHandler):
     """A handler of `http.server`, whose exceptions its server reports without an answer."""
 
@@ -289,7 +341,13 @@ ROUTES = {
     "sanic": {"items": "/items/<name:str>", "talk": "/talk/<room:str>"},
     "http.server": {},
 }
-TALKING = {"tornado", "sanic"}
+TALKING: dict[str, Service] = {
+    "tornado": tornado_service,
+    "sanic": sanic_service,
+    "websockets.asyncio": websockets_service,
+    "websockets.sync": threaded_websockets_service,
+    "websockets.legacy": older_websockets_service,
+}
 
 
 @pytest.fixture(params=SERVICES)
@@ -393,12 +451,12 @@ def test_a_client_that_leaves_such_a_server_is_no_error_and_a_late_failure_is_on
     assert (late.error, late.attributes["http.response.status_code"]) == ("ValueError", 200)
 
 
+@pytest.mark.parametrize("name", TALKING)
 def test_a_websocket_of_such_a_server_is_one_request(name: str) -> None:
-    if name not in TALKING:
-        pytest.skip("it has no websockets")
+    pytest.importorskip(name.partition(".")[0])
     client = pytest.importorskip("websockets.sync.client")
     with recorded():
-        with SERVICES[name]() as port:
+        with TALKING[name]() as port:
             with client.connect(f"ws://127.0.0.1:{port}/talk/a") as talk:
                 for text in ("one", "two"):
                     talk.send(text)
@@ -413,10 +471,31 @@ def test_a_websocket_of_such_a_server_is_one_request(name: str) -> None:
                 assert talk.recv() == "one"
                 talk.socket.shutdown(socket.SHUT_RDWR)  # a network that breaks
         spans = sorted(requests(), key=lambda span: span.start_ns)
-    assert {route_of(span) for span in spans} == {ROUTES[name].get("talk", "")}
+    assert {route_of(span) for span in spans} == {ROUTES.get(name, {}).get("talk", "")}
     assert {dict(span.site.attributes)["network.protocol.name"] for span in spans} == {"websocket"}
     assert {span.attributes["http.response.status_code"] for span in spans} == {101}
     ended, failed, left = spans
     assert (ended.error, ended.attributes["items"], ended.attributes["websocket.close_code"]) == (None, 2, 1001)
     assert failed.error == "ValueError"
     assert (left.error, left.attributes["items"], left.attributes["instrument.outcome"]) == (None, 1, "client gone")
+
+
+@pytest.mark.parametrize("service", [websockets_service, threaded_websockets_service])
+def test_a_handshake_that_websockets_refuses_is_a_request_with_its_status(service: Any) -> None:
+    pytest.importorskip("websockets")
+
+    def refuse(connection: Any, request: Any) -> Any:
+        if request.path == "/fail":
+            raise ValueError("as asked")
+        return connection.respond(403, "no")
+
+    with recorded():
+        with service(refuse) as port:
+            for path in ("/", "/fail"):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+                with contextlib.closing(connection):
+                    connection.request("GET", path)
+                    assert connection.getresponse().status == (500 if path == "/fail" else 403)
+        spans = sorted(requests(), key=lambda span: span.start_ns)
+    status = "http.response.status_code"
+    assert [(span.attributes[status], span.error) for span in spans] == [(403, None), (500, "ValueError")]

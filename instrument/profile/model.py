@@ -38,6 +38,7 @@ SERVERS: Mapping[str, str] = {
     "grpc": "servers of gRPC",
     "tornado": "applications of Tornado",
     "sanic": "apps of Sanic",
+    "websockets": "connections of websockets' servers",
     "http_server": "handlers of http.server",
     "ray_serve": "replicas of Ray Serve",
     "litserve": "batches of LitServe's workers",

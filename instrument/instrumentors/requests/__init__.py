@@ -35,9 +35,19 @@ if TYPE_CHECKING:
         triton,
     )
 else:
-    aiohttp, grpc, http_server, model_servers, queue_jobs, sanic, tornado, triton = (
+    aiohttp, grpc, http_server, model_servers, queue_jobs, sanic, tornado, triton, websockets = (
         LazyModule(f"{__name__}.{name}")
-        for name in ("aiohttp", "grpc", "http_server", "model_servers", "queue_jobs", "sanic", "tornado", "triton")
+        for name in (
+            "aiohttp",
+            "grpc",
+            "http_server",
+            "model_servers",
+            "queue_jobs",
+            "sanic",
+            "tornado",
+            "triton",
+            "websockets",
+        )
     )
 
 
@@ -207,6 +217,10 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "aiohttp": ("aiohttp", lambda: aiohttp.AIOHTTP),
     "grpc": ("grpc", lambda: grpc.GRPC),
     **dict.fromkeys(("tornado.web", "tornado.websocket"), ("tornado", lambda: tornado.TORNADO)),
+    **{
+        f"websockets.{name}.server": ("websockets", lambda: websockets.WEBSOCKETS)
+        for name in ("asyncio", "sync", "trio", "legacy")
+    },
     "sanic": ("sanic", lambda: sanic.SANIC),
     "http.server": ("http_server", lambda: {"http.server": http_server.attach}),
     "ray": ("ray_serve", lambda: model_servers.RAY_SERVE),

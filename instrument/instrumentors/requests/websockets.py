@@ -1,0 +1,196 @@
+"""websockets: each connection that its servers accept, as one request, whose items are the messages that are sent.
+
+A server of asyncio, of threads, of Trio or of the older interface calls the handler that `serve` was given. The span
+lasts as long as the handler works. A connection that is refused is a request without a handler, with its status.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.references import rebind
+from instrument.instrumentors.requests.exchange import CLIENT_GONE, EXCHANGE, Arrival, Exchange, Exchanges, reads
+
+ABNORMAL = 1006
+"""The close code of a connection that has ended without a closing handshake (RFC 6455)."""
+
+
+def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record what the handlers of a module's servers do, and the connections that they refuse."""
+    arrivals = exchanges.arrivals("websocket", *READS)
+    is_older = hasattr(module, "Serve")
+    entry = module.Serve if is_older else module.serve  # a class in some versions
+    owner, name = (entry, "__init__") if isinstance(entry, type) else (module, "serve")
+    serve, position = getattr(owner, name), int(owner is entry)
+    key = "ws_handler" if is_older else "handler"
+
+    @takes_place(owner, name)
+    def undo_serve(*args: Any, **kwargs: Any) -> Any:
+        if key in kwargs:
+            kwargs[key] = _recorded(kwargs[key], arrivals)
+        elif len(args) > position:
+            args = (*args[:position], _recorded(args[position], arrivals), *args[position + 1 :])
+        return serve(*args, **kwargs)
+
+    connection = module.WebSocketServerProtocol if is_older else module.ServerConnection
+    undos = [undo_serve, _count_messages(connection), *([] if is_older else [_record_refusals(connection, arrivals)])]
+    if owner is module:
+        served = module.serve
+        rebind([(serve, served)])  # programs have imported the function itself
+
+        def undo_names() -> None:
+            rebind([(served, serve)])
+
+        undos.append(undo_names)
+    return undos
+
+
+def _recorded(handler: Any, arrivals: Any) -> Any:
+    """Return a recording wrapper of a handler, of its own kind."""
+    if not callable(handler) or hasattr(handler, EXCHANGE):
+        return handler
+
+    def begin(connection: Any) -> Exchange | None:
+        exchange: Exchange | None = arrivals.begun(connection)
+        if exchange is not None:
+            exchange.begin_answer(101, None)
+            setattr(connection, EXCHANGE, exchange)
+        return exchange
+
+    @functools.wraps(handler)
+    async def handled(connection: Any, *args: Any) -> Any:
+        exchange = begin(connection)
+        if exchange is None:
+            return await handler(connection, *args)
+        try:
+            result = await exchange.stepped(handler(connection, *args))
+        except BaseException as error:
+            _end(exchange, connection, error)
+            raise
+        _end(exchange, connection)
+        return result
+
+    @functools.wraps(handler)
+    def handled_by_thread(connection: Any, *args: Any) -> Any:
+        exchange = begin(connection)
+        try:
+            result = handler(connection, *args)
+        except BaseException as error:
+            _end(exchange, connection, error)
+            raise
+        _end(exchange, connection)
+        return result
+
+    call = handler if inspect.isroutine(handler) or isinstance(handler, functools.partial) else type(handler).__call__
+    recorded = handled if inspect.iscoroutinefunction(call) else handled_by_thread
+    setattr(recorded, EXCHANGE, True)
+    return recorded
+
+
+def _end(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
+    """End the request of a connection. Exceptions for its close are no failures, the loss of a connection included."""
+    if exchange is None:
+        return
+    code = getattr(connection, "close_code", None)
+    if code is not None:
+        exchange.facts["websocket.close_code"] = code
+    is_closed = error is not None and "ConnectionClosed" in {kind.__name__ for kind in type(error).__mro__}
+    if code == ABNORMAL and (error is None or is_closed):
+        exchange.broken_off(CLIENT_GONE)
+    exchange.finish(None if is_closed else error, in_parts=False)
+
+
+def _count_messages(connection: Any) -> Undo:
+    """Count each message that the service sends, by any task or thread."""
+    send = connection.send
+
+    @takes_place(connection, "send")
+    def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange = getattr(self, EXCHANGE, None)
+        if exchange is not None and exchange.is_open:
+            exchange.part(message if hasattr(message, "__len__") else b"")
+        return send(self, message, *args, **kwargs)
+
+    return undo
+
+
+def _record_refusals(connection: Any, arrivals: Any) -> Undo:
+    """Record the requests whose handshakes have another answer than a websocket."""
+    shake_hands = connection.handshake
+
+    def note(self: Any) -> None:
+        response = self.response
+        if self.request is None or response is None or response.status_code == 101:
+            return
+        exchange = arrivals.begun(self)
+        if exchange is not None:
+            exchange.begin_answer(response.status_code, None)
+            exchange.answer_bytes = len(response.body or b"")
+            exchange.finish(getattr(self.protocol, "handshake_exc", None) if response.status_code >= 500 else None)
+
+    if not inspect.iscoroutinefunction(shake_hands):
+
+        @takes_place(connection, "handshake")
+        def undo_by_thread(self: Any, *args: Any, **kwargs: Any) -> None:
+            shake_hands(self, *args, **kwargs)
+            note(self)
+
+        return undo_by_thread
+
+    @takes_place(connection, "handshake")
+    async def undo(self: Any, *args: Any, **kwargs: Any) -> None:
+        await shake_hands(self, *args, **kwargs)
+        note(self)
+
+    return undo
+
+
+def _headers(connection: Any) -> dict[str, str]:
+    request = getattr(connection, "request", None)
+    headers = connection.request_headers if request is None else request.headers
+    return {name.lower(): value for name, value in headers.raw_items()}
+
+
+def _path(connection: Any) -> str:
+    request = getattr(connection, "request", None)
+    path: str = connection.path if request is None else request.path
+    return path
+
+
+def _address(connection: Any, name: str) -> Any:
+    """Return an address of a connection, None for one that is closed."""
+    try:
+        return getattr(connection, name)
+    except OSError:
+        return None
+
+
+def _arrival(connection: Any) -> Arrival:
+    address = _address(connection, "local_address")
+    host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
+    transport = getattr(connection, "transport", None)
+    socket = getattr(connection, "socket", None)
+    secured = getattr(socket, "context", None) if transport is None else transport.get_extra_info("sslcontext")
+    return "GET", "ws" if secured is None else "wss", host, port
+
+
+def _client(connection: Any) -> str | None:
+    address = _address(connection, "remote_address")
+    return address[0] if isinstance(address, tuple) else None
+
+
+READS = reads(
+    _arrival,
+    _headers,
+    lambda connection: _path(connection).partition("?")[0],
+    lambda connection: _path(connection).partition("?")[2],
+    _client,
+)
+
+WEBSOCKETS: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
+    f"websockets.{name}.server": attach for name in ("asyncio", "sync", "trio", "legacy")
+}
