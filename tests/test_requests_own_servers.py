@@ -499,3 +499,109 @@ def test_a_handshake_that_websockets_refuses_is_a_request_with_its_status(servic
         spans = sorted(requests(), key=lambda span: span.start_ns)
     status = "http.response.status_code"
     assert [(span.attributes[status], span.error) for span in spans] == [(403, None), (500, "ValueError")]
+
+
+class RawCodec:
+    """A codec of grpclib whose messages are bytes."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: bytes, message_type: Any) -> bytes:
+        return message
+
+    decode = encode
+
+
+def grpclib_service() -> contextlib.AbstractContextManager[int]:
+    const, server = importlib.import_module("grpclib.const"), importlib.import_module("grpclib.server")
+    exceptions = importlib.import_module("grpclib.exceptions")
+
+    async def echo(stream: Any) -> None:
+        await stream.send_message(await stream.recv_message())
+
+    async def fail(stream: Any) -> None:
+        raise ValueError("as asked")
+
+    async def refuse(stream: Any) -> None:
+        raise exceptions.GRPCError(const.Status.NOT_FOUND, "as asked")
+
+    async def count(stream: Any) -> None:
+        for item in (b"a", b"b", b"c"):
+            await stream.send_message(item)
+
+    async def wait(stream: Any) -> None:
+        try:
+            await stream.send_message(b"a")
+            await asyncio.Event().wait()
+        finally:
+            LEFT.set()
+
+    kinds = const.Cardinality
+
+    class Shop:
+        def __mapping__(self) -> dict[str, Any]:
+            unary = {"Echo": echo, "Fail": fail, "Refuse": refuse}
+            handlers = {name: (function, kinds.UNARY_UNARY) for name, function in unary.items()}
+            handlers |= {"Count": (count, kinds.UNARY_STREAM), "Wait": (wait, kinds.UNARY_STREAM)}
+            return {f"/shop.Shop/{name}": const.Handler(*parts, None, None) for name, parts in handlers.items()}
+
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[int]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        serving = server.Server([Shop()], codec=RawCodec())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            await serving.start(sock=listener)
+        yield listener.getsockname()[1]
+        serving.close()
+        await serving.wait_closed()
+
+    return in_loop(serve)
+
+
+def call_all(port: int, grpc: Any) -> list[Any]:
+    """Call each method in a trace of its own, leave two streams, and return the answers or statuses."""
+    answers: list[Any] = []
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for number, name in enumerate(("Echo", "Fail", "Refuse", "Invented", "Count"), 1):
+            headers = (("traceparent", f"00-{number:032x}-{number:016x}-01"),)
+            try:
+                if name == "Count":
+                    answers.append(list(channel.unary_stream(f"/shop.Shop/{name}")(b"x", metadata=headers)))
+                else:
+                    answers.append(channel.unary_unary(f"/shop.Shop/{name}")(b"x", metadata=headers))
+            except grpc.RpcError as error:
+                answers.append(error.code().name)
+        left = channel.unary_stream("/shop.Shop/Wait")(b"x")
+        assert next(left) == b"a"
+        left.cancel()
+        LEFT.wait()
+        with pytest.raises(grpc.RpcError):
+            list(channel.unary_stream("/shop.Shop/Wait")(b"x", timeout=0.2))
+        LEFT.wait()
+    return answers
+
+
+def test_calls_of_grpclib_are_recorded_as_those_of_grpcio() -> None:
+    pytest.importorskip("grpclib")
+    grpc = pytest.importorskip("grpc")
+    with grpclib_service() as port:
+        expected = call_all(port, grpc)
+    with recorded():
+        with grpclib_service() as port:
+            assert call_all(port, grpc) == expected
+        spans = sorted(requests(), key=lambda span: span.start_ns)
+    status, outcome = "rpc.status_code", "instrument.outcome"
+    facts = [(span.site.name, span.attributes.get(status), span.error, span.attributes.get("items")) for span in spans]
+    assert facts == [
+        ("shop.Shop/Echo", "OK", None, None),
+        ("shop.Shop/Fail", "UNKNOWN", "ValueError", None),
+        ("shop.Shop/Refuse", "NOT_FOUND", None, None),
+        ("grpc", "UNIMPLEMENTED", "UNIMPLEMENTED", None),
+        ("shop.Shop/Count", "OK", None, 3),
+        ("shop.Shop/Wait", "CANCELLED", None, 1),
+        ("shop.Shop/Wait", "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", 1),
+    ]
+    assert [span.attributes.get(outcome) for span in spans[-2:]] == ["cancelled", "timed out"]
+    assert {span.remote.trace_id for span in spans if span.remote} == {1, 2, 3, 4, 5}
+    assert {span.attributes["server.port"] for span in spans} == {port}

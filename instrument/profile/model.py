@@ -36,6 +36,7 @@ SERVERS: Mapping[str, str] = {
     "wsgi": "apps over WSGI",
     "aiohttp": "applications of aiohttp.web",
     "grpc": "servers of gRPC",
+    "grpclib": "servers of grpclib",
     "tornado": "applications of Tornado",
     "sanic": "apps of Sanic",
     "websockets": "connections of websockets' servers",

@@ -27,28 +27,21 @@ if TYPE_CHECKING:
     from instrument.instrumentors.requests import (
         aiohttp,
         grpc,
+        grpclib,
         http_server,
         model_servers,
         queue_jobs,
         sanic,
         tornado,
         triton,
+        websockets,
     )
 else:
-    aiohttp, grpc, http_server, model_servers, queue_jobs, sanic, tornado, triton, websockets = (
-        LazyModule(f"{__name__}.{name}")
-        for name in (
-            "aiohttp",
-            "grpc",
-            "http_server",
-            "model_servers",
-            "queue_jobs",
-            "sanic",
-            "tornado",
-            "triton",
-            "websockets",
-        )
-    )
+    for _name in (
+        *("aiohttp", "grpc", "grpclib", "http_server", "model_servers", "queue_jobs"),
+        *("sanic", "tornado", "triton", "websockets"),
+    ):
+        globals()[_name] = LazyModule(f"{__name__}.{_name}")
 
 
 class Router(NamedTuple):
@@ -174,7 +167,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         "fastapi",
     ),
     "server": (
-        *("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc"),
+        *("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc", "grpclib.server"),
         *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
     ),
     "unrouted": ("blacksheep", "pyramid.router", "cherrypy"),
@@ -216,6 +209,7 @@ def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
 KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "aiohttp": ("aiohttp", lambda: aiohttp.AIOHTTP),
     "grpc": ("grpc", lambda: grpc.GRPC),
+    "grpclib.server": ("grpclib", lambda: {"grpclib.server": grpclib.attach}),
     **dict.fromkeys(("tornado.web", "tornado.websocket"), ("tornado", lambda: tornado.TORNADO)),
     **{
         f"websockets.{name}.server": ("websockets", lambda: websockets.WEBSOCKETS)

@@ -355,10 +355,8 @@ def _text(method: Any) -> str:
     return method.decode("latin-1") if isinstance(method, bytes) else str(method)
 
 
-def _authority(context: Any) -> dict[Any, Any]:
-    """Return the attributes of the `:authority` of a call, such as `localhost:50051`, empty where it is not known."""
-    details = getattr(getattr(context, "_rpc_event", None), "call_details", None)
-    host = getattr(details, "host", None)
+def address_in(host: Any) -> dict[Any, Any]:
+    """Return the attributes of the `:authority` of a call, such as `localhost:50051`, empty without one."""
     if not host:
         return {}
     address, _, port = _text(host).rpartition(":")
@@ -369,14 +367,15 @@ def _authority(context: Any) -> dict[Any, Any]:
 
 def _read(call: _Arrived, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
     details, context, name = call
-    headers, facts = _headers(details.invocation_metadata), _authority(context)
+    event_details = getattr(getattr(context, "_rpc_event", None), "call_details", None)
+    headers, facts = headers_in(details.invocation_metadata), address_in(getattr(event_details, "host", None))
     if "user_agent.original" in names and b"user-agent" in headers:
         facts["user_agent.original"] = headers[b"user-agent"].decode("latin-1")
     method = _text(details.method).removeprefix("/") if name is None else name
     return (method, None, None, None), headers, facts
 
 
-def _headers(metadata: Any) -> dict[bytes, bytes]:
+def headers_in(metadata: Any) -> dict[bytes, bytes]:
     """Return the caller's metadata by name. gRPC's names are in lower case."""
     headers = {}
     for name, value in metadata or ():

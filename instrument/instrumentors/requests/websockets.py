@@ -24,8 +24,9 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     arrivals = exchanges.arrivals("websocket", *READS)
     is_older = hasattr(module, "Serve")
     entry = module.Serve if is_older else module.serve  # a class in some versions
-    owner, name = (entry, "__init__") if isinstance(entry, type) else (module, "serve")
-    serve, position = getattr(owner, name), int(owner is entry)
+    is_class = isinstance(entry, type)
+    owner, name = (entry, "__init__") if is_class else (module, "serve")
+    serve, position = getattr(owner, name), int(is_class)
     key = "ws_handler" if is_older else "handler"
 
     @takes_place(owner, name)
@@ -38,7 +39,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     connection = module.WebSocketServerProtocol if is_older else module.ServerConnection
     undos = [undo_serve, _count_messages(connection), *([] if is_older else [_record_refusals(connection, arrivals)])]
-    if owner is module:
+    if not is_class:
         served = module.serve
         rebind([(serve, served)])  # programs have imported the function itself
 
