@@ -353,7 +353,7 @@ def test_at_the_end_of_a_run_the_time_in_the_queue_of_requests_in_others_is_sent
     assert done.returncode == 0, done.stderr
     until(lambda: not run_folder.found())
     assert in_queue(collector) == {"outer": 10, "inner": 10}
-    assert "has reached the collector" not in done.stderr
+    assert "has arrived there" not in done.stderr
 
 
 @pytest.mark.slow

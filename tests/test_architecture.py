@@ -341,24 +341,24 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (323, 4),
-    "agent": (4_571, 17),
+    "agent": (4_609, 17),
     "chrome": (3_069, 9),
-    "cli": (2_948, 16),
+    "cli": (2_964, 16),
     "compat": (1_181, 6),
     "device": (3_708, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
     "instrumentors": (12_577, 51),
     "native": (9_532, 28),
-    "otlp": (4_923, 19),
-    "profile": (2_590, 8),
+    "otlp": (5_319, 20),
+    "profile": (2_610, 8),
     "proposal": (1_403, 5),
     "recorder": (2_756, 11),
-    "recording": (4_173, 20),
+    "recording": (4_176, 20),
     "report": (14_690, 50),
     "runtime": (2_779, 18),
-    "sessions": (6_710, 25),
-    "trace": (10_367, 36),
+    "sessions": (6_771, 25),
+    "trace": (10_636, 37),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

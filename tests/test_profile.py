@@ -996,7 +996,7 @@ class TestSchema:
         parts = {section: defaults(section) for section in KEYS if section.count(".") == 0}
         asked = {**parts[""], **{name: parts[name] for name in ("capture", "limits", "device", "control")}}
         asked["export"] = {name: defaults(f"export.{name}") for name in KEYS["export"]}
-        exports = read("export: {recording: , chrome: , otlp: , prometheus: , summary: }").export
+        exports = read("export: {recording: , chrome: , otlp: , prometheus: , parquet: , summary: }").export
         assert asked.keys() >= {"service", "tracer_option", "state", "clock"}
         assert read(json.dumps(asked)) == Profile(export=exports)
         rules = {section: [{**extra, **defaults(section)}] for section, extra in RULES.items()}

@@ -386,9 +386,9 @@ def _status_text(status: int | None) -> str:
 
 
 def line_of_export(lost: Mapping[str, int]) -> str:
-    """Return the line on spans of a run that did not reach the collector."""
+    """Return the line on data of a run that reached neither the collector nor the dataset."""
     counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-    return f"instrument: not all that this run was to export has reached the collector: {counts}"
+    return f"instrument: not all that this run was to export has arrived there: {counts}"
 
 
 def seen_of_unmet(process: Process) -> str:

@@ -26,7 +26,7 @@ from instrument.runtime.faults import logger
 
 if TYPE_CHECKING:
     from instrument.agent import scrapes
-    from instrument.otlp import export_facts, exporter, kept_files, recording_export
+    from instrument.otlp import dataset_export, export_facts, exporter, kept_files, recording_export
     from instrument.otlp.exposition import Metered
     from instrument.otlp.span_queue import Source
     from instrument.recording.distributions import Metric
@@ -35,6 +35,7 @@ else:  # a run that has only its gauges read needs no numpy
     export_facts = LazyModule("instrument.otlp.export_facts")
     recording_export = LazyModule("instrument.otlp.recording_export")
     exporter, kept_files = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.kept_files")
+    dataset_export = LazyModule("instrument.otlp.dataset_export")
 
 LOOK_S = 0.2
 """Seconds between two reads of all recordings. Rows that a thread's ring overwrites within that time are lost."""
@@ -75,6 +76,10 @@ class ExportLoop:
         self._scopes: dict[int, list[scrapes.Scope]] = {}
         """The scopes of scrapes that each recording belongs to, by number."""
         self._scrapes: scrapes.Scrapes | None = None
+        self._datasets: dict[tuple[str, str], dataset_export.DatasetExport] = {}
+        """The dataset of each run, by the settings as text."""
+        self._unstored = 0
+        """The lost rows of datasets that the agent knows of."""
         self._folder: Path | None = None
         self._ends_at = 0.0
         logger.addHandler(_Teller(self._agent.send))
@@ -106,6 +111,8 @@ class ExportLoop:
             sender.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         for number in list(self._recordings):
             self._let_go(number)
+        for dataset in self._datasets.values():
+            self._attempt_dataset(partial(dataset.end, self._ends_at))
         self._gauges.stop()
 
     @cached_property
@@ -135,6 +142,8 @@ class ExportLoop:
                     export.files = kept_files.KeptFiles(
                         Path(folder), str(message["run"]), int(message.get("disk_bytes") or 0)
                     )
+                if settings.get("parquet"):
+                    self._attempt_dataset(partial(self._begin_dataset, export, message))
         elif "folder" in message:
             self._folder = Path(message["folder"])
         elif "listen" in message or "scrape" in message:
@@ -189,6 +198,28 @@ class ExportLoop:
         finally:
             os.close(fd)
 
+    def _begin_dataset(self, export: recording_export.RecordingExport, message: Mapping[str, Any]) -> None:
+        """Have what is settled of a recording written into the dataset of its run."""
+        settings, run = message["settings"]["parquet"], str(message["run"])
+        place = run, repr(settings)
+        if place not in self._datasets:
+            self._datasets[place] = dataset_export.DatasetExport(
+                dataset_export.settings_from(settings), run, int(message.get("disk_bytes") or 0)
+            )
+        export.dataset = self._datasets[place]
+
+    def _attempt_dataset(self, action: Callable[[], object]) -> None:
+        """Do something about a dataset. A failure is said, and what it loses is counted."""
+        try:
+            action()
+        except Exception as problem:
+            self.faults += 1
+            self._agent.send({"said": f"export.parquet: {problem!s:.500}"})
+        unstored = sum(dataset.unstored for dataset in self._datasets.values())
+        if unstored > self._unstored:
+            self._agent.send({"dataset": unstored - self._unstored})
+            self._unstored = unstored
+
     def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
         """Return the exporter for a collector. None asks for one that has nowhere to send and is never started."""
         if settings not in self._exporters:
@@ -240,6 +271,8 @@ class ExportLoop:
             self._attempt(number, partial(self._look_after, number, export))
         for sender in self._exporters.values():
             sender.note_silence()
+        if self._datasets:
+            self._attempt_dataset(self._run.close_datasets)
         return has_more
 
     def _look_after(self, number: int, export: recording_export.RecordingExport) -> None:
@@ -278,6 +311,8 @@ class ExportLoop:
                 if export.is_scraped and (metered := export.metered()) is not None:
                     self._ended.add(export.key, scopes, metered)
                 export.write_kept(at_once=True)
+                if export.dataset is not None:
+                    self._attempt_dataset(partial(export.dataset.forget, export))
                 ended = export.finish() if export.has_ended else {}
                 fates = dict(ended) if is_sent or export.files is not None else {}  # nothing was to go anywhere
         except Exception as fault:

@@ -110,8 +110,8 @@ class Exports:
         settings = process.facts.get("export") or {}
         if address := str(settings.get("prometheus") or ""):
             self._listen(address)
-        is_read = settings.get("otlp") or settings.get("captures") or address or (settings and process.run.is_scraped)
-        if not is_read or process.memory < 0:
+        is_read = any(settings.get(name) for name in ("otlp", "captures", "parquet", "prometheus"))
+        if not (is_read or (settings and process.run.is_scraped)) or process.memory < 0:
             return
         if self.is_ending or not self._is_begun():
             self.count_left(process, process.memory, is_reported=False)
@@ -267,6 +267,9 @@ class Exports:
     def _take_message(self, message: packets.Message) -> None:
         if "process" in message:
             self._heard_of_gauges(int(message["process"]), dict(message["gauges"]))
+            return
+        if "dataset" in message:
+            self.fates["unstored"] += int(message["dataset"])
             return
         if "said" in message:
             self._says(f"instrument: {message['said']!s}")

@@ -142,6 +142,7 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
         "device": cuda.versions() if _asks_for_device_time(profile) else None,
         "nvml": {"why_not_read": _why_no_gpu(profile)},
         "files": {"why_not_written": _why_no_files(profile)},
+        "dataset": {"why_not_written": _why_no_dataset(profile)},
         "rules": [
             {"family": family, "rule": rule.text, "line": rule.line, "targets": targets.get(rule.text, [])}
             for family, rule in rules
@@ -169,6 +170,8 @@ def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, A
     unwritten = _why_no_files(profile)
     if unwritten:
         print(f"export: {unwritten}")
+    if why := _why_no_dataset(profile):
+        print(f"export.parquet: {why}")
     if command is not None:
         count = len(command["processes"])
         print(f"command: exit code {command['exit_code']}, {count} process{'es' * (count > 1)} reported")
@@ -210,6 +213,19 @@ def _why_no_files(profile: Profile) -> str:
     from instrument.sessions import saving
 
     return saving.why_no_files() if saving.is_asked(profile.export) else ""
+
+
+def _why_no_dataset(profile: Profile) -> str:
+    """Return why no dataset can be written here, "" where it can, or the profile asks for none."""
+    if profile.export.parquet is None:
+        return ""
+    from instrument.trace.dataset_files import Folder
+
+    try:
+        Folder(profile.export.parquet.path)
+    except InstrumentError as problem:
+        return str(problem)
+    return ""
 
 
 def _service_of(profile: Profile) -> str:

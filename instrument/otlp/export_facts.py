@@ -82,6 +82,10 @@ class Ids:
         lows: NDArray[np.uint64] = mix(numbers + self._trace_seeds[1])
         return lows
 
+    def many(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
+        """Return the ids of spans by their numbers for part 0. Parts 1 and 2 are the halves of the ids of trees."""
+        return mixed(self.seeds[part], numbers)
+
 
 def _random_uuid() -> str:
     """Return a random UUID, version 4, without the modules and patterns that `uuid` loads."""
@@ -96,6 +100,18 @@ def mix(value: Any) -> Any:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31
+
+
+def mixed(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the ids of numbers by a seed, as `Ids.span_id` makes them."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        ids: NDArray[np.uint64] = mix(numbers + seed)
+        is_none = ids == 0
+        if is_none.any():
+            ids[is_none] = np.broadcast_to(mix(np.asarray(seed, dtype=np.uint64).reshape(-1)), ids.shape)[is_none]
+    return ids
 
 
 @dataclass(frozen=True, slots=True)

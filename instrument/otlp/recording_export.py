@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from instrument import clock
-from instrument.otlp.export_facts import ExportFacts, facts_from
+from instrument.otlp.export_facts import ExportFacts, Ids, facts_from
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
 from instrument.otlp.kept_files import KeptFiles
@@ -39,11 +40,15 @@ from instrument.recording.slot_ring import NOTHING_TO_COME
 from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.by_process import Interruptions
+from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.of_recording import origin_of, saved_of
 from instrument.trace.sent_rows import Settled
 from instrument.trace.settling import Settling
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
+
+if TYPE_CHECKING:
+    from instrument.otlp.dataset_export import DatasetExport
 
 FACTS_S = 1.0
 """Seconds between two reads of the facts that a process publishes."""
@@ -99,10 +104,14 @@ class RecordingExport:
         """True if reading stopped for want of room in the exporter."""
         self.has_ended = False
         """True if the process of the recording has ended."""
+        self.ended_ns = 0
+        """The time at which that was noted."""
         self.is_over = False
         """True once the process has ended and all its rows are read."""
         self.files: KeptFiles | None = None
         """The files for kept spans, None if they are not written."""
+        self.dataset: DatasetExport | None = None
+        """The dataset for what is settled, None if none is written."""
         self.is_scraped = False
         """True if a scrape will ask for its counts after its end."""
 
@@ -127,6 +136,8 @@ class RecordingExport:
     def read(self, *, is_last: bool = False, meters: bool = False) -> bool:
         """Read the new rows. Return True if there are more. `take_metrics` follows if it `meters`, and now and then."""
         ended = self.has_ended
+        if ended and not self.ended_ns:
+            self.ended_ns = time.monotonic_ns()
         if self._reading is not None and self.is_ours:
             self._reading.metering.before_read(meters=meters or is_last)
         has_more = self._has_more = self._read()
@@ -214,6 +225,21 @@ class RecordingExport:
         if not self._sends:
             reading.source.counts["exported" if is_written else "failed"] += count
             self.note_settled()
+
+    @property
+    def mapped(self) -> Mapped:
+        """The recording."""
+        return self._mapped
+
+    def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
+        """Return device intervals as `DeviceTimes` does."""
+        reading = self._reading
+        return DeviceIntervals.none() if reading is None else reading.times.intervals_of(span_id, asking, start_ns)
+
+    @property
+    def ids(self) -> Ids | None:
+        """The ids of its spans at the collector, None if none is sent them."""
+        return self._reading.source.ids if self._reading is not None and self._sends else None
 
     def _is_superseded(self) -> bool:
         """Return True if another session of the process has begun, so that this one's rows are gone."""
@@ -465,6 +491,8 @@ class ExportedRun:
                 member.reading.reader.ahead = 0
         readings = {number: member.reading for number, member in self.members.items() if not member.is_spoilt}
         numbers = [number for number, reading in readings.items() if reading is not None]
+        members, datasets = [self.members[number] for number in numbers], self.datasets
+        self._settling.taken = [partial(dataset.put_settled, members) for dataset in datasets]
         self._settling.members = [reading.reader.rows for reading in readings.values() if reading is not None]
         asks_queues = any(reading.facts.metered.asks for reading in readings.values() if reading is not None)
         are_over = all(member.is_over for member in self.members.values())
@@ -476,6 +504,20 @@ class ExportedRun:
             attempt(numbers[place], partial(member.take, settled, self._settling.settled_ns))
         for number in numbers:
             attempt(number, partial(self.members[number].note_read, self._settling.settled_ns))
+
+    @property
+    def datasets(self) -> list[DatasetExport]:
+        """The datasets of all recordings."""
+        return [*{member.dataset: None for member in self.members.values() if member.dataset is not None}]
+
+    def close_datasets(self, *, at_once: bool = False) -> None:
+        """Close the files of datasets that are due, or all `at_once`, with the facts of their processes."""
+        for dataset in self.datasets:
+            if at_once or dataset.is_due:
+                for member in self.members.values():
+                    if member.dataset is dataset:
+                        dataset.put_window(member)
+                dataset.close_files()
 
 
 class _Reading:

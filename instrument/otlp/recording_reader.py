@@ -18,7 +18,7 @@ from instrument.recording.paths import CallTree
 from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacked_rows, with_more
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
-from instrument.trace.columns import Columns, device_intervals
+from instrument.trace.columns import Columns, DeviceIntervals, Int64s, device_intervals
 from instrument.trace.tail_sampling import TailSampler
 from instrument.trace.unsettled import Details, UnsettledRows
 
@@ -186,13 +186,16 @@ class DeviceTimes:
         asking = np.flatnonzero(trace.of_sites([bool(site.device) for site in trace.sites]))
         if not len(asking):
             return trace
-        first_ns = int(trace.start_ns[asking].min())
-        since = next((count for at_ns, count in reversed(self._counts) if at_ns <= first_ns), 0)
-        cells = self._mapped.intervals(since)
-        cells = cells[np.isin(cells["span_id"].astype(np.int64), trace.span_id[asking])]
-        device = device_intervals(cells, trace.span_id)
+        device = self.intervals_of(trace.span_id, asking, trace.start_ns)
         self.untimed += int(np.count_nonzero(trace.end_ns[np.setdiff1d(asking, device.row)] > settled_ns))
         return replace(trace, device=device) if len(device) else trace
+
+    def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
+        """Return the intervals of some of the spans with these ids, which began at these times, by row."""
+        first_ns = int(start_ns[asking].min())
+        since = next((count for at_ns, count in reversed(self._counts) if at_ns <= first_ns), 0)
+        cells = self._mapped.intervals(since)
+        return device_intervals(cells[np.isin(cells["span_id"].astype(np.int64), span_id[asking])], span_id)
 
 
 def row_of_open(span: OpenSpan) -> Row:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.export_facts import Ids, mix
+from instrument.otlp.export_facts import Ids, mixed
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE
 from instrument.recording.remote_parents import OF_OURS, LinkedSpan, RemoteParent
 from instrument.trace.by_process import outer_spans
@@ -128,16 +128,6 @@ class SpanIds:
 
 
 _MASK = (1 << 64) - 1
-
-
-def mixed(seed: Any, numbers: UInt64s) -> UInt64s:
-    """Return the ids of numbers by a seed, as `Ids.span_id` makes them."""
-    with np.errstate(over="ignore"):
-        ids: UInt64s = mix(numbers + seed)
-        is_none = ids == 0
-        if is_none.any():
-            ids[is_none] = np.broadcast_to(mix(np.asarray(seed, dtype=np.uint64).reshape(-1)), ids.shape)[is_none]
-    return ids
 
 
 class RowIds(NamedTuple):

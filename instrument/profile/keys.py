@@ -202,6 +202,7 @@ CLASSES: Mapping[str, type] = {
     "export.chrome": model.Chrome,
     "export.otlp": model.Otlp,
     "export.prometheus": model.Prometheus,
+    "export.parquet": model.Parquet,
     "export.summary": model.Summary,
 }
 """The classes of sections, which also have the defaults of keys."""
@@ -568,6 +569,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "chrome": _export_part("chrome"),
         "otlp": Key("otlp", _otlp, blank=True),
         "prometheus": _export_part("prometheus"),
+        "parquet": _export_part("parquet"),
         "summary": _export_part("summary"),
     },
     "export.recording": {
@@ -588,6 +590,10 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "export.prometheus": {
         "listen": Key("listen", readers.address),
+    },
+    "export.parquet": {
+        "path": Key("path", readers.dataset_path),
+        "every": Key("every_ns", readers.duration("5m", least="1s")),
     },
     "export.summary": {
         "to": Key("to", readers.summary_target),

@@ -405,6 +405,14 @@ class Prometheus:
 
 
 @dataclass(frozen=True, slots=True)
+class Parquet:
+    """A dataset of Parquet files in the folder or at the URL `path`. Its files are closed each `every_ns`."""
+
+    path: str = "dataset/"
+    every_ns: int = 5 * 60 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Text reports to `stderr`, `stdout` or a file, whose path may contain `{service}` and `{pid}`.
 
@@ -430,6 +438,7 @@ class Export:
     chrome: Chrome | None = None
     otlp: Otlp | None = None
     prometheus: Prometheus | None = None
+    parquet: Parquet | None = None
     summary: Summary | None = None
 
     @property

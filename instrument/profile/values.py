@@ -211,6 +211,11 @@ folder_path = spelled(
     "a folder, with a '/' in it, at most 1000 characters and no braces",
     lambda text: f"{text}/",
 )
+dataset_path = spelled(
+    rf"(?:s3|gs|gcs|hdfs|viewfs|abfss?)://[^/{{}}][^{{}}]{{0,999}}|(?![\w.+-]*://){FOLDER_SYNTAX}",
+    "a folder, with a '/' in it, or a URL such as s3://bucket/traces; at most 1000 characters and no braces",
+    lambda text: "s3://bucket/traces" if "://" in text else f"{text}/",
+)
 ring_folder_or_off = or_off(
     spelled(
         rf"off|{FOLDER_SYNTAX}",

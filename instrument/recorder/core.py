@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument import native
 from instrument.recorder import span_attributes, wrapping
-from instrument.recording.memory_layout import HEADER, REASONS
+from instrument.recording.memory_layout import HEADER, OVERWRITTEN, REASONS
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import NODE, Row
 from instrument.recording.spans import AttributeValue, Site
@@ -213,7 +213,7 @@ class Readback(SiteCore):
     def losses(self) -> Mapping[str, int]:
         """Return the number of spans that are only in the tally, not in the rings, by reason."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
-        losses = {"spans overwritten by newer ones": overwritten, "spans shorter than their rule asks": self._too_short}
+        losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": self._too_short}
         return {reason: count for reason, count in losses.items() if count}
 
     def counts(self) -> Mapping[str, int]:

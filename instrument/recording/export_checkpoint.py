@@ -222,6 +222,7 @@ def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:
         UNREAD: "unread",
         "points of metrics that the collector did not take": METRICS_LOST,
         "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
+        "rows of the dataset that were not written": "unstored",
         "requests that batches served without their time in the queue among the metrics": UNQUEUED,
     }
     return {name: fates[fate] for name, fate in names.items() if fates.get(fate)}

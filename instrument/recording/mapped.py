@@ -609,7 +609,7 @@ class Mapped:
         head = self._read_head()
         rings = self._rings()
         count_by_reason = {
-            "spans overwritten by newer ones": sum(max(ring.head - ring.capacity, 0) for ring in rings if ring.capacity)
+            layout.OVERWRITTEN: sum(max(ring.head - ring.capacity, 0) for ring in rings if ring.capacity)
             + int(head["ended_rows"]),
             "spans shorter than their rule asks": sum(ring.too_short for ring in rings) + int(head["ended_too_short"]),
             **dict(zip(layout.REASONS, head["reasons"].tolist(), strict=False)),

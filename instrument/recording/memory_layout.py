@@ -34,6 +34,8 @@ PARTS = (
 """The parts in order. Each slot of `frames` has one of `attributes`. Slots of `text`, `facts` and `details` are bytes.
 `details`, `intervals`, `samples` and `numbers` are rings, whose `used` counts the slots that were ever written."""
 
+OVERWRITTEN = "spans overwritten by newer ones"
+
 REASONS = (
     "scope closed before a scope inside it",
     "span ended outside the context that began it",

@@ -113,7 +113,7 @@ class Exporting:
         self._announced_join = 0
         if self._own is not None:
             self._own.after_fork_in_child()
-            self._own = self._own if self._own.sends else None
+            self._own = self._own if self._own.sends or self._own.dataset is not None else None
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.own.origin = self._recorded.origin()
@@ -128,13 +128,16 @@ class Exporting:
             if self._own is not None and self.handover.is_here:
                 self._own.prepare()
             RECORDER.remote_parent = lambda: noted(otlp.current_parent())
+        elif self._recorded.profile.export.parquet is not None and not self._is_left_to_agent():
+            self._begin_reading()
+            self.handover.own = self._own
 
     # ---------------------------------------------------------------- who exports
 
     def join(self) -> bool:
         """Join the run's agent, if there is one. Return True if the profile allows it."""
         account = self._recorded.account
-        if self._facts.wants_agent and not self._facts.has_agent():
+        if self._facts.asks_agent_alone and not self._facts.has_agent():
             account.complain(NO_AGENT)
         if self._recorded.profile.agent == "off":
             return False
@@ -145,13 +148,21 @@ class Exporting:
 
     def choose(self) -> None:
         """Leave the export to the agent if there is or can be one. This is final, even if the agent ends."""
-        if self._recorded.profile.agent != "off" and self._membership.has_agent():
+        if self._is_left_to_agent():
             self.handover.leave_to_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
             run = files.run_shared() or ("" if self.handover.has_agent else files.run_of_environment())
             if run != self._exporter.own.ids.run:
                 self._exporter.own.ids.run = run
                 self._facts.publish()
+
+    def _is_left_to_agent(self) -> bool:
+        return self._recorded.profile.agent != "off" and self._membership.has_agent()
+
+    @property
+    def writes_dataset(self) -> bool:
+        """True if this process itself writes a dataset."""
+        return self.reading is not None and self.reading.dataset is not None
 
     @property
     def reading(self) -> OwnExport | None:
@@ -280,12 +291,16 @@ class Exporting:
 
     def _begin_scrapes(self) -> None:
         """Begin to read the recording for scrapes alone; nothing of it is exported."""
-        reader = OwnExport(
-            otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False), sends=False
-        )
-        reader.prepare()
-        self._own, self._facts.is_scraped = reader, True
+        self._begin_reading()
+        self._facts.is_scraped = True
         self._facts.publish()
+
+    def _begin_reading(self) -> None:
+        """Begin to read the recording here, without a collector for its spans."""
+        nowhere = otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
+        reader = self._recorded.reader(nowhere, sends=False)
+        reader.prepare()
+        self._own = reader
 
     def _metered_here(self) -> exposition.Metered | None:
         """Return the current metrics, None if the session stays busy."""

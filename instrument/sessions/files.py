@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from instrument.errors import TraceError
 from instrument.runtime import atomic
-from instrument.runtime.cheap_start import LazyModule, dataclass, late_pattern
+from instrument.runtime.cheap_start import LazyModule, dataclass, late_pattern, replace
 from instrument.runtime.unpatched import poll
 
 if TYPE_CHECKING:
     from instrument import chrome
+    from instrument.profile.model import Parquet
     from instrument.recording.tally import Tally
     from instrument.trace import text as trace_text
     from instrument.trace.trace import Trace
@@ -228,6 +229,11 @@ class Destination:
         with atomic.replacing(path) as file:
             file.write(text.encode(errors="backslashreplace"))
         return path
+
+
+def dataset_settings(settings: Parquet) -> Parquet:
+    """Return the settings of a dataset with an absolute path, for a process in another folder."""
+    return settings if "://" in settings.path else replace(settings, path=str(working_folder() / settings.path))
 
 
 def working_folder() -> Path:

@@ -7,19 +7,21 @@ that never had an agent exports by itself, with the same classes, and imports nu
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from instrument.errors import ExportError
+from instrument.errors import ExportError, InstrumentError
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
 from instrument.recording.spans import Span
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, replace
+from instrument.runtime.faults import logger
 
 if TYPE_CHECKING:
     from instrument import otlp
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from instrument.otlp.metrics import Metrics
     from instrument.otlp.recording_export import ExportedRun, RecordingExport
     from instrument.otlp.span_queue import Source
+    from instrument.profile.model import Parquet
 else:
     otlp = LazyModule("instrument.otlp")
 
@@ -43,16 +46,20 @@ UNREAD_S = 1.0
 class OwnExport:
     """Reads what this process records, and hands it to the session's exporter. One thread at a time uses it.
 
-    Without `sends` it counts metrics for scrapes alone. Another thread may call `note_sent` meanwhile, and nothing
-    else.
+    Without `sends` it counts metrics for scrapes, and writes a dataset. `dataset` has the settings of the dataset, None
+    for none. Another thread may call `note_sent` meanwhile, and nothing else.
     """
 
-    def __init__(self, exporter: otlp.Exporter, *, sends: bool = True) -> None:
+    def __init__(
+        self, exporter: otlp.Exporter, *, sends: bool = True, dataset: Parquet | None = None, disk_bytes: int = 0
+    ) -> None:
         self._exporter = exporter
         exporter.settled = self.note_sent
         self.sends = sends
+        self.dataset, self._disk_bytes = dataset, disk_bytes
         self._exported: RecordingExport | None = None
         self._run: ExportedRun | None = None
+        self._lost_rows = 0
         self._fates: Mapping[str, int] = {}
         self.is_over = False
         """True if the session has ended, and its recording was released."""
@@ -73,6 +80,13 @@ class OwnExport:
         GROUPS.clear()  # those of the session before
         self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends)
         self._run = ExportedRun({0: self._exported})
+        if self.dataset is not None:
+            from instrument.otlp.dataset_export import DatasetExport
+
+            try:
+                self._exported.dataset = DatasetExport(self.dataset, str(os.getpid()), self._disk_bytes)
+            except (InstrumentError, OSError) as problem:
+                logger.warning("export.parquet: %s", problem)
 
     def after_fork_in_child(self) -> None:
         """Release the parent's recording."""
@@ -91,11 +105,11 @@ class OwnExport:
         exported, run = self._exported, self._run
         if exported is None or run is None:
             return False
-        for _ in range(LOOKS):
-            metered = exported if meters else None
-            if not run.look(_attempt, at_once=at_once, is_last=is_last, metered=metered):
-                return False
-        return True
+        has_more, looks = True, 0
+        while has_more and (looks := looks + 1) <= LOOKS:
+            has_more = run.look(_attempt, at_once=at_once, is_last=is_last, metered=exported if meters else None)
+        run.close_datasets()
+        return has_more
 
     def send_now(self) -> bool:
         """Have the exporter send all rows up to now. Return True if all were read."""
@@ -140,7 +154,10 @@ class OwnExport:
     @property
     def fates(self) -> Mapping[str, int]:
         """The counts of this session's spans by fate."""
-        return self._fates if self._exported is None else self._exported.fates
+        exported = self._exported
+        fates = self._fates if exported is None else exported.fates
+        lost_rows = self._lost_rows + (0 if exported is None or not exported.dataset else exported.dataset.unstored)
+        return {**fates, "unstored": lost_rows} if lost_rows else fates
 
     # ---------------------------------------------------------------- the end
 
@@ -157,6 +174,10 @@ class OwnExport:
             time.sleep(ROOM_S if exported.is_behind else 0)
         self.look(is_last=True)
         exported.is_settled()
+        if (dataset := exported.dataset) is not None:
+            dataset.forget(exported)
+            dataset.end(end)
+            self._lost_rows, exported.dataset = dataset.counts["unstored"], None
         return not exported.is_over
 
     def finish(self) -> None:
@@ -196,11 +217,11 @@ LOOK_S = 0.005
 class Handover:
     """The choice of the exporter, the session (`is_here`) or the agent, and the progress of the export.
 
-    The reader is that of the recording in this process.
+    `own` is the reader of the recording in this process, None for none.
     """
 
     def __init__(self, exporter: otlp.Exporter | None, reader: OwnExport | None) -> None:
-        self._exporter, self._own = exporter, reader
+        self._exporter, self.own = exporter, reader
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -300,7 +321,7 @@ class Handover:
     def losses(self) -> Mapping[str, int]:
         """Return the losses of the export, by the session or by the agent."""
         if self.is_here:
-            fates = {} if self._own is None else self._own.fates
+            fates = {} if self.own is None else self.own.fates
         else:
             progress = self.progress() if self.has_agent else Progress()
             fates = progress.unreported() if self.is_given_up() else progress.fates

@@ -173,6 +173,8 @@ class Leaving:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)[1]
                     exporting.handover.leave_behind(count, is_reported=_can_agent_report())
             self._wait_for_collector(deadline)
+        elif exporting.writes_dataset:
+            exporting.read_to_end(time.monotonic() + deadline.left_s())
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
 

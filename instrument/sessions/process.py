@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 SWITCHED_OFF = f"instrument is off ({OFF})"
 
 NO_EXPORT = (
-    "the profile has no `export:` (recording, chrome, otlp, prometheus or summary), so nothing will be written or sent"
+    "the profile has no `export:` (recording, chrome, otlp, prometheus, parquet or summary), so nothing will be "
+    "written or sent"
 )
 
 _session: Session | None = None
@@ -114,7 +115,7 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
     The agent begins with the first span. Returns a function that ends the membership of later children.
     """
     export = profile.export
-    is_asked = export.otlp is not None or export.prometheus is not None or profile.capture.to is not None
+    is_asked = bool(export.otlp or export.prometheus or export.parquet or profile.capture.to)
     is_free = not {run_folder.VARIABLE, RUN_VARIABLE} & os.environ.keys()
     if profile.agent == "off" or not (is_asked and is_free and "python" in Path(sys.executable).name):
         return bool

@@ -79,7 +79,7 @@ class PublishedFacts:
         facts["is_awaited"] = exporter is not None or is_read
         if exporter is not None or self.is_metered_elsewhere:
             capture, spans_per_request = profile.capture, profile.limits.spans_per_request
-            if exporter is None and capture.to is None:
+            if exporter is None and capture.to is None and profile.export.parquet is None:
                 capture = Capture(sample=0.0, errors=False)
                 if not any(rule.key or rule.batch for rule in profile.functions):
                     spans_per_request = 1  # no metric needs the spans of a request
@@ -124,7 +124,13 @@ class PublishedFacts:
 
     @property
     def wants_agent(self) -> bool:
-        """True if the profile asks for what only an agent does: answer scrapes, or write kept requests."""
+        """True if the profile asks an agent for scrapes, or for files while it runs."""
+        profile = self._recorded.profile
+        return self.asks_agent_alone or profile.export.parquet is not None
+
+    @property
+    def asks_agent_alone(self) -> bool:
+        """True if the profile asks for what no process does without an agent."""
         profile = self._recorded.profile
         return profile.export.prometheus is not None or profile.capture.to is not None
 
@@ -132,6 +138,7 @@ class PublishedFacts:
         """Return what the run's agent needs to export what this process records. None for nothing."""
         profile = self._recorded.profile
         otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
+        parquet = profile.export.parquet
         if not (self.is_metered_elsewhere and self.has_agent()):
             return None
         has_otlp = otlp is not None and self._recorded.handover.has_agent
@@ -139,6 +146,7 @@ class PublishedFacts:
             "otlp": export_facts.settings_as_json(otlp) if otlp is not None and has_otlp else None,
             "prometheus": None if scraped is None else scraped.listen,
             "captures": None if to is None else str(files.working_folder() / to),
+            "parquet": None if parquet is None else asdict(files.dataset_settings(parquet)),
         }
 
     # ---------------------------------------------------------------- metrics
@@ -147,6 +155,8 @@ class PublishedFacts:
     def is_metered_elsewhere(self) -> bool:
         """True if metrics come from the recording, read back here or by an agent, for scrapes at least."""
         if self._recorded.exporter is not None or self.is_scraped:
+            return True
+        if self._recorded.profile.export.parquet is not None:
             return True
         return self.has_agent() and (self.asks_for_metrics or self.wants_agent)
 

@@ -95,7 +95,7 @@ class Recorded:
         self.own: OwnExport | None = None
         if profile.export.otlp is not None:
             self.exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
-            self.own = OwnExport(self.exporter)
+            self.own = self.reader(self.exporter)
         self.handover = Handover(self.exporter, self.own)
         self.costs = Costs(RECORDER)
         self.budget = Budget(RECORDER, self.costs.usual_ns, lambda: self.costs.passed_ns, self.selection.detach)
@@ -151,6 +151,12 @@ class Recorded:
     def requests_by(self) -> tuple[str, int]:
         """The attribute that groups requests, "" for none, and the most values of it with a group of their own."""
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
+
+    def reader(self, exporter: otlp.Exporter, *, sends: bool = True) -> OwnExport:
+        """Return a reader of the recording that exports in this process."""
+        parquet, disk_bytes = self.profile.export.parquet, self.profile.limits.disk_bytes
+        dataset = None if parquet is None else files.dataset_settings(parquet)
+        return OwnExport(exporter, sends=sends, dataset=dataset, disk_bytes=disk_bytes)
 
     def ids(self) -> otlp.Ids:
         """Return the ids that the spans of this session have at collectors."""

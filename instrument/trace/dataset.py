@@ -7,23 +7,24 @@ order of their digits, times are int64 nanoseconds.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
-from instrument.recording.remote_parents import LINK
+from instrument.recording.remote_parents import LINK, RemoteParent
 from instrument.recording.spans import GAUGES, AttributeValue, Origin
-from instrument.trace.columns import Columns, Int64s
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import Groups, ranked
 from instrument.trace.joined import THOUSANDTHS, Joined, grafted, join
@@ -160,11 +161,20 @@ class SpanKeys(NamedTuple):
 
 
 class DatasetProcess(NamedTuple):
-    """A process of a dataset: its facts, the offset of its clock, and its own numbers in a merged trace, if any."""
+    """A process of a dataset: its facts, the offset of its clock, and its own numbers in a merged trace, if any.
+
+    `ids` are those of its spans if they have others than files.
+    """
 
     facts: Trace
     offset_ns: int
     numbers: MergedProcess | None = None
+    ids: NumberedIds | None = None
+
+    @property
+    def numbered(self) -> NumberedIds:
+        """The ids of its spans."""
+        return self.ids or ConsecutiveIds(self.facts.origin)
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -206,10 +216,9 @@ def table(name: str, columns: Values, process: Int64s, members: Sequence[Dataset
 # Rows of a trace
 
 
-def span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: int) -> Values:
-    """Return the columns of spans, without those of threads. Times plus `base_ns` count from 1970."""
+def span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: Int64s) -> Values:
+    """Return the columns of spans, without those of threads and links. Times plus `base_ns` count from 1970."""
     sites, site, error = trace.sites, trace.site[rows], trace.error[rows]
-    link_high, link_low, link_span = _links(trace, rows, keys)
     return {
         **keys.of(rows),
         "parent_span_id": ids_of(keys.parent[rows]),
@@ -225,22 +234,8 @@ def span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: int) -> 
         "task_id": trace.task_id[rows],
         "error": texts(error, trace.errors),
         "clipped": trace.clipped[rows],
-        "link_trace_id": ids_of(link_high, link_low),
-        "link_span_id": ids_of(link_span),
         **attributes_of(trace, rows),
     }
-
-
-def _links(trace: Columns, rows: Int64s, keys: SpanKeys) -> tuple[UInt64s, UInt64s, UInt64s]:
-    """Return the ids of the spans that rows are linked to, 0 for none."""
-    high, low, span = (np.zeros(len(rows), dtype=np.uint64) for _ in range(3))
-    for place in np.flatnonzero(np.isin(rows, trace.attributes.having(LINK))).tolist():
-        link = trace.attributes[int(rows[place])][LINK]
-        if isinstance(link, (list, tuple)) and len(link) == 2 and all(type(number) is int for number in link):
-            (row,) = rows_of(trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
-            if row != NONE:
-                high[place], low[place], span[place] = keys.high[row], keys.low[row], keys.span[row]
-    return high, low, span
 
 
 _PARTS = {**PARTS, SUB_REQUESTS: "sub_requests"}
@@ -248,7 +243,7 @@ _TOKENS = {"input_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai
 
 
 def request_columns(
-    trace: Columns, joined: Joined, places: Int64s, parts: Ledger, device: DeviceLedger, base_ns: int
+    trace: Columns, joined: Joined, places: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
     """Return the columns of the requests at some places, but for their ids."""
     rows, keys, names, count = joined.rows[places], joined.keys, parts.names, len(joined.rows)
@@ -289,7 +284,7 @@ def _length(interval: tuple[int, int] | None) -> int | None:
 
 
 def member_columns(
-    trace: Columns, joined: Joined, pairs: Int64s, parts: Ledger, device: DeviceLedger, base_ns: int
+    trace: Columns, joined: Joined, pairs: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
     """Return the columns of some pairs of a batch and a request, but for their ids."""
     served = joined.served
@@ -310,7 +305,7 @@ def member_columns(
 
 
 def batch_columns(
-    trace: Columns, joined: Joined, rows: Int64s, parts: Ledger, device: DeviceLedger, base_ns: int
+    trace: Columns, joined: Joined, rows: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
     """Return the columns of the batches at some rows, but for their ids."""
     groups, count = Groups(joined.served.batch, len(trace)), len(trace)
@@ -325,7 +320,7 @@ def batch_columns(
     }
 
 
-def interval_columns(trace: Columns, places: Int64s, base_ns: int) -> Values:
+def interval_columns(trace: Columns, places: Int64s, base_ns: Int64s) -> Values:
     """Return the columns of some device intervals, but for the ids of their spans and their devices."""
     device = trace.device
     return {
@@ -337,91 +332,152 @@ def interval_columns(trace: Columns, places: Int64s, base_ns: int) -> Values:
     }
 
 
-# Rows of files
+# Rows of traces
 
 
-class DatasetRows:
+class TraceRows(ABC):
+    """The rows of a joined trace as tables.
+
+    `process` has the place of each row's process among `members`, `base_ns` that of each one's times since 1970.
+    """
+
+    def __init__(
+        self,
+        trace: Columns,
+        joined: Joined,
+        process: Int64s,
+        members: Sequence[DatasetProcess],
+        keys: SpanKeys,
+        base_ns: Int64s,
+    ) -> None:
+        self.trace, self.process, self.members, self.keys = trace, process, members, keys
+        self._joined, self._base_ns = joined, base_ns
+        self._ledgers = ledger(trace, joined), device_ledger(trace, joined)
+
+    @abstractmethod
+    def _threads(self, rows: Int64s) -> Values:
+        """Return the numbers of threads that the processes of rows gave, and their names."""
+
+    @abstractmethod
+    def _devices(self, devices: Int64s, process: Int64s) -> tuple[Int64s, Any]:
+        """Return the numbers of devices that processes gave, and their UUIDs."""
+
+    def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
+        """Return the halves of the trace id and the span id of the span that a row is linked to, 0 for an unknown one.
+
+        `link` has the numbers of that span and of its root.
+        """
+        (cause,) = rows_of(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
+        return (0, 0, 0) if cause == NONE else tuple(int(ids[cause]) for ids in self.keys[:3])  # type: ignore[return-value]
+
+    def _links(self, rows: Int64s) -> Values:
+        links = np.zeros((len(rows), 3), dtype=np.uint64)
+        for place in np.flatnonzero(np.isin(rows, self.trace.attributes.having(LINK))).tolist():
+            link = self.trace.attributes[int(rows[place])][LINK]
+            if isinstance(link, (list, tuple)) and len(link) == 2 and all(type(number) is int for number in link):
+                links[place] = self._link_of(int(rows[place]), tuple(link))
+        return {"link_trace_id": ids_of(links[:, 0], links[:, 1]), "link_span_id": ids_of(links[:, 2])}
+
+    def _table(self, name: str, rows: Int64s, columns: Values) -> Any:
+        return table(name, {**self.keys.of(rows), **columns}, self.process[rows], self.members)
+
+    def _base_of(self, rows: Int64s) -> Int64s:
+        """Return what times of rows since 1970 have more than those of the trace."""
+        return self._base_ns[self.process[rows]]
+
+    def spans(self, rows: Int64s) -> Any:
+        """Return some rows as spans."""
+        columns = span_columns(self.trace, rows, self.keys, self._base_of(rows))
+        return self._table("spans", rows, {**columns, **self._links(rows), **self._threads(rows)})
+
+    def requests(self, places: Int64s, is_complete: Bools) -> Any:
+        """Return the requests at some places. `is_complete` is by row of the trace."""
+        rows = self._joined.rows[places]
+        columns = request_columns(self.trace, self._joined, places, *self._ledgers, self._base_of(rows))
+        return self._table("requests", rows, {**columns, "is_complete": is_complete[rows]})
+
+    def batches(self, rows: Int64s) -> Any:
+        """Return the batches at some rows."""
+        columns = batch_columns(self.trace, self._joined, rows, *self._ledgers, self._base_of(rows))
+        return self._table("batches", rows, columns)
+
+    def batch_members(self, pairs: Int64s) -> Any:
+        """Return some pairs of a batch and a request."""
+        served = self._joined.served
+        rows, places = served.batch[pairs], served.request[pairs]
+        requests = np.append(self._joined.rows, 0)[places]
+        high, low, span = (np.where(places == NONE, np.uint64(0), ids[requests]) for ids in self.keys[:3])
+        columns = member_columns(self.trace, self._joined, pairs, *self._ledgers, self._base_of(rows))
+        of_requests = {"request_trace_id": ids_of(high, low), "request_span_id": ids_of(span)}
+        return self._table("members", rows, {**columns, **of_requests})
+
+    def intervals(self, places: Int64s) -> Any:
+        """Return some device intervals."""
+        device = self.trace.device
+        rows = device.row[places].astype(np.int64)
+        devices, uuids = self._devices(device.device[places], self.process[rows])
+        columns = interval_columns(self.trace, places, self._base_of(rows))
+        return self._table("intervals", rows, {**columns, "device": devices, "device_uuid": uuids})
+
+    def _in_parts(self, name: str, numbers: Int64s, part: Callable[[Int64s], Any]) -> Iterator[tuple[str, Any]]:
+        for first in range(0, max(len(numbers), 1), ROWS_AT_ONCE):
+            yield name, part(numbers[first : first + ROWS_AT_ONCE])
+
+
+class DatasetRows(TraceRows):
     """The rows of merged files, with the requests of all of them joined.
 
     `ids` has the ids of the spans of each process by their numbers from 1, for rows that are of a dataset already.
     """
 
     def __init__(self, merged: Merged, ids: Sequence[SpanKeys] | None = None) -> None:
-        self.merged, facts = merged, merged.saved.trace
-        self._joined = joined = join(facts.columns, facts.apart_ns)
-        self.trace = trace = grafted(facts.columns, joined, facts.origin.run)
-        self._base_ns = facts.origin.realtime_of(0)
-        self._facts = facts
-        self.process = np.zeros(len(trace), dtype=np.int64)
-        self.members: list[DatasetProcess] = []
+        self.merged = merged
+        self._facts = facts = merged.saved.trace
+        joined = join(facts.columns, facts.apart_ns)
+        trace = grafted(facts.columns, joined, facts.origin.run)
+        base_ns = facts.origin.realtime_of(0)
+        process = np.zeros(len(trace), dtype=np.int64)
+        members: list[DatasetProcess] = []
         self._parts = [list(parts) for _, parts in groupby(merged.parts, attrgetter("process"))]
         for number, parts in enumerate(self._parts):
             for part in parts:
-                self.process[part.row[part.is_kept]] = number
+                process[part.row[part.is_kept]] = number
             newest = max((part.saved.trace for part in parts), key=attrgetter("end_ns"))
             numbers = facts.processes[number] if facts.processes else None
-            self.members.append(DatasetProcess(newest, self._base_ns + parts[0].moved_ns, numbers))
-        self.keys = _keys_of(trace, self.process, self.members) if ids is None else _kept(trace, self.process, ids)
-        self._ledgers = ledger(trace, joined), device_ledger(trace, joined)
+            members.append(DatasetProcess(newest, base_ns + parts[0].moved_ns, numbers))
+        keys = keys_of(trace, process, members) if ids is None else _kept(trace, process, ids)
+        super().__init__(trace, joined, process, members, keys, np.full(len(members), base_ns, dtype=np.int64))
 
     def tables(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and the rows of each part of each table. Every table is yielded at least once."""
-        trace, joined, process, keys = self.trace, self._joined, self.process, self.keys
-        served, facts, base_ns = joined.served, (self.trace, self._joined), self._base_ns
-        order = np.lexsort((np.arange(len(trace)), trace.start_ns, trace.root_id))
-        yield from self._some("spans", order, lambda rows: (
-            {**span_columns(trace, rows, keys, base_ns), **self._threads(rows)}, process[rows]
-        ))  # fmt: skip
+        trace, joined = self.trace, self._joined
         first, last = self._facts.coverage
         is_complete = (trace.start_ns >= first) & (trace.end_ns <= last) & ~trace.clipped
-
-        def requests(places: Int64s) -> tuple[Values, Int64s]:
-            rows = joined.rows[places]
-            columns = request_columns(*facts, places, *self._ledgers, base_ns)
-            return {**keys.of(rows), **columns, "is_complete": is_complete[rows]}, process[rows]
-
-        yield from self._some("requests", np.arange(len(joined.rows)), requests)
-        yield from self._some("batches", np.unique(served.batch), lambda rows: (
-            {**keys.of(rows), **batch_columns(*facts, rows, *self._ledgers, base_ns)}, process[rows]
-        ))  # fmt: skip
-
-        def members(pairs: Int64s) -> tuple[Values, Int64s]:
-            rows, places = served.batch[pairs], served.request[pairs]
-            requests = np.append(joined.rows, 0)[places]
-            high, low, span = (np.where(places == NONE, np.uint64(0), ids[requests]) for ids in keys[:3])
-            columns = member_columns(*facts, pairs, *self._ledgers, base_ns)
-            of_requests = {"request_trace_id": ids_of(high, low), "request_span_id": ids_of(span)}
-            return {**keys.of(rows), **columns, **of_requests}, process[rows]
-
-        yield from self._some("members", np.arange(len(served.batch)), members)
-
-        def intervals(places: Int64s) -> tuple[Values, Int64s]:
-            rows = trace.device.row[places].astype(np.int64)
-            columns = interval_columns(trace, places, base_ns)
-            devices, uuids = self._devices(trace.device.device[places], process[rows])
-            return {**keys.of(rows), **columns, "device": devices, "device_uuid": uuids}, process[rows]
-
-        yield from self._some("intervals", np.arange(len(trace.device)), intervals)
-        yield from self._facts_of_processes()
-
-    def _some(
-        self, name: str, numbers: Int64s, columns: Callable[[Int64s], tuple[Values, Int64s]]
-    ) -> Iterator[tuple[str, Any]]:
-        for first in range(0, max(len(numbers), 1), ROWS_AT_ONCE):
-            values, process = columns(numbers[first : first + ROWS_AT_ONCE])
-            yield name, table(name, values, process, self.members)
+        order = np.lexsort((np.arange(len(trace)), trace.start_ns, trace.root_id))
+        yield from self._in_parts("spans", order, self.spans)
+        yield from self._in_parts(
+            "requests", np.arange(len(joined.rows)), partial(self.requests, is_complete=is_complete)
+        )
+        yield from self._in_parts("batches", np.unique(joined.served.batch), self.batches)
+        yield from self._in_parts("members", np.arange(len(joined.served.batch)), self.batch_members)
+        yield from self._in_parts("intervals", np.arange(len(trace.device)), self.intervals)
+        windows = [
+            ProcessWindow(number, part.saved.trace, self.members[number].offset_ns, self._facts.apart_ns)
+            for number, parts in enumerate(self._parts)
+            for part in parts
+        ]
+        yield from tables_of_windows(windows, self.members)
 
     def _threads(self, rows: Int64s) -> Values:
-        """Return the numbers of threads that the processes of rows gave, and their names."""
         distinct, places = ranked(self.trace.thread_id[rows])
-        number_of = {thread: number for member in self.members if member.numbers is not None
-               for thread, number in member.numbers.threads.items()}  # fmt: skip
-        names = [self._facts.threads.get(thread) or None for thread in distinct.tolist()]
-        numbers = np.array([number_of.get(thread, thread) for thread in distinct.tolist()], dtype=np.int64)
-        return {"thread_id": numbers[places], "thread": texts(places, names)}
+        numbers_of = {thread: (number, member.facts.threads.get(number))
+                      for member in self.members if member.numbers is not None
+                      for thread, number in member.numbers.threads.items()}  # fmt: skip
+        threads = [numbers_of.get(thread, (thread, self._facts.threads.get(thread))) for thread in distinct.tolist()]
+        numbers = np.array([number for number, _ in threads], dtype=np.int64)
+        return {"thread_id": numbers[places], "thread": texts(places, [name or None for _, name in threads])}
 
     def _devices(self, devices: Int64s, process: Int64s) -> tuple[Int64s, Any]:
-        """Return the numbers of devices that processes gave, and their UUIDs."""
         uuid_of = {gpu.device: gpu.uuid for gpu in self._facts.gpus}
         numbers_of = [{} if member.numbers is None else member.numbers.devices for member in self.members]
         numbers = [
@@ -430,35 +486,39 @@ class DatasetRows:
         uuids = pyarrow().array([uuid_of.get(device) or None for device in devices.tolist()], pyarrow().string())
         return np.array(numbers, dtype=np.int64), uuids
 
-    def _facts_of_processes(self) -> Iterator[tuple[str, Any]]:
-        """Yield the rows of gauges, losses and processes, from the facts of each file."""
-        gauges: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        losses: list[tuple[Any, ...]] = []
-        windows: list[tuple[Any, ...]] = []
-        for number, parts in enumerate(self._parts):
-            for part in parts:
-                facts, offset_ns = part.saved.trace, self.members[number].offset_ns
-                uuid_of = {gpu.device: gpu.uuid or None for gpu in facts.gpus}
-                for sample in facts.samples:
-                    if sample.value is not None and sample.value == sample.value:
-                        at_ns, name = sample.at_ns + offset_ns, clean(sample.name)
-                        unit = GAUGES[sample.name].unit if sample.name in GAUGES else None
-                        gauges[number, at_ns, name, sample.device] = (
-                            uuid_of.get(sample.device),
-                            float(sample.value),
-                            unit,
-                        )
-                begin_ns = facts.start_ns + offset_ns
-                losses += [(number, begin_ns, clean(reason), count) for reason, count in facts.losses.items()]
-                windows.append((number, *window_values(facts, begin_ns, offset_ns, self._facts.apart_ns)))
-        columns: dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]] = {
-            "gauges": (("start_unix_ns", "name", "device", "device_uuid", "value", "unit"),
-                       [(*key, *values) for key, values in gauges.items()]),
-            "losses": (("start_unix_ns", "reason", "count"), losses),
-            "processes": (WINDOW_COLUMNS, windows),
-        }  # fmt: skip
-        for name, (names, rows) in columns.items():
-            yield name, table_of_rows(name, names, rows, self.members)
+
+class ProcessWindow(NamedTuple):
+    """The facts of a process in a window, a trace whose spans do not matter. `offset_ns` is that of its clock."""
+
+    process: int
+    facts: Trace
+    offset_ns: int
+    apart_ns: int = 0
+
+
+def tables_of_windows(windows: Sequence[ProcessWindow], members: Sequence[DatasetProcess]) -> Iterator[tuple[str, Any]]:
+    """Yield gauges, losses and processes, each window's own."""
+    gauges: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    losses: list[tuple[Any, ...]] = []
+    processes: list[tuple[Any, ...]] = []
+    for number, facts, offset_ns, apart_ns in windows:
+        uuid_of = {gpu.device: gpu.uuid or None for gpu in facts.gpus}
+        for sample in facts.samples:
+            if sample.value is not None and sample.value == sample.value:
+                key = number, sample.at_ns + offset_ns, clean(sample.name), sample.device
+                unit = GAUGES[sample.name].unit if sample.name in GAUGES else None
+                gauges[key] = uuid_of.get(sample.device), float(sample.value), unit
+        begin_ns = facts.start_ns + offset_ns
+        losses += [(number, begin_ns, clean(reason), count) for reason, count in facts.losses.items()]
+        processes.append((number, *window_values(facts, begin_ns, offset_ns, apart_ns)))
+    columns: dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]] = {
+        "gauges": (("start_unix_ns", "name", "device", "device_uuid", "value", "unit"),
+                   [(*key, *values) for key, values in gauges.items()]),
+        "losses": (("start_unix_ns", "reason", "count"), losses),
+        "processes": (WINDOW_COLUMNS, processes),
+    }  # fmt: skip
+    for name, (names, rows) in columns.items():
+        yield name, table_of_rows(name, names, rows, members)
 
 
 WINDOW_COLUMNS = (
@@ -489,14 +549,51 @@ def table_of_rows(
     return table(name, arrays, np.array(columns[0], dtype=np.int64), members)
 
 
-# Ids of files: consecutive numbers behind a number of the process, so they are the same in each conversion, and small
+# Ids
 
 
-def _keys_of(trace: Columns, process: Int64s, members: Sequence[DatasetProcess]) -> SpanKeys:
-    """Return the ids of all rows. A row whose parent or root no file has gets the id that its file would give."""
-    seeds = np.array([_seeds(member.facts.origin) for member in members], dtype=np.uint64).reshape(-1, 3)
-    spans = seeds[process, 0] + trace.own_id.astype(np.uint64)
+class NumberedIds(Protocol):
+    """The ids of a process's spans by their numbers."""
+
+    def many(self, numbers: UInt64s, part: int, /) -> UInt64s:
+        """Return the ids of spans for part 0. Parts 1 and 2 are the halves of the trace ids of the trees below them."""
+
+
+class ConsecutiveIds:
+    """Numbers of spans behind a number of the process. They are the same in each conversion, and small in files."""
+
+    def __init__(self, origin: Origin) -> None:
+        text = f"{process_name(origin)}\0{origin.run}\0{origin.service}".encode(errors="surrogatepass")
+        digest = blake2b(text, digest_size=24).digest()
+        self._seeds = [np.uint64(int.from_bytes(digest[at : at + 8], "big") | 1 << 40) for at in (0, 8, 16)]
+
+    def many(self, numbers: UInt64s, part: int) -> UInt64s:
+        """Return ids as `NumberedIds` says."""
+        ids: UInt64s = numbers * np.uint64(part != 1) + self._seeds[part]
+        return ids
+
+
+def keys_of(
+    trace: Columns,
+    process: Int64s,
+    members: Sequence[DatasetProcess],
+    absent_roots: Mapping[int, RemoteParent] | None = None,
+) -> SpanKeys:
+    """Return the ids of all rows. A row whose parent or root has no row gets the id that its process would give.
+
+    `absent_roots` has the callers of trees whose roots have no row.
+    """
     absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
+
+    def ids_by(processes: Int64s, numbers: Int64s, part: int) -> UInt64s:
+        """Return ids of spans by their numbers for `part` 0, and for 1 and 2 the halves of trace ids."""
+        order = np.argsort(processes, kind="stable")
+        bounds = np.searchsorted(processes[order], np.arange(len(members) + 1)).tolist()
+        ids = np.zeros(len(numbers), dtype=np.uint64)
+        for member, (first, end) in zip(members, pairwise(bounds), strict=True):
+            if len(rows := order[first:end]):
+                ids[rows] = member.numbered.many(numbers[rows].astype(np.uint64), part)
+        return ids
 
     def above(ids: Int64s, part: int) -> UInt64s:
         """Return ids made of spans' numbers: span ids for `part` 0, and for 1 and 2 the halves of trace ids."""
@@ -506,11 +603,11 @@ def _keys_of(trace: Columns, process: Int64s, members: Sequence[DatasetProcess])
         for row in np.flatnonzero(rows == NONE).tolist():
             processes[row] = process[row]
             numbers[row] = absent_of[process[row]].get(int(ids[row]), int(ids[row]))
-        return np.asarray(seeds[processes, part] + (numbers.astype(np.uint64) if part != 1 else np.uint64(0)))
+        return ids_by(processes, numbers, part)
 
     parent = np.where(trace.parent_id == 0, np.uint64(0), above(trace.parent_id, 0))
     high, low = above(trace.root_id, 1), above(trace.root_id, 2)
-    remotes = {int(trace.root_id[row]): remote for row, remote in trace.remote.items()}
+    remotes = {int(trace.root_id[row]): remote for row, remote in trace.remote.items()} | dict(absent_roots or {})
     if remotes:
         roots = np.array(sorted(remotes), dtype=np.int64)
         ids = np.array([(remote.trace_id >> 64, remote.trace_id & (1 << 64) - 1, remote.span_id)
@@ -519,7 +616,7 @@ def _keys_of(trace: Columns, process: Int64s, members: Sequence[DatasetProcess])
         has = roots[places] == trace.root_id
         high, low = np.where(has, ids[places, 0], high), np.where(has, ids[places, 1], low)
         parent = np.where(has & (trace.parent_id == 0), ids[places, 2], parent)
-    return SpanKeys(high, low, spans, parent, above(trace.root_id, 0))
+    return SpanKeys(high, low, ids_by(process, trace.own_id, 0), parent, above(trace.root_id, 0))
 
 
 def _kept(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
@@ -536,9 +633,3 @@ def _kept(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
         np.where(has_parent, span[parents], parent) if len(trace) else parent,
         np.where(has_root, span[roots], root) if len(trace) else root,
     )
-
-
-def _seeds(origin: Origin) -> tuple[int, ...]:
-    text = f"{process_name(origin)}\0{origin.run}\0{origin.service}".encode(errors="surrogatepass")
-    digest = blake2b(text, digest_size=24).digest()
-    return tuple(int.from_bytes(digest[at : at + 8], "big") | 1 << 40 for at in (0, 8, 16))

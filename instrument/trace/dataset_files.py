@@ -64,6 +64,10 @@ class Folder:
     def rename(self, name: str, new_name: str) -> None:
         self.files.move(f"{self.path}/{name}", f"{self.path}/{new_name}")
 
+    def size_bytes(self, name: str) -> int:
+        """Return the size of a file."""
+        return int(self.files.get_file_info(f"{self.path}/{name}").size or 0)
+
     def remove(self, name: str) -> None:
         with suppress(OSError):
             self.files.delete_file(f"{self.path}/{name}")
@@ -126,10 +130,11 @@ class DatasetWriter:
     """Writes tables to the files of a dataset. `name` begins the names of its files, and replaces older ones of it.
 
     No file has its name before `close`. After an error, `discard` removes all parts. `OSError` is for the caller.
+    With `fills`, a table without rows has a file, too, as engines refuse a folder that does not exist.
     """
 
-    def __init__(self, folder: Folder, name: str, file_bytes: int = FILE_BYTES) -> None:
-        self._folder, self._name, self._file_bytes = folder, name, file_bytes
+    def __init__(self, folder: Folder, name: str, file_bytes: int = FILE_BYTES, *, fills: bool = True) -> None:
+        self._folder, self._name, self._file_bytes, self._fills = folder, name, file_bytes, fills
         self._open: dict[str, _OpenFile] = {}
         self._closed: list[_OpenFile] = []
         self._counts: dict[str, int] = {}
@@ -155,11 +160,8 @@ class DatasetWriter:
             file.close()
 
     def close(self) -> list[str]:
-        """Complete all files, give them their names, and return the names.
-
-        A table without rows has a file, too, as engines refuse a folder that does not exist.
-        """
-        for table in set(definition()["tables"]) - self._tables if self._last_folder else ():
+        """Complete all files, give them their names, and return the names."""
+        for table in set(definition()["tables"]) - self._tables if self._fills and self._last_folder else ():
             self._write(table, self._last_folder, schema(table).empty_table())
         for place in list(self._open):
             file = self._open.pop(place)
@@ -171,6 +173,11 @@ class DatasetWriter:
             names.append(f"{self._folder.path}/{file.name}")
         self._closed = []
         return names
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the files that have no name of their own yet."""
+        return [file.part for file in (*self._open.values(), *self._closed)]
 
     def discard(self) -> None:
         """Remove all files that have no name yet."""

@@ -236,6 +236,10 @@ class RememberedTraces:
         if len(self._kept) > MOST_TRACES:
             self._kept.popitem(last=False)
 
+    def has_key(self, key: str) -> bool:
+        """Return True if a request has asked for the trace of a key."""
+        return key in self._first_of_key
+
     def has_trace_of_key(self, key: str, request: tuple[int, int]) -> bool:
         """Return True if a request, by its process and span, is the first that asked for the trace of a key."""
         first_request = self._first_of_key.setdefault(key, request)

@@ -480,7 +480,7 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     root_id[served_rows[is_below]] = trace.root_id[around[is_below]]
     remote = {row: remote_parent for row, remote_parent in trace.remote.items() if root_id[row] == trace.root_id[row]}
     if run:
-        remote |= _by_key(trace, joined, run, root_id, remote)
+        remote |= remotes_by_key(trace, joined, run, root_id, remote)
     return replace(trace, parent_id=parent_id, root_id=root_id, remote=remote)
 
 
@@ -571,7 +571,7 @@ def _in_circles(parent: Int32s) -> Bools:
     return np.asarray(above != NONE)
 
 
-def _by_key(
+def remotes_by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
     """Return the trace ids made of keys: of requests by their first keys, and of roots whose key no request here has.

@@ -7,6 +7,8 @@ rows, the rows with its keys and the batches that served it become one columnar 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from instrument.recording.rows import REQUEST_BIT
@@ -37,6 +39,8 @@ class Settling:
         self.members: list[UnsettledRows] = []
         self._kinds = StepKinds()
         self._remembered = RememberedTraces()
+        self.taken: Sequence[Callable[[Decisions, int], object]] = ()
+        """Called with the decisions of each round, and its time, before rows are released."""
         self.settled_ns = 0
         """Requests that ended before this time are settled, except those that wait for others."""
         self.has_more = False
@@ -63,6 +67,8 @@ class Settling:
         gathered = Gathered(self.members, horizon_ns)
         decisions = Decisions(self._remembered, gathered, horizon_ns, is_last=is_last, at_once=at_once)
         sent_rows = SentRows(decisions, self._kinds, asks_queues=asks_queues)
+        for take in self.taken:
+            take(decisions, now_ns)
         _release(decisions, sent_rows, horizon_ns, is_last=is_last)
         return sent_rows.outcome
 

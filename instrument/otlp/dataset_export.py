@@ -1,0 +1,345 @@
+"""The dataset of running processes: settled requests as Parquet files, in a folder or an object store.
+
+Files are written on this machine, closed after a while, and uploaded as whole objects by a thread. A journal has the
+rows without a whole file, so that the exporter after a killed one can count them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from instrument.errors import InstrumentError
+from instrument.otlp.span_queue import CLOCK_DRIFT_NS
+from instrument.profile.model import Parquet
+from instrument.recording.export_checkpoint import losses_by_name
+from instrument.recording.memory_layout import OVERWRITTEN
+from instrument.runtime import atomic, run_folder
+from instrument.runtime.faults import logger
+from instrument.trace.dataset import DatasetProcess, ProcessWindow, pyarrow, tables_of_windows
+from instrument.trace.dataset_files import DatasetWriter, Folder
+from instrument.trace.decisions import RememberedTraces
+from instrument.trace.of_recording import origin_of
+from instrument.trace.settled_dataset import SettledRows
+from instrument.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from instrument.otlp.span_queue import Source
+    from instrument.recording.mapped import Mapped
+    from instrument.trace.columns import DeviceIntervals, Int64s
+    from instrument.trace.dataset import NumberedIds
+    from instrument.trace.decisions import Decisions
+
+GROUP_ROWS = 20_000
+"""The rows of a table that wait in memory. They become a row group of a file."""
+
+JOURNAL = "journal.json"
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""The pauses before the first and before each late retry of an upload, in seconds."""
+
+
+def settings_from(document: Mapping[str, Any]) -> Parquet:
+    """Return the settings of a dataset that a process sent. Raise `ValueError` for malformed ones."""
+    import msgspec
+
+    return msgspec.convert(document, Parquet, strict=False)
+
+
+class ReadRecording(Protocol):
+    """A recording that is read, as `RecordingExport` is."""
+
+    dataset: DatasetExport | None
+    ended_ns: int
+
+    @property
+    def mapped(self) -> Mapped: ...
+    @property
+    def source(self) -> Source | None: ...
+    @property
+    def ids(self) -> NumberedIds | None: ...
+    @property
+    def fates(self) -> Mapping[str, int]: ...
+    def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s, /) -> DeviceIntervals: ...
+
+
+class _SpooledFile(NamedTuple):
+    """A whole file that waits for its upload. `name` is its place in the dataset."""
+
+    path: Path
+    name: str
+    rows: int
+    size_bytes: int
+
+
+class DatasetExport:
+    """The files of a dataset that one exporter writes. One thread uses it.
+
+    `key` names the run. `counts` has rows by fate: `stored`, `unstored` for lost ones, and `storing` until then.
+    Files that wait for their upload take `disk_bytes` at most; beyond that the oldest are lost.
+    Raises `InstrumentError` if pyarrow is missing or the path cannot be used.
+    """
+
+    def __init__(self, settings: Parquet, key: str, disk_bytes: int) -> None:
+        self._folder = Folder(settings.path)
+        self._every_s = settings.every_ns / 1e9
+        pyarrow().set_cpu_count(1)
+        digest = blake2b(repr((key, settings.path)).encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        self._spool = _own_folder() / digest
+        self.counts: Counter[str] = Counter()
+        self._uploads = None if self._folder.is_local else _Uploads(self._folder, disk_bytes, self.counts)
+        self._local = self._folder if self._uploads is None else Folder(str(self._spool))
+        self._name = f"{digest[:8]}{os.urandom(4).hex()}"
+        self._waiting: dict[str, list[Any]] = {}
+        self._rows = self._number = 0
+        self._writer: DatasetWriter | None = None
+        self._due_at = 0.0
+        self._problem = ""
+        self._remembered = RememberedTraces()
+        self._windows: dict[ReadRecording, tuple[int, Counter[str]]] = {}
+        """The end of the last window of each recording, and the losses until then."""
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Count what a killed exporter has left in parts, and upload its whole files."""
+        self._spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            journal = json.loads((self._spool / JOURNAL).read_text("utf-8"))
+            lost = int(journal["rows"])
+            for part in journal["parts"]:
+                self._local.remove(str(part))
+            self._lose(lost, "its exporter was killed before it had closed the files")
+        (self._spool / JOURNAL).unlink(missing_ok=True)
+        if self._uploads is not None:
+            from pyarrow import parquet
+
+            for path in sorted(self._spool.rglob("*.parquet")):
+                with suppress(OSError, ValueError):
+                    self._uploads.add(path, str(path.relative_to(self._spool)), parquet.read_metadata(path).num_rows)
+
+    def _lose(self, rows: int, why: object) -> None:
+        """Count lost rows, and say the first reason."""
+        self.counts["unstored"] += rows
+        if rows and str(why) != self._problem:
+            self._problem = str(why)
+            logger.warning("export.parquet: %d rows are lost, later ones without a word: %s", rows, why)
+
+    def put_settled(self, members: Sequence[ReadRecording], decisions: Decisions, now_ns: int) -> None:
+        """Take the rows of a round of settling, as far as its recordings have this dataset."""
+        processes = [_process_of(member) for member in members]
+        intervals_of = [member.intervals_of for member in members]
+        try:
+            rows = SettledRows(decisions, processes, intervals_of, self._remembered, now_ns)
+            self.put(rows.tables(np.array([member.dataset is self for member in members], np.bool_)))
+        except Exception as fault:  # what another process has recorded may be anything
+            self._lose(1, f"{type(fault).__name__}: {fault}")
+
+    def put_window(self, member: ReadRecording) -> None:
+        """Take the gauges, losses and facts of a recording since the last call."""
+        process, (since_ns, before) = _process_of(member), self._windows.get(member, (0, Counter[str]()))
+        facts, losses = process.facts, Counter({**member.mapped.losses(), **losses_by_name(member.fates)})
+        del losses[OVERWRITTEN]  # the reader counts those that it has missed
+        samples = [sample for sample in member.mapped.samples(since_ns) if since_ns < sample.at_ns <= facts.end_ns]
+        window = replace(facts, start_ns=since_ns or facts.start_ns, losses=dict(losses - before), samples=samples)
+        self._windows[member] = facts.end_ns, losses
+        self.put(tables_of_windows([ProcessWindow(0, window, process.offset_ns)], [process]))
+
+    def forget(self, member: ReadRecording) -> None:
+        """Take the last facts of a recording."""
+        if member.source is not None:
+            self.put_window(member)
+        self._windows.pop(member, None)
+
+    def put(self, tables: Iterable[tuple[str, Any]]) -> None:
+        """Take rows of tables."""
+        for name, rows in tables:
+            if not self._rows:
+                self._due_at = time.monotonic() + self._every_s
+            parts = self._waiting.setdefault(name, [])
+            parts.append(rows)
+            self._rows += len(rows)
+            if sum(map(len, parts)) >= GROUP_ROWS:
+                self._write(name)
+        self._note()
+
+    def _write(self, name: str) -> None:
+        """Write the waiting rows of a table."""
+        parts = self._waiting.pop(name)
+        if self._writer is None:
+            self._writer = DatasetWriter(self._local, f"{self._name}-{self._number}", fills=not self._number)
+        try:
+            self._writer.write(name, pyarrow().concat_tables(parts).combine_chunks())
+        except OSError as problem:
+            self._give_up(problem)
+
+    def _give_up(self, problem: object) -> None:
+        """Lose all rows that no whole file has."""
+        if self._writer is not None:
+            self._writer.discard()
+        self._lose(self._rows, problem)
+        self._writer, self._rows, self._waiting = None, 0, {}
+
+    def _note(self) -> None:
+        """Write the rows and the parts that the next exporter would find after a kill."""
+        self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.rows)
+        parts = [] if self._writer is None else self._writer.parts
+        with suppress(OSError), atomic.replacing(self._spool / JOURNAL) as file:
+            file.write(json.dumps({"rows": self._rows, "parts": parts}).encode())
+
+    @property
+    def unstored(self) -> int:
+        """The number of lost rows."""
+        return self.counts["unstored"]
+
+    @property
+    def is_due(self) -> bool:
+        """True if rows have waited for the time after which files are closed."""
+        return bool(self._rows) and time.monotonic() >= self._due_at
+
+    def close_files(self) -> None:
+        """Close all files, and begin to upload them where they are uploaded."""
+        while self._waiting:
+            self._write(next(iter(self._waiting)))
+        if self._writer is None:
+            return
+        try:
+            names = self._writer.close()
+        except OSError as problem:
+            self._give_up(problem)
+        else:
+            rows, self._rows, self._writer = self._rows, 0, None
+            self._number += 1
+            if self._uploads is None:
+                self.counts["stored"] += rows
+            else:
+                from pyarrow import parquet
+
+                for name in names:
+                    path = Path(name)
+                    self._uploads.add(path, str(path.relative_to(self._spool)), parquet.read_metadata(path).num_rows)
+        self._note()
+
+    def end(self, until: float) -> None:
+        """Close all files, and upload what can be by a time on the monotonic clock. The rest is lost."""
+        self.close_files()
+        if self._uploads is not None:
+            self._uploads.end(until)
+        self._note()
+        shutil.rmtree(self._spool, ignore_errors=True)
+
+
+def _process_of(member: ReadRecording) -> DatasetProcess:
+    """Return the process of a recording. Where a collector gets its spans, they have the same ids."""
+    header, source = member.mapped.header, member.source
+    origin = origin_of(header)
+    offset_ns = origin.realtime_of(0)
+    moved_ns = 0 if source is None else source.origin.realtime_of(0) - offset_ns
+    if abs(moved_ns) > CLOCK_DRIFT_NS:
+        offset_ns += moved_ns
+    end_ns = max(header.begun_ns, member.ended_ns or time.monotonic_ns())
+    facts = Trace(origin, header.begun_ns, end_ns, [], member.mapped.threads(), notes=header.notes, gpus=header.gpus)
+    return DatasetProcess(facts, offset_ns, ids=member.ids)
+
+
+def _own_folder() -> Path:
+    """Return the folder of this user for files that are still to be uploaded. Raises `OSError`."""
+    folder = Path(tempfile.gettempdir()) / f"instrument-{os.geteuid()}-dataset"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    run_folder.refuse_shared(folder)
+    return folder
+
+
+class _Uploads:
+    """Uploads whole files by a thread, the oldest first, each until it succeeds."""
+
+    def __init__(self, folder: Folder, disk_bytes: int, counts: Counter[str]) -> None:
+        self._folder, self._disk_bytes, self._counts = folder, disk_bytes, counts
+        self._files: deque[_SpooledFile] = deque()
+        self._changed = threading.Condition()
+        self._ends = False
+        self._problem = ""
+        self._thread = threading.Thread(target=self._upload_all, name="instrument-parquet", daemon=True)
+        self._thread.start()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that wait."""
+        with self._changed:
+            return sum(file.rows for file in self._files)
+
+    def add(self, path: Path, name: str, rows: int) -> None:
+        """Upload a file. Lose the oldest ones where all would take too much of the disk."""
+        with self._changed:
+            self._files.append(_SpooledFile(path, name, rows, path.stat().st_size))
+            over_bytes = sum(file.size_bytes for file in self._files) - self._disk_bytes
+            while over_bytes > 0 and len(self._files) > 1:
+                over_bytes -= self._files[0].size_bytes
+                self._lose(self._files.popleft(), "those that wait for their upload exceed limits.disk")
+            self._changed.notify()
+
+    def _lose(self, file: _SpooledFile, why: str) -> None:
+        file.path.unlink(missing_ok=True)
+        self._counts["unstored"] += file.rows
+        logger.warning("export.parquet: %s is lost, with %d rows: %s", file.name, file.rows, why)
+
+    def _upload_all(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            with self._changed:
+                while not (self._files or self._ends):
+                    self._changed.wait()
+                if not self._files:
+                    return
+                file = self._files[0]
+            try:
+                self._upload(file)
+            except (OSError, InstrumentError) as problem:
+                if str(problem) != self._problem:
+                    self._problem = str(problem)
+                    logger.warning("export.parquet: %s was not uploaded, and is tried again: %s", file.name, problem)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._ends, pause_s)
+                    if self._ends:
+                        pause_s = FIRST_PAUSE_S / 4
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            pause_s = FIRST_PAUSE_S
+            with self._changed:
+                if self._files and self._files[0] is file:
+                    self._files.popleft()
+                    self._counts["stored"] += file.rows
+                self._changed.notify_all()
+            file.path.unlink(missing_ok=True)
+
+    def _upload(self, file: _SpooledFile) -> None:
+        """Upload a file under another name, and rename the object once it is whole."""
+        directory, _, base = file.name.rpartition("/")
+        part = f"{directory}/.{base}.part"
+        with file.path.open("rb") as source, self._folder.create(part) as sink:
+            while data := source.read(1 << 20):
+                sink.write(data)
+        if self._folder.size_bytes(part) != file.size_bytes:
+            raise OSError("the store has another length of it")
+        self._folder.rename(part, file.name)
+
+    def end(self, until: float) -> None:
+        """Upload what can be by a time. The rest is lost."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._files, max(until - time.monotonic(), 0))
+            while self._files:
+                self._lose(self._files.popleft(), f"the run has ended, {self._problem or 'and time was up'}")
