@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any, TypeVar
+from itertools import chain
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -219,6 +221,8 @@ NO_ARGUMENTS = msgspec.Raw(b"{}")
 
 Scalar = int | str | float | bool | None
 
+_TS, _DUR, _ARGS = attrgetter("ts"), attrgetter("dur"), attrgetter("args")
+
 
 class TraceEvent(msgspec.Struct, gc=False):
     """An event. Its `args` stay text, because their fields depend on the kind of event."""
@@ -348,10 +352,19 @@ def next_events(text: JsonText, first: int) -> list[TraceEvent]:
     events, raw = text.values(_decode, b"}")
     if events is None:
         return _mended_events(raw, first, text.left_out)
-    if any(type(time) is float and abs(time) >= EXACT_US for event in events for time in (event.ts, event.dur)):
+    if _are_far(events):
         with suppress(msgspec.MsgspecError):  # a time in it is invalid
             return [*_decode_exact(b"[%b]" % raw)]
     return events
+
+
+def _are_far(events: Sequence[TraceEvent]) -> bool:
+    """Return True if a time of an event is beyond the precision of floats."""
+    times = [*filter(None, map(_TS, events)), *filter(None, map(_DUR, events))]
+    try:
+        return bool(times) and not -EXACT_US < min(times) <= max(times) < EXACT_US
+    except TypeError:  # some are texts
+        return any(type(time) is float and abs(time) >= EXACT_US for time in times)
 
 
 def _mended_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
@@ -408,6 +421,51 @@ def _with_sound_escapes(text: bytes) -> bytes:
 
 
 # Slices
+
+
+class SliceTimes(NamedTuple):
+    """The begins and lengths of slices. `has_parts` is True for a time with a fraction of a nanosecond."""
+
+    start_ns: NDArray[np.int64]
+    length_ns: NDArray[np.int64]
+    has_parts: bool
+
+
+def times_of(slices: Sequence[TraceEvent], limit_ns: int) -> SliceTimes:
+    """Return the times of slices without a fault. Raises `ValueError` from `limit_ns` on."""
+    times_us = _times_us(slices)
+    start_ns, length_ns = (times_ns(times, limit_ns) for times in times_us)
+    return SliceTimes(start_ns, length_ns, any(map(_has_parts, times_us, (start_ns, length_ns))))
+
+
+def sound_times(slices: Sequence[TraceEvent]) -> SliceTimes | None:
+    """Return the same, None if `fault_of` may have a fault or a change for any of the slices. This test is fast."""
+    times_us = _times_us(slices)
+    if not {float, int}.issuperset(map(type, chain(*times_us))):
+        return None
+    with suppress(OverflowError):
+        starts, lengths = (np.array(times, dtype=np.float64) for times in times_us)
+        are_sound = (np.abs(starts) < EXACT_US) & (lengths >= 0) & (starts + lengths < EXACT_US)
+        # No JSON has a zero.
+        if are_sound.all() and b"\0".join([b"", *map(_ARGS, slices)]).count(b"\0{") == len(slices):
+            start_ns, length_ns = (np.rint(times * 1000).astype(np.int64) for times in (starts, lengths))
+            return SliceTimes(start_ns, length_ns, _has_parts(starts, start_ns) or _has_parts(lengths, length_ns))
+    return None
+
+
+def _times_us(slices: Sequence[TraceEvent]) -> tuple[list[Any], list[Any]]:
+    return list(map(_TS, slices)), [event.dur if event.ph == "X" else 0 for event in slices]
+
+
+_PARTS_NS = 1e-3
+
+
+def _has_parts(times_us: Sequence[Any] | NDArray[np.float64], rounded_ns: NDArray[np.int64]) -> bool:
+    """Return True if a time has a fraction of a nanosecond, within the precision of floats."""
+    if not len(times_us) or type(times_us[0]) is Decimal:
+        return any(type(time) is Decimal and time * 1000 % 1 for time in times_us)
+    exact_ns = np.array(times_us, dtype=np.float64) * 1000
+    return bool((np.abs(exact_ns - rounded_ns) > _PARTS_NS + np.abs(exact_ns) * np.finfo(np.float64).eps).any())
 
 
 def fault_of(event: TraceEvent, left_out: LeftOut, number: int) -> str:
