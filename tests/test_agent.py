@@ -1304,7 +1304,7 @@ def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path)
     process.status = signal.SIGKILL
     assert departure.line_of(process, {"path": "x"}).endswith("1 ended without a goodbye (SIGKILL); saved as x")
     events.write_text("low 0\noom 2\noom_kill 3\n")
-    assert "(killed for want of memory, as its control group has it)" in departure.line_of(process, {"path": "x"})
+    assert "(killed by the OOM killer, as its control group reports)" in departure.line_of(process, {"path": "x"})
     process.status = signal.SIGSEGV
     assert "(SIGSEGV)" in departure.line_of(process, {"path": "x"})
     assert oom_kills(None) == oom_kills(tmp_path / "none") == 0

@@ -111,7 +111,7 @@ def test_an_agent_ends_within_five_seconds_of_a_request_and_reports_its_losses(
             Path("over").touch()
             service.wait(60)
     errors_text = Path("errors").read_text()
-    lines = [line for line in errors_text.splitlines() if "not all that this run was to export" in line]
+    lines = [line for line in errors_text.splitlines() if "some data of this run has not arrived" in line]
     counts = [sum(map(int, re.findall(r"(\d+) span", line))) for line in lines]
     assert counts[:1] == [spans_of(requests)], errors_text
     assert counts[1:] in ([], [spans_of(1)]), errors_text  # of the agent that comes after it, if it has ended by now

@@ -697,7 +697,7 @@ def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_i
         until(lambda: [one for one in agents() if one != agent])
         service.communicate("\n", timeout=240)
         until(lambda: not run_folder.found())
-    assert f"{count} spans that an agent had perhaps not sent as it was killed" in Path("errors").read_text()
+    assert f"{count} spans that may not have been sent when an agent was killed" in Path("errors").read_text()
 
 
 def test_flush_waits_until_the_agent_has_sent_everything(collector: Collector) -> None:

@@ -441,7 +441,7 @@ def test_no_variable_of_the_environment_keeps_a_service_from_starting_and_each_i
         "instrument: exports to the collector at http://127.0.0.1:9/v1/traces (from OTEL_EXPORTER_OTLP_ENDPOINT)",
         "instrument: export.otlp.protocol (from OTEL_EXPORTER_OTLP_PROTOCOL): found 'http/json'",
         "instrument: export.otlp.timeout (from OTEL_EXPORTER_OTLP_TIMEOUT): found '1ms'",
-        "instrument: set and not followed: OTEL_BSP_SCHEDULE_DELAY",
+        "instrument: set without an effect: OTEL_BSP_SCHEDULE_DELAY",
         "OTEL_PROPAGATORS: Propagator nobody not found",
     ):
         assert done.stderr.count(words) == 1, done.stderr

@@ -836,7 +836,7 @@ def test_a_device_that_fails_for_good_is_given_up(bench: Bench, code: int) -> No
     bench.settle(MS)
     assert bench.fake.called() == calls, "the driver is left alone"
     (fault,) = bench.resolver.faults.values()
-    assert fault == f"device 0 is given up: the driver says {bench.driver.name(code)}"
+    assert fault == f"device 0 is no longer timed: the driver reports {bench.driver.name(code)}"
 
 
 def test_the_other_device_goes_on(bench: Bench) -> None:
@@ -893,7 +893,7 @@ def test_stopping_takes_in_what_has_happened_and_gives_everything_back(bench: Be
     span = bench.span(5 * MS)
     bench.settle()
     bench.fake.advance(10 * MS)
-    bench.resolver._stopping.set()
+    bench.resolver.stopping.set()
     bench.resolver._look_until_stopped()
     assert bench.told(span) == ("exclusive", 0, 5 * MS)
     assert bench.fake.counts().live_events == events
@@ -1123,7 +1123,7 @@ def test_an_interrupted_end_leaves_no_pair_under_way(bench: Bench, monkeypatch: 
 def test_after_the_stop_no_event_is_recorded(bench: Bench) -> None:
     bench.span(MS)
     bench.settle(2 * MS)
-    bench.resolver._stopping.set()
+    bench.resolver.stopping.set()
     bench.resolver._look_until_stopped()
     bench.fake.forget_calls()
     assert bench.timer.begin(SITE, None, 99) is None

@@ -275,8 +275,8 @@ def test_a_failing_device_never_reaches_the_service(torch: Any, session: Any, fa
     fake_driver.break_device(719)
     with instrument.scope("work", device=True):
         pass
-    assert any("device 0 is given up" in note for note in running.notes())
-    assert "device 0 is given up: the driver says CUDA_ERROR_LAUNCH_FAILED" in running.summary()
+    assert any("device 0 is no longer timed" in note for note in running.notes())
+    assert "device 0 is no longer timed: the driver reports CUDA_ERROR_LAUNCH_FAILED" in running.summary()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

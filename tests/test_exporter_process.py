@@ -171,7 +171,7 @@ def test_unsent_spans_of_an_ended_process_are_counted_after_a_kill_of_its_agent(
     os.link(tmp_path / run_folder.UNSENT, tmp_path / "next" / run_folder.UNSENT)  # where this agent is killed now
     taken_over = Exports(table.selector, tmp_path / "next", lambda: None, table.said.append, table.leave)
     assert export_checkpoint.losses_by_name(taken_over.fates) == {
-        "spans that an agent had perhaps not sent as it was killed": recorded
+        "spans that may not have been sent when an agent was killed": recorded
     }
     assert run_folder.unsent(tmp_path) == recorded
     os.kill(child, signal.SIGCONT)

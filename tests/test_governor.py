@@ -232,7 +232,7 @@ def test_the_earlier_cost_of_counting_is_not_reported_for_a_detached_probe(recor
     for _ in range(2):  # by whoever still holds it
         called(hot, 30_000)
         clock.second()
-    assert "its probe is off, but is called where it cannot be taken out" in clock.governor.notes()[1]
+    assert "its probe is off, but some references still call it" in clock.governor.notes()[1]
 
 
 def test_a_probe_that_was_tried_in_a_pause_of_the_load_is_tried_later_the_next_time(
@@ -429,7 +429,7 @@ def test_a_scope_whose_counting_costs_too_much_is_named_with_what_it_costs(recor
     named, costs = clock.governor.notes()
     assert "80000 calls were not recorded" in named
     assert "to count its calls alone cost 0.2 % of a thread's time, of the budget of 0.1 %" in costs
-    assert "a scope cannot be taken off" in costs
+    assert "a scope cannot be removed at run time" in costs
 
 
 def test_the_cost_of_counting_reduces_the_budget_of_other_sites_down_to_half(recorder: Any) -> None:

@@ -620,7 +620,7 @@ def test_several_windows_are_several_files_and_none_is_written_over() -> None:
 def test_summary_and_export_are_of_the_newest_window(capsys: pytest.CaptureFixture[str]) -> None:
     shown = print_summary(views=["events"], tracer_option="OpDetail")
     with Profiler(schedule=(1, 3), on_trace_ready=shown) as profiler:
-        with pytest.raises(StateError, match=r"no window has ended yet to export to x.json"):
+        with pytest.raises(StateError, match=r"no window has ended yet that could be exported to x.json"):
             profiler.export("x.json")
         assert profiler.summary().startswith("No window has ended yet.")
         for _ in range(4):

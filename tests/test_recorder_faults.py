@@ -213,7 +213,7 @@ def test_threads_that_end_while_greenlets_of_theirs_stand_in_the_middle_of_calls
 NO_MEMORY = """
     import _testcapi
     recorder.scope("s").__enter__().__exit__(None, None, None)
-    LOST = "calls not recorded for want of memory"
+    LOST = "calls not recorded for lack of memory"
 
     def sweep(name, operation, calls, ready=lambda: (), may_raise=False, exact=True, failures=(1, 3, 0)):
         'Fail allocation after allocation, once, three times, and from there on: `calls` spans each, or counted.'
@@ -237,7 +237,7 @@ NO_MEMORY = """
                     raise AssertionError(f"{name}: raised at allocation {start}, {times} times") from raised
                 counts = recorder.counts()
                 known = recorder.tally().calls + counts.get(LOST, 0)
-                known += counts.get("calls not tallied for want of memory", 0)
+                known += counts.get("calls not counted for lack of memory", 0)
                 if exact and not (raised and may_raise == "before"):
                     assert known == calls, (name, start, times, known, counts)
                     assert not counts.get("calls not recorded for a fault of instrument"), counts
@@ -385,7 +385,7 @@ def test_a_thread_whose_first_call_finds_no_memory_runs_and_is_counted() -> None
     found = recorder.tally().calls
     # Our Python code, which asks for the thread's name, may be told of a want of memory as something else.
     lost += counts.get("calls not recorded for a fault of instrument", 0)
-    assert found + lost + counts.get("calls not tallied for want of memory", 0) == total, (found, counts)
+    assert found + lost + counts.get("calls not counted for lack of memory", 0) == total, (found, counts)
     assert len(recorder.rings()) <= total
     rings_of_others()
     assert all(ring.ended for ring in recorder.rings())
@@ -624,7 +624,7 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     assert (cell["calls"], cell["errors"], cell["total_ns"], cell["self_ns"]) == ((1 << 32) + 3, 0, full, full)
     assert list(recorder.tally().histogram([row[0]]).values()) == [(1 << 32) + 3]
     (reason,) = recorder.counts()
-    assert reason == "additions to totals that are as large as they can be"
+    assert reason == "additions to totals that had reached their largest value"
     assert recorder.rings()[0].usage()[0][1:] == ((1 << 32) + 3, full, 0)
 
 
@@ -682,7 +682,7 @@ def test_merging_the_totals_of_ended_threads_carries_too(make_recorder: Any) -> 
     (line,) = (line for line in recorder.tally().rows() if not line.thread_id)
     assert line.totals.calls == given_up << 32
     assert list(recorder.tally().histogram([line.totals.node], 0).values()) == [given_up * (3 << 31)]
-    assert list(recorder.counts()) == ["additions to totals that are as large as they can be"]
+    assert list(recorder.counts()) == ["additions to totals that had reached their largest value"]
 
 
 def wait_for_ends(recorder: Any, rings: int) -> None:

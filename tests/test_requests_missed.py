@@ -105,7 +105,7 @@ def test_a_worker_of_a_queue_that_records_no_request_is_reported(
 ) -> None:
     monkeypatch.setitem(sys.modules, "arq.cli", ModuleType("arq.cli"))
     assert states(family)["jobs"] == ("unmet", None)
-    assert family.verdicts()[1].why.startswith("arq takes them off its queue")
+    assert family.verdicts()[1].why.startswith("arq takes jobs from a queue; none was recorded")
 
 
 def test_requests_recorded_in_another_process_are_not_reported_as_missed() -> None:

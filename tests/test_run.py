@@ -282,7 +282,7 @@ def test_a_session_in_code_logs_once_which_variables_it_does_not_follow(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
     Path("profile.yaml").write_text("export: {otlp: {endpoint: 'http://127.0.0.1:9', timeout: 1ms}}")
     instrument.start("profile.yaml")
-    assert caplog.text.count("set and not followed: OTEL_BSP_SCHEDULE_DELAY") == 1
+    assert caplog.text.count("set without an effect: OTEL_BSP_SCHEDULE_DELAY") == 1
 
 
 def test_a_board_is_found_by_children_and_gone_with_its_process() -> None:

@@ -364,7 +364,7 @@ def line_of(process: Process, answer: Answer) -> str:
 
 def _end_text(process: Process) -> str:
     if oom_kills(process.memory_events) > process.oom_kills and process.status in (None, signal.SIGKILL):
-        return "ended without a goodbye (killed for want of memory, as its control group has it)"
+        return "ended without a goodbye (killed by the OOM killer, as its control group reports)"
     return f"ended without a goodbye{_status_text(process.status)}"
 
 
@@ -388,7 +388,7 @@ def _status_text(status: int | None) -> str:
 def line_of_export(lost: Mapping[str, int]) -> str:
     """Return the line on data of a run that reached neither the collector nor the dataset."""
     counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-    return f"instrument: not all that this run was to export has arrived there: {counts}"
+    return f"instrument: some data of this run has not arrived at its destination: {counts}"
 
 
 def seen_of_unmet(process: Process) -> str:

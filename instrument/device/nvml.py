@@ -21,7 +21,7 @@ from instrument.runtime.cheap_start import dataclass, field
 
 LIBRARY = "libnvidia-ml.so.1"
 
-NO_DRIVER = f"no NVIDIA driver is to be seen here ({LIBRARY} is not found)"
+NO_DRIVER = f"no NVIDIA driver is visible here ({LIBRARY} is not found)"
 
 VARIABLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 

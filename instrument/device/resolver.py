@@ -174,7 +174,7 @@ class Resolver:
         self.counts[f"device {context.device}: {name}"] += 1
         if error in cuda.FATAL and context.alive:
             context.alive = False
-            self.faults[context.device] = f"device {context.device} is given up: the driver says {name}"
+            self.faults[context.device] = f"device {context.device} is no longer timed: the driver reports {name}"
 
     def refused(self, context: Context, error: int) -> str:
         """Return the label of a span whose event failed."""

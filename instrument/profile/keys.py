@@ -384,7 +384,7 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
     http = values.get("protocol") != "grpc"
     is_misnamed = any(place in remark for remark in document.remarks)
     if origin == "default" and (is_misnamed or not is_asked):
-        document.remarks += ["no other endpoint is named: nothing is sent to a collector"] * is_misnamed
+        document.remarks += ["no other endpoint is set: nothing is sent to a collector"] * is_misnamed
         return None
     if not http and not _is_written(node, "protocol") and find_spec("grpc") is None:
         document.remarks.append("grpc needs instrument-sdk[grpc]: nothing is sent to a collector")

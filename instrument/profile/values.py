@@ -494,7 +494,7 @@ def _remarks_on(environ: Mapping[str, str]) -> Iterator[str]:
         if name.startswith("OTEL_") and value and name not in valid and not _is_followed(name, value.strip().lower())
     ]
     if missed:
-        yield f"set and not followed: {', '.join(missed)}"
+        yield f"set without an effect: {', '.join(missed)}"
 
 
 def _is_followed(name: str, value: str) -> bool:

@@ -384,10 +384,10 @@ class Governor:
 
     def _why_fixed(self, site: Site) -> str:
         if site in self._off:
-            return "its probe is off, but is called where it cannot be taken out, as by a local variable of a loop"
+            return "its probe is off, but some references still call it, such as a local variable of a loop"
         if self._recorder.shapes.get(site) == "scope":
-            return "a scope cannot be taken off: put it around the loop, or take it out"
-        return "its probe cannot be detached where it is referred to: name it in a rule, or take it out"
+            return "a scope cannot be removed at run time: move it out of the loop, or delete it"
+        return "its probe cannot be removed: record it by a rule instead, or not at all"
 
     def release(self) -> None:
         """Bring every site back, at the end; `notes` still has those muted until then."""

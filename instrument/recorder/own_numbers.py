@@ -21,7 +21,7 @@ EVERY_NS = 10**9
 """The default ns between two values of a number that are kept for timelines."""
 
 NEVER_NS = 1 << 62
-REFUSED = "numbers that are none, or have no room"
+REFUSED = "metrics not kept: no number, or too many names"
 """The count of values that are not kept."""
 
 _PLACES = NUMBER.size // 8

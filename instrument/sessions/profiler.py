@@ -366,7 +366,7 @@ class Profiler:
 
     def _refuse_unless_running(self, verb: str) -> None:
         if self._is_delivering:
-            raise StateError(f"cannot {verb} within on_trace_ready, because no step is open; do so in the loop")
+            raise StateError(f"cannot {verb} in a handler of on_trace_ready: no step is open; call it in the loop")
         if not self._is_running:
             raise StateError(f"cannot {verb} a Profiler that does not run; use it in a with statement, or call start()")
 
@@ -493,7 +493,7 @@ class Profiler:
             process.log_switched_off()
             return Path(path)
         if window is None:
-            raise StateError(f"no window has ended yet to export to {os.fspath(path)}; see the schedule")
+            raise StateError(f"no window has ended yet that could be exported to {os.fspath(path)}; see the schedule")
         return window.export(path)
 
 

@@ -82,8 +82,8 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     apart_ns = 0 if clock == MONOTONIC else _apart_ns(parts)
     if apart_ns is None and not by_wall_clock:
         raise TraceError(
-            f"cannot put {len(files)} files of {len(groups)} processes on one clock: they are of several machines, "
-            "or do not name theirs, and the accuracy of the wall clock is unknown; use --clock wall, which may be "
+            f"cannot put {len(files)} files of {len(groups)} processes on one clock: they are of several machines "
+            "or do not name their machine, and the accuracy of the clocks is unknown; use --clock wall, which may be "
             "seconds off, or --by process"
         )
     if clock == WALL and (undated := [saved for saved in parts if not saved.trace.origin.realtime_ns]):

@@ -372,7 +372,7 @@ class Requests:
         queues = of_role(sys.modules, "queue")
         if queues and not has_requests:
             names = " and ".join(name.partition(".")[0] for name in queues)
-            yield Verdict(rule.text, "unmet", "jobs", f"{names} takes them off its queue; {REMEDY}")
+            yield Verdict(rule.text, "unmet", "jobs", f"{names} takes jobs from a queue; none was recorded; {REMEDY}")
 
     def _unrouted(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
         """Yield a verdict on the routes of requests, if no known router has found one."""
