@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_708, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
-    "instrumentors": (12_577, 51),
+    "instrumentors": (12_630, 51),
     "native": (9_532, 28),
     "otlp": (5_319, 20),
     "profile": (2_610, 8),

@@ -100,6 +100,9 @@ SLOW_CASES = {
     "Quart on hypercorn": Case(
         ["-m", "hypercorn", "quart_app:app", "--bind", "127.0.0.1:{port}"], FLASK, ["quart", "hypercorn"]
     ),
+    "Django on Daphne": Case(
+        ["-m", "daphne", "-p", "{port}", "-v", "0", "django_app:app"], DJANGO, ["django", "daphne"]
+    ),
     "Django on uvicorn": Case(uvicorn("django_app:app"), DJANGO, ["django", "uvicorn"]),
     "Django on gunicorn": Case(gunicorn("django_app:wsgi"), DJANGO, ["django", "gunicorn"]),
     "Flask on gunicorn's threads": Case(

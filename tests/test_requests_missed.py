@@ -78,9 +78,9 @@ def test_requests_without_a_route_are_reported_where_no_router_is_known(
 ) -> None:
     met(family)()
     assert "no router is known" in family.verdicts()[1].why
-    monkeypatch.setitem(sys.modules, "blacksheep", ModuleType("blacksheep"))
-    assert "1 request has none: blacksheep is imported, whose router is not known" in family.verdicts()[1].why
-    monkeypatch.delitem(sys.modules, "blacksheep")
+    monkeypatch.setitem(sys.modules, "cherrypy", ModuleType("cherrypy"))
+    assert "1 request has none: cherrypy is imported, whose router is not known" in family.verdicts()[1].why
+    monkeypatch.delitem(sys.modules, "cherrypy")
     flask = pytest.importorskip("flask.app")
     family.imported(flask)
     assert "routes" not in states(family), "a request to a path that has no route has none"

@@ -32,8 +32,8 @@ FAMILIES: Mapping[str, Family] = {
     "requests": _family(
         "requests",
         "Requests",
-        "uvicorn hypercorn granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray litserve"
-        " mosec starlette fastapi litestar flask quart django falcon bottle tornado sanic websockets grpclib"
+        "uvicorn hypercorn daphne granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray"
+        " litserve mosec starlette fastapi litestar flask quart django falcon bottle tornado sanic websockets grpclib"
         # The last are servers without instrumentation, which the verdict names.
         " http.server socketserver robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey",
     ),

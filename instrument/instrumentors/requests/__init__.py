@@ -6,12 +6,13 @@ current exchange of the context. This package imports no server or framework; it
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.functions import Undo, takes_place, undo_all
+from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.requests import blocked, propagation, servers
 from instrument.instrumentors.requests.exchange import CURRENT, PORT, Exchange, Exchanges
 from instrument.instrumentors.verdict import Verdict
@@ -53,9 +54,9 @@ class Router(NamedTuple):
 
     owner: str
     method: str
-    route: Callable[..., str | None]
+    route: Callable[..., Any]
     after: bool = False
-    note: Callable[[Exchange, str], None] = Exchange.found
+    note: Callable[[Exchange, Any], None] = Exchange.found
     older: bool = False
 
     def attach(self, module: Any) -> Undo:
@@ -66,13 +67,13 @@ class Router(NamedTuple):
             raise TypeError(f"{owner.__name__}.{self.method} is a {type(original).__name__}")
         _, _, read, after, note, _ = self
 
-        @takes_place(owner, self.method)
-        def undo(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs) if after else None
             exchange = CURRENT.get()
             if exchange is not None and exchange.is_open:
                 try:
-                    route = read(module, result) if after else read(module, *args)
+                    route = read(module, result) if after else read(module, *args, *kwargs.values())
                     if route is not None:
                         note(exchange, route)
                 except Exception as fault:
@@ -81,8 +82,9 @@ class Router(NamedTuple):
 
         for name in ("cache_clear", "cache_info", "cache_parameters"):
             if hasattr(original, name):
-                setattr(getattr(owner, self.method), name, getattr(original, name))
-        return undo
+                setattr(call, name, getattr(original, name))
+        is_static = isinstance(vars(owner).get(self.method), staticmethod)
+        return replace(owner, self.method, staticmethod(call) if is_static else call)
 
 
 def attach_routers(module: Any) -> list[Undo]:
@@ -127,6 +129,16 @@ def _aiohttp(_: Any, match: Any, *__: Any) -> str | None:
     return None if resource is None else resource.canonical
 
 
+def _fail(exchange: Exchange, error: BaseException) -> None:
+    """End a websocket with an exception that its framework answers by a close, so that the server sees no failure."""
+    exchange.finish(error, is_gone=True, in_parts=False)
+
+
+def _blacksheep(_: Any, match: Any) -> str | None:
+    """Return the pattern of a match, None for the route of all that no other matches."""
+    return None if match is None or match.pattern == b"*" else match.pattern.decode()
+
+
 ROUTERS: Mapping[str, tuple[Router, ...]] = {
     "starlette.routing": (
         Router("Route", "handle", _path),
@@ -139,14 +151,28 @@ ROUTERS: Mapping[str, tuple[Router, ...]] = {
     ),
     "litestar.routes.http": (Router("HTTPRoute", "handle", _path),),
     "litestar.routes.websocket": (Router("WebSocketRoute", "handle", _path),),
+    "litestar.middleware._internal.exceptions.middleware": (
+        Router(
+            *("ExceptionHandlerMiddleware", "handle_websocket_exception"),
+            lambda _, __, error: None if hasattr(error, "code") else error,  # a code is an answer
+            note=_fail,
+            older=True,
+        ),
+    ),
     "flask.app": (Router("Flask", "full_dispatch_request", _flask("request")),),
     "quart.app": (
         Router("Quart", "full_dispatch_request", _flask("request")),
         Router("Quart", "full_dispatch_websocket", _flask("websocket")),
+        Router("Quart", "handle_websocket_exception", lambda _, __, error: error, note=_fail, older=True),
     ),
     "django.core.handlers.base": (Router("BaseHandler", "resolve_request", _django, after=True),),
     "falcon.app": (Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True),),
     "bottle": (Router("Router", "match", lambda _, match: match[0].rule, after=True),),
+    "blacksheep.server.routing": (
+        Router("Router", "get_match", _blacksheep, after=True),
+        Router("Router", "get_match_by_method_and_path", _blacksheep, after=True),
+        Router("RouterFiltersMixin", "get_match", _blacksheep, after=True, older=True),
+    ),
     "sanic.router": (Router("Router", "get", lambda _, match: match[0].uri, after=True),),
     "aiohttp.web_urldispatcher": (Router("UrlMappingMatchInfo", "freeze", _aiohttp),),
 }
@@ -162,15 +188,16 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         "django",
         "falcon",
         "bottle",
+        "blacksheep",
         "aiohttp.web",
         "tornado.web",
         "fastapi",
     ),
     "server": (
-        *("uvicorn", "hypercorn", "granian", "gunicorn", "waitress", "grpc", "grpclib.server"),
+        *("uvicorn", "hypercorn", "daphne.server", "granian", "gunicorn", "waitress", "grpc", "grpclib.server"),
         *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
     ),
-    "unrouted": ("blacksheep", "pyramid.router", "cherrypy"),
+    "unrouted": ("pyramid.router", "cherrypy"),
     "unmet": ("robyn", "twisted.web.server"),
     "queue": ("arq.cli", "huey.bin.huey_consumer", "taskiq.receiver", "faststream.app"),
     "engine": (*ENGINES, "bentoml"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace, takes_place
-from instrument.instrumentors.requests.exchange import SERVER_TIMING, Arrival, Exchange, Exchanges, reads
+from instrument.instrumentors.requests.exchange import CLOSE_CODE, SERVER_TIMING, Arrival, Exchange, Exchanges, reads
 
 
 def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -74,7 +74,7 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
             answer = result[0]
             exchange.answer(exchange.status or answer.status)
             if not is_http and getattr(answer, "close_code", None) is not None:
-                exchange.facts["websocket.close_code"] = answer.close_code
+                exchange.facts[CLOSE_CODE] = answer.close_code
         except Exception:
             exchange.unread()
         exchange.finish(is_gone=is_closed(self.transport), in_parts=is_http)

@@ -12,7 +12,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from instrument.instrumentors.requests.exchange import Arrival, Arrivals, Exchange, Exchanges, ServedApp
+from instrument.instrumentors.requests.exchange import (
+    CLOSE_CODE,
+    Arrival,
+    Arrivals,
+    Exchange,
+    Exchanges,
+    ServedApp,
+)
 from instrument.instrumentors.requests.propagation import Caller, with_state
 from instrument.recorder.outcomes import FIRST_OF_SERVER
 from instrument.recorder.recorder import header_values
@@ -234,7 +241,7 @@ class Websocket(AsgiChannel):
         message = await self.server_receive()
         try:
             if message["type"] == "websocket.disconnect":
-                self.exchange.facts["websocket.close_code"] = message.get("code", 1005)
+                self.exchange.facts[CLOSE_CODE] = message.get("code", 1005)
         except Exception:
             self.exchange.unread()
         return message

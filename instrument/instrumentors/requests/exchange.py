@@ -92,6 +92,9 @@ Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
 
 UNREAD = "messages of apps that could not be read"
 
+CLOSE_CODE, ABNORMAL = "websocket.close_code", 1006
+"""The attribute with a websocket's close code, and the one without a closing handshake (RFC 6455)."""
+
 EXCHANGE = "_instrument_exchange"
 """The attribute of a connection with the exchange that it serves."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import (
+    CLOSE_CODE,
     CURRENT,
     EXCHANGE,
     SERVER_TIMING,
@@ -49,7 +50,7 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
                 close_code = None if websocket_of is None else websocket_of.ws_proto.close_rcvd
                 is_gone = request.transport is None or request.transport.is_closing()
                 if close_code is not None:
-                    exchange.facts["websocket.close_code"] = close_code.code
+                    exchange.facts[CLOSE_CODE] = close_code.code
                 elif exchange.status == 101 and is_gone and getattr(exchange, "failure", None) is None:
                     exchange.broken_off()
                 exchange.finish(error, is_gone=is_gone, in_parts=is_http)

@@ -147,6 +147,7 @@ ASGI: Mapping[str, Attach] = {
     "hypercorn.app_wrappers": _attach_to_module(
         _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
     ),
+    "daphne.server": _kept("Server", "create_application", asgi.AsgiApp, "application"),
     "granian.asgi": _given("_callback_wrapper", 0, asgi.AsgiApp),
     "gunicorn.asgi.protocol": _attach_to_module(
         _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),

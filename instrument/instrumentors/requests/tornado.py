@@ -12,7 +12,15 @@ from inspect import isawaitable
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, takes_place
-from instrument.instrumentors.requests.exchange import EXCHANGE, SERVER_TIMING, Arrival, Exchange, Exchanges, reads
+from instrument.instrumentors.requests.exchange import (
+    CLOSE_CODE,
+    EXCHANGE,
+    SERVER_TIMING,
+    Arrival,
+    Exchange,
+    Exchanges,
+    reads,
+)
 
 ROUTE = "_instrument_route"
 """The attribute of a request with the pattern of its path."""
@@ -54,7 +62,7 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
             close_code = getattr(self, "close_code", None)
             is_gone = _is_gone(request.connection) if is_http else close_code is None
             if close_code is not None:
-                exchange.facts["websocket.close_code"] = close_code
+                exchange.facts[CLOSE_CODE] = close_code
             elif is_gone and exchange.status in (0, 101) and error is getattr(exchange, "failure", None):
                 exchange.broken_off()
             if error is not None or is_gone or self._finished or self._auto_finish:

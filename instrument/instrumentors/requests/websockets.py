@@ -13,10 +13,16 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.references import rebind
-from instrument.instrumentors.requests.exchange import CLIENT_GONE, EXCHANGE, Arrival, Exchange, Exchanges, reads
-
-ABNORMAL = 1006
-"""The close code of a connection that has ended without a closing handshake (RFC 6455)."""
+from instrument.instrumentors.requests.exchange import (
+    ABNORMAL,
+    CLIENT_GONE,
+    CLOSE_CODE,
+    EXCHANGE,
+    Arrival,
+    Exchange,
+    Exchanges,
+    reads,
+)
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -98,7 +104,7 @@ def _end(exchange: Exchange | None, connection: Any, error: BaseException | None
         return
     code = getattr(connection, "close_code", None)
     if code is not None:
-        exchange.facts["websocket.close_code"] = code
+        exchange.facts[CLOSE_CODE] = code
     is_closed = error is not None and "ConnectionClosed" in {kind.__name__ for kind in type(error).__mro__}
     if code == ABNORMAL and (error is None or is_closed):
         exchange.broken_off(CLIENT_GONE)
