@@ -77,8 +77,7 @@ static PyMethodDef module_methods[] = {
     {NULL},
 };
 
-static int
-execute(PyObject *made)
+static int execute(PyObject *made)
 {
     /* Types and frames are the process's. Where they may not be, nothing is recorded. */
     if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
@@ -183,8 +182,7 @@ static struct PyModuleDef module = {
     .m_slots = slots,
 };
 
-PyMODINIT_FUNC
-PyInit__recorder(void)
+PyMODINIT_FUNC PyInit__recorder(void)
 {
     return PyModuleDef_Init(&module);
 }

@@ -1,39 +1,33 @@
 /* Hot: the step from a node to that of a call. Cold: nodes that are new. A part of `_recorder.c`. */
 
-static inline uint64_t
-scrambled(uint64_t id)
+static inline uint64_t scrambled(uint64_t id)
 {
     return id * 0x9E3779B97F4A7C15u;
 }
 
-static inline uint32_t
-slot_of(PyObject *site, uint32_t slots)
+static inline uint32_t slot_of(PyObject *site, uint32_t slots)
 {
     uintptr_t address = (uintptr_t)site;
     return (uint32_t)((address >> 4) * 0x9E3779B1u) & (slots - 1);
 }
 
 /* A step from a node to one that is not below it bears a mark in the address, whose low bits are free. */
-static inline node_t *
-as_edge(node_t *node)
+static inline node_t *as_edge(node_t *node)
 {
     return (node_t *)((uintptr_t)node | 1);
 }
 
-static inline int
-is_edge(const node_t *step)
+static inline int is_edge(const node_t *step)
 {
     return (uintptr_t)step & 1;
 }
 
-static inline node_t *
-end_of(node_t *step)
+static inline node_t *end_of(node_t *step)
 {
     return (node_t *)((uintptr_t)step & ~(uintptr_t)1);
 }
 
-static inline node_t *
-known_child(node_t *parent, PyObject *site)
+static inline node_t *known_child(node_t *parent, PyObject *site)
 {
     if (parent->slots == 0)
         return NULL;
@@ -44,8 +38,7 @@ known_child(node_t *parent, PyObject *site)
     }
 }
 
-static int
-add_child(node_t *parent, node_t *child)
+static int add_child(node_t *parent, node_t *child)
 {
     if ((parent->children + 1) * 2 > parent->slots) {
         uint32_t slots = parent->slots ? parent->slots * 2 : 4;
@@ -73,8 +66,7 @@ add_child(node_t *parent, node_t *child)
     return 0;
 }
 
-static int
-kind_is(PyObject *site, PyObject *word)
+static int kind_is(PyObject *site, PyObject *word)
 {
     PyObject *kind = PyObject_GetAttr(site, str_kind);
     if (kind == NULL) {
@@ -86,8 +78,7 @@ kind_is(PyObject *site, PyObject *word)
     return same;
 }
 
-static int
-asks_for_device(PyObject *site)
+static int asks_for_device(PyObject *site)
 {
     PyObject *device = PyObject_GetAttr(site, str_device);
     int asks = device == Py_True;
@@ -96,8 +87,7 @@ asks_for_device(PyObject *site)
     return asks;
 }
 
-static int64_t
-min_ns_of(PyObject *site)
+static int64_t min_ns_of(PyObject *site)
 {
     PyObject *value = PyObject_GetAttr(site, str_min_ns);
     long long min_ns = value == NULL || !PyLong_Check(value) ? 0 : PyLong_AsLongLong(value);
@@ -110,16 +100,14 @@ min_ns_of(PyObject *site)
 }
 
 /* Keep a node that is of no tree any more for the next one. */
-static void
-make_spare(Core *core, node_t *node)
+static void make_spare(Core *core, node_t *node)
 {
     node_t **spare = core->memory != NULL && memory_of(node) == core->memory ? &core->spare : &core->private_spare;
     node->parent = *spare;
     *spare = node;
 }
 
-static node_t *
-new_node(Core *core, node_t *parent, PyObject *site)
+static node_t *new_node(Core *core, node_t *parent, PyObject *site)
 {
     if (core->node_count == core->node_slots) {
         uint32_t slots = core->node_slots ? core->node_slots * 2 : 64;
@@ -156,8 +144,7 @@ new_node(Core *core, node_t *parent, PyObject *site)
 }
 
 /* Where calls of a site are counted that come when the tally is full. */
-static node_t *
-overflow_of(Core *core, PyObject *site)
+static node_t *overflow_of(Core *core, PyObject *site)
 {
     node_t *node = end_of(known_child(core->overflow, site));
     if (node == NULL && core->overflow->children < OVERFLOW_SITES &&
@@ -169,8 +156,7 @@ overflow_of(Core *core, PyObject *site)
 
 /* The first step from a node to that of a site: to that of its path which is of the site, where there is one, so that
  * recursion makes no nodes; else to a new one, as long as the tally has room. Never fails. */
-static SELDOM node_t *
-first_step(Core *core, node_t *parent, PyObject *site)
+static SELDOM node_t *first_step(Core *core, node_t *parent, PyObject *site)
 {
     node_t *step, *again = parent;
     while (again != NULL && again->site != site)
@@ -192,8 +178,7 @@ first_step(Core *core, node_t *parent, PyObject *site)
 }
 
 /* The step from a node to that of a site called there. Never fails. */
-static inline node_t *
-node_of(Core *core, node_t *parent, PyObject *site)
+static inline node_t *node_of(Core *core, node_t *parent, PyObject *site)
 {
     node_t *step = known_child(parent, site);
     return __builtin_expect(step != NULL, 1) ? step : first_step(core, parent, site);

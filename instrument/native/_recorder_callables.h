@@ -1,7 +1,6 @@
 /* Hot: functions and methods whose calls are spans, or pass while they are muted. A part of `_recorder.c`. */
 
-static inline void
-count_passed(Pass *pass)
+static inline void count_passed(Pass *pass)
 {
     pass->calls += (uint64_t)pass->core->on;
 }
@@ -9,8 +8,7 @@ count_passed(Pass *pass)
 static PyTypeObject PassType;
 
 /* What counts the calls of a site, borrowed; NULL where it is not muted. Sites are compared by identity: runs no code. */
-static inline Pass *
-pass_of(Core *core, PyObject *site)
+static inline Pass *pass_of(Core *core, PyObject *site)
 {
     if (__builtin_expect(PyDict_GET_SIZE(core->passes) == 0, 1))
         return NULL;
@@ -20,8 +18,7 @@ pass_of(Core *core, PyObject *site)
     return found != NULL && Py_TYPE(found) == &PassType ? (Pass *)found : NULL;
 }
 
-static PyObject *
-Pass_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *Pass_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *words[] = {"recorder", NULL};
     PyObject *core;
@@ -33,15 +30,13 @@ Pass_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static int
-Pass_traverse(Pass *self, visitproc visit, void *arg)
+static int Pass_traverse(Pass *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->core);
     return 0;
 }
 
-static void
-Pass_dealloc(Pass *self)
+static void Pass_dealloc(Pass *self)
 {
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->core);
@@ -49,15 +44,13 @@ Pass_dealloc(Pass *self)
 }
 
 /* For a wrapper that asks whether its recorder is on. */
-static PyObject *
-Pass_on(Pass *self, void *Py_UNUSED(closure))
+static PyObject *Pass_on(Pass *self, void *Py_UNUSED(closure))
 {
     count_passed(self);
     Py_RETURN_FALSE;
 }
 
-static PyObject *
-Pass_count(Pass *self, PyObject *Py_UNUSED(none))
+static PyObject *Pass_count(Pass *self, PyObject *Py_UNUSED(none))
 {
     count_passed(self);
     Py_RETURN_NONE;
@@ -95,8 +88,7 @@ static PyTypeObject PassType = {
 
 /* ------------------------------------------------------------------ functions */
 
-static inline frame_t *
-take_frame(void)
+static inline frame_t *take_frame(void)
 {
     frame_t *frame = free_frames;
     if (frame != NULL) {
@@ -114,8 +106,7 @@ take_frame(void)
     return frame; /* one that has been released holds nothing */
 }
 
-static inline void
-release_frame(frame_t *frame)
+static inline void release_frame(frame_t *frame)
 {
     if (__builtin_expect(frame->is_extra, 0)) {
         free_lines(frame);
@@ -129,16 +120,15 @@ release_frame(frame_t *frame)
 
 /* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays as it
  * is. Returns whether the frame is out of every chain: one that is not found in its own must not be used again. */
-static SELDOM int
-end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns)
+static SELDOM int end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns)
 {
-    PyObject *type, *raised, *traceback, *error = NULL;
-    PyErr_Fetch(&type, &raised, &traceback);
-    if (type != NULL && !PyType_IsSubtype((PyTypeObject *)type, (PyTypeObject *)PyExc_Exception) &&
-        !(raised != NULL && PyExceptionInstance_Check(raised)))
-        PyErr_NormalizeException(&type, &raised, &traceback); /* as of `sys.exit()`, which C raises by its class */
-    if (type != NULL && !(raised != NULL && is_no_error(core, frame, raised)))
-        error = error_name(type);
+    PyObject *error = NULL;
+    raised_t raised = take_raised();
+    if (raised.type != NULL && !PyType_IsSubtype((PyTypeObject *)raised.type, (PyTypeObject *)PyExc_Exception) &&
+        !(raised.value != NULL && PyExceptionInstance_Check(raised.value)))
+        PyErr_NormalizeException(&raised.type, &raised.value, &raised.traceback); /* as of `sys.exit()`, which C raises by its class */
+    if (raised.type != NULL && !(raised.value != NULL && is_no_error(core, frame, raised.value)))
+        error = error_name(raised.type);
     int found = 1;
     frame->state = CLOSED;
     if (current->top != frame)
@@ -158,19 +148,15 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
         pass_on(core, current, published, above);
     if (ring->rows == NULL && (ring = ring_of(core)) == NULL && lose(core) < 0) {
         /* A signal handler raised: in place of what the call raised, as it would have without us. */
-        Py_CLEAR(type);
-        Py_CLEAR(raised);
-        Py_CLEAR(traceback);
-        PyErr_Fetch(&type, &raised, &traceback);
+        drop_raised(raised);
+        raised = take_raised();
     }
     if (ring != NULL) {
         Py_INCREF(ring);
         store(core, ring, frame, end_ns, -1, 0, error);
         if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0) {
-            Py_CLEAR(type);
-            Py_CLEAR(raised);
-            Py_CLEAR(traceback);
-            PyErr_Fetch(&type, &raised, &traceback);
+            drop_raised(raised);
+            raised = take_raised();
         }
         Py_DECREF(ring);
     }
@@ -181,7 +167,7 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
         frame->ring = NULL;
     }
     Py_XDECREF(error);
-    PyErr_Restore(type, raised, traceback);
+    raise_again(raised);
     return found;
 }
 
@@ -190,8 +176,7 @@ static SELDOM void forget_paths(Function *);
 static SELDOM PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
 /* The exception that something of ours raised is the host's, a signal handler's: -1; else it is noted. */
-static SELDOM int
-note_unless_hosts(const char *place)
+static SELDOM int note_unless_hosts(const char *place)
 {
     if (is_hosts())
         return -1;
@@ -261,8 +246,7 @@ enum { GIVEN, INNERMOST, REQUEST };
 static int set_attributes(Core *, int, Frame *, PyObject *, PyObject *, PyObject *const *);
 
 /* Add to the innermost span what its result says. -1 with an exception of the host's. */
-static int
-read_result(Core *core, PyObject *reader, PyObject *result)
+static int read_result(Core *core, PyObject *reader, PyObject *result)
 {
     PyObject *facts = PyObject_CallOneArg(reader, result);
     int failed = facts == NULL ? note_unless_hosts("results") : 0;
@@ -284,8 +268,7 @@ begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size
 }
 
 /* Call what is wrapped, without a look at its result, which what called us checks: a function of Python's is jumped to. */
-static inline PyObject *
-call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static inline PyObject *call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *wrapped = self->wrapped;
     if (__builtin_expect(PyFunction_Check(wrapped), 1))
@@ -494,8 +477,7 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
 static PyObject *Function_call(Function *, PyObject *const *, size_t, PyObject *);
 
 /* Call a function while the time stamp counter is the clock. Both entries replace each other, once the other clock is read. */
-static PyObject *
-Function_call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (__builtin_expect(is_on_with_ticks(self->core), 1))
         return call_in_span(self, &self->path, args, nargsf, names, 1, call_own_otherwise);
@@ -503,8 +485,7 @@ Function_call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, P
     return Function_call(self, args, nargsf, names);
 }
 
-static PyObject *
-Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (__builtin_expect(is_on_and_nothing_else(self->core), 1))
         return call_in_span(self, &self->path, args, nargsf, names, 0, call_own_otherwise);
@@ -516,8 +497,7 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
 }
 
 /* The same of what is no function of Python's. */
-static PyObject *
-Function_call_other(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call_other(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (!self->core->on)
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
@@ -525,8 +505,7 @@ Function_call_other(Function *self, PyObject *const *args, size_t nargsf, PyObje
 }
 
 /* The same while it is muted. */
-static PyObject *
-Function_call_muted(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call_muted(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (self->pass != NULL)
         count_passed(self->pass);
@@ -535,14 +514,12 @@ Function_call_muted(Function *self, PyObject *const *args, size_t nargsf, PyObje
 
 /* When a method's `sites` changed last: a number that does not come twice. */
 #if PY_VERSION_HEX < 0x030C0000
-static inline uint64_t
-version_of(PyObject *sites)
+static inline uint64_t version_of(PyObject *sites)
 {
     return ((PyDictObject *)sites)->ma_version_tag;
 }
 
-static int
-follow_changes(PyObject *Py_UNUSED(sites))
+static int follow_changes(PyObject *Py_UNUSED(sites))
 {
     return 1;
 }
@@ -550,23 +527,20 @@ follow_changes(PyObject *Py_UNUSED(sites))
 static uint64_t changes = 1; /* of all that are followed */
 static int watcher = -1;
 
-static int
-note_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *Py_UNUSED(sites), PyObject *Py_UNUSED(key),
-            PyObject *Py_UNUSED(value))
+static int note_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *Py_UNUSED(sites), PyObject *Py_UNUSED(key),
+                       PyObject *Py_UNUSED(value))
 {
     changes++;
     return 0;
 }
 
-static inline uint64_t
-version_of(PyObject *Py_UNUSED(sites))
+static inline uint64_t version_of(PyObject *Py_UNUSED(sites))
 {
     return changes;
 }
 
 /* Not where the process has no watcher left to give: each call asks `sites` then. */
-static int
-follow_changes(PyObject *sites)
+static int follow_changes(PyObject *sites)
 {
     if (watcher < 0)
         watcher = PyDict_AddWatcher(note_change);
@@ -578,8 +552,7 @@ follow_changes(PyObject *sites)
 #endif
 
 /* What is known of an instance now, or the one of its two places where that could be kept. */
-static inline known_t *
-place_of(const Function *self, PyObject *instance, uint64_t version)
+static inline known_t *place_of(const Function *self, PyObject *instance, uint64_t version)
 {
     known_t *place = &self->known[(uint32_t)(scrambled((uintptr_t)instance) >> 32) & (self->known_slots - 1)];
     if (place->instance == instance && place->version == version)
@@ -592,8 +565,7 @@ place_of(const Function *self, PyObject *instance, uint64_t version)
 
 /* Keep what `sites` says of an instance. There is more room once three that are in use want two places; what a call
  * may still write to is given up with the function. */
-static void
-remember(Function *self, PyObject *instance, PyObject *site)
+static void remember(Function *self, PyObject *instance, PyObject *site)
 {
     uint64_t version = version_of(self->sites);
     known_t *place = self->known == NULL ? NULL : place_of(self, instance, version);
@@ -616,8 +588,7 @@ remember(Function *self, PyObject *instance, PyObject *site)
 }
 
 /* The nodes that its paths lead to were given up. */
-static SELDOM void
-forget_paths(Function *self)
+static SELDOM void forget_paths(Function *self)
 {
     self->uid = self->core->uid;
     memset(self->path.parents, 0, sizeof self->path.parents);
@@ -631,8 +602,7 @@ forget_paths(Function *self)
     }
 }
 
-static void
-forget_known(Function *self)
+static void forget_known(Function *self)
 {
     while (self->known != NULL) {
         known_t *last = &self->known[self->known_slots], *known = self->known;
@@ -644,8 +614,7 @@ forget_known(Function *self)
 
 /* The site of the instance that a method is called on, a new reference in `found`; NULL where it has none. -1 with an
  * exception of the host's. */
-static inline int
-site_of_instance(Function *self, PyObject *instance, PyObject **found)
+static inline int site_of_instance(Function *self, PyObject *instance, PyObject **found)
 {
     PyObject *key = PyLong_FromVoidPtr(instance);
     PyObject *site = key == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
@@ -657,11 +626,10 @@ site_of_instance(Function *self, PyObject *instance, PyObject **found)
         site = decided == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
         Py_XDECREF(decided); /* a decision for good is in `sites` now */
         if (evaluator != NULL) {
-            PyObject *type, *raised, *traceback;
-            PyErr_Fetch(&type, &raised, &traceback);
+            raised_t raised = take_raised();
             Py_XDECREF(PyObject_CallOneArg(self->evaluate, evaluator));
             Py_DECREF(evaluator);
-            PyErr_Restore(type, raised, traceback);
+            raise_again(raised);
         }
     }
     *found = site == Py_None ? NULL : Py_XNewRef(site);
@@ -697,8 +665,7 @@ call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t n
 }
 
 /* An instance that passes is in a hurry: for it there is no frame of ours on the C stack. */
-static PyObject *
-Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (!self->core->on || PyVectorcall_NARGS(nargsf) == 0)
         return call_wrapped(self, args, nargsf, names);

@@ -16,22 +16,19 @@ static PyTypeObject CarriedType;
 static THREAD_LOCAL char is_handing_over; /* true while this thread is within `submit`: threads begun there have no parent */
 
 /* Set the recorder's variable in the context that runs now. Errors are cleared: parentage only. */
-static void
-change_variable(Core *core, PyObject *value)
+static void change_variable(Core *core, PyObject *value)
 {
-    PyObject *type, *raised, *traceback;
-    PyErr_Fetch(&type, &raised, &traceback);
+    raised_t raised = take_raised();
     if (set_variable(core, value != NULL ? value : Py_None) < 0)
         PyErr_Clear();
     if (at_hand.uid == core->uid)
         forget_current_of(at_hand.ring);
-    PyErr_Restore(type, raised, traceback);
+    raise_again(raised);
 }
 
 /* The time since a moment, in which the innermost span waited, as a span that has just ended. -1 with an exception of the
  * host's. */
-static int
-record_wait(Core *core, PyObject *site, int64_t start_ns)
+static int record_wait(Core *core, PyObject *site, int64_t start_ns)
 {
     int64_t end_ns = read_clock(core);
     Ring *ring;
@@ -50,8 +47,7 @@ record_wait(Core *core, PyObject *site, int64_t start_ns)
     return 0;
 }
 
-static PyObject *
-Carried_call(Carried *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Carried_call(Carried *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Core *core = self->core;
     PyObject *before = NULL, *result = NULL;
@@ -71,8 +67,7 @@ Carried_call(Carried *self, PyObject *const *args, size_t nargsf, PyObject *name
 }
 
 /* A function as it is handed over: the same without an open request. A new reference; NULL with an exception of the host's. */
-static PyObject *
-carried(Core *core, PyObject *function, PyObject *site)
+static PyObject *carried(Core *core, PyObject *function, PyObject *site)
 {
     PyObject *value = NULL;
     if (at_hand.uid != core->uid) { /* a ring is made for a thread that is in a request alone */
@@ -110,29 +105,25 @@ carried(Core *core, PyObject *function, PyObject *site)
 
 #define HELD_BY_CARRIED(EACH) EACH(core) EACH(function) EACH(parent) EACH(site)
 
-static void
-Carried_dealloc(Carried *self)
+static void Carried_dealloc(Carried *self)
 {
     PyObject_GC_UnTrack(self);
     HELD_BY_CARRIED(LET_GO)
     PyObject_GC_Del(self);
 }
 
-static int
-Carried_traverse(Carried *self, visitproc visit, void *arg)
+static int Carried_traverse(Carried *self, visitproc visit, void *arg)
 {
     HELD_BY_CARRIED(VISIT)
     return 0;
 }
 
-static PyObject *
-Carried_getattro(Carried *self, PyObject *name)
+static PyObject *Carried_getattro(Carried *self, PyObject *name)
 {
     return get_through((PyObject *)self, name, self->function);
 }
 
-static PyObject *
-Carried_repr(Carried *self)
+static PyObject *Carried_repr(Carried *self)
 {
     return PyObject_Repr(self->function);
 }

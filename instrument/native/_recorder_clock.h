@@ -1,21 +1,50 @@
 /* Hot: what is counted besides the spans, the clock, and memory by cache lines. A part of `_recorder.c`. */
 
-static inline void
-count(Core *core, reason_t reason)
+static inline void count(Core *core, reason_t reason)
 {
     core->counted->reasons[reason]++;
 }
 
+/* An exception that is put aside while other code runs. */
+typedef struct {
+    PyObject *type, *value, *traceback;
+} raised_t;
+
+static inline raised_t take_raised(void)
+{
+    raised_t raised;
+    PyErr_Fetch(&raised.type, &raised.value, &raised.traceback);
+    return raised;
+}
+
+/* The same, with an object of its class as its value. */
+static inline raised_t take_normal(void)
+{
+    raised_t raised = take_raised();
+    PyErr_NormalizeException(&raised.type, &raised.value, &raised.traceback);
+    return raised;
+}
+
+static inline void raise_again(raised_t raised)
+{
+    PyErr_Restore(raised.type, raised.value, raised.traceback);
+}
+
+static inline void drop_raised(raised_t raised)
+{
+    Py_XDECREF(raised.type);
+    Py_XDECREF(raised.value);
+    Py_XDECREF(raised.traceback);
+}
+
 /* Whether what has just been raised while we worked is the host's: by a signal handler that came in while code of ours
  * in Python ran. No code of ours raises anything but an Exception, and that in its own frame. */
-static int
-is_hosts(void)
+static int is_hosts(void)
 {
-    PyObject *type, *raised, *traceback;
-    PyErr_Fetch(&type, &raised, &traceback);
-    int hosts = type != NULL && !PyErr_GivenExceptionMatches(type, PyExc_Exception);
-    if (!hosts && traceback != NULL && PyTraceBack_Check(traceback)) {
-        PyTracebackObject *last = (PyTracebackObject *)traceback;
+    raised_t raised = take_raised();
+    int hosts = raised.type != NULL && !PyErr_GivenExceptionMatches(raised.type, PyExc_Exception);
+    if (!hosts && raised.traceback != NULL && PyTraceBack_Check(raised.traceback)) {
+        PyTracebackObject *last = (PyTracebackObject *)raised.traceback;
         while (last->tb_next != NULL)
             last = last->tb_next;
         PyObject *globals = PyObject_GetAttrString((PyObject *)last->tb_frame, "f_globals");
@@ -26,13 +55,12 @@ is_hosts(void)
         Py_XDECREF(globals);
         PyErr_Clear();
     }
-    PyErr_Restore(type, raised, traceback);
+    raise_again(raised);
     return hosts;
 }
 
 /* Take a fault of ours back: -1 where it is the host's exception, which stays. */
-static int
-forgive(void)
+static int forgive(void)
 {
     if (PyErr_Occurred()) {
         if (is_hosts())
@@ -43,8 +71,7 @@ forgive(void)
 }
 
 /* Count a call that could not be recorded; as `forgive`. Without an exception the reason has been counted already. */
-static int
-lose(Core *core)
+static int lose(Core *core)
 {
     if (PyErr_Occurred()) {
         int no_memory = PyErr_ExceptionMatches(PyExc_MemoryError);
@@ -56,67 +83,58 @@ lose(Core *core)
 }
 
 /* A fault of ours: as FAULTS.note does it, which raises it again under pytest only. */
-static void
-note_fault(const char *place)
+static void note_fault(const char *place)
 {
-    PyObject *type, *fault, *traceback;
-    PyErr_Fetch(&type, &fault, &traceback);
-    PyErr_NormalizeException(&type, &fault, &traceback);
+    raised_t raised = take_normal();
     PyObject *errors = PyImport_ImportModule("instrument.runtime.faults");
     PyObject *faults = errors == NULL ? NULL : PyObject_GetAttrString(errors, "FAULTS");
     if (faults == NULL)
         PyErr_Clear(); /* the interpreter ends */
-    PyObject *none = faults == NULL || fault == NULL ? NULL : PyObject_CallMethod(faults, "note", "sO", place, fault);
+    PyObject *none = faults == NULL || raised.value == NULL
+                         ? NULL
+                         : PyObject_CallMethod(faults, "note", "sO", place, raised.value);
     Py_XDECREF(none);
     Py_XDECREF(faults);
     Py_XDECREF(errors);
-    Py_XDECREF(type);
-    Py_XDECREF(fault);
-    Py_XDECREF(traceback);
+    drop_raised(raised);
 }
 
 #if defined(__x86_64__)
 #include <x86intrin.h>
 #define HAS_TICKS 1
-static inline int64_t
-read_ticks(void)
+static inline int64_t read_ticks(void)
 {
     /* Not serialised: what the processor moves across it is a few nanoseconds, a fence costs ten. */
     return (int64_t)__rdtsc();
 }
 #else
 #define HAS_TICKS 0
-static inline int64_t
-read_ticks(void)
+static inline int64_t read_ticks(void)
 {
     return 0;
 }
 #endif
 
-static inline int64_t
-ticks_as_ns(const ticks_t *ticks, int64_t now)
+static inline int64_t ticks_as_ns(const ticks_t *ticks, int64_t now)
 {
     return ticks->base_ns + (int64_t)(((__int128)(now - ticks->base_ticks) * (__int128)ticks->rate) >> 32);
 }
 
 /* Whether spans begin, are timed by the monotonic clock, and none is timed on a device. */
-static inline int
-is_on_and_nothing_else(const Core *core)
+static inline int is_on_and_nothing_else(const Core *core)
 {
     static const char expected[] = {1, 0, 0, 0};
     return memcmp(&core->on, expected, sizeof expected) == 0; /* and what is behind it */
 }
 
 /* The same, timed by the time stamp counter. */
-static inline int
-is_on_with_ticks(const Core *core)
+static inline int is_on_with_ticks(const Core *core)
 {
     static const char expected[] = {1, 1, 0, 0};
     return memcmp(&core->on, expected, sizeof expected) == 0;
 }
 
-static inline int64_t
-read_clock(const Core *core)
+static inline int64_t read_clock(const Core *core)
 {
     if (__builtin_expect(core->reads_ticks, 0)) /* which costs less either way */
         return ticks_as_ns(&core->ticks, read_ticks());
@@ -124,8 +142,7 @@ read_clock(const Core *core)
 }
 
 /* One moment on both clocks: the tightest of several readings. */
-static void
-read_both(int64_t *ticks, int64_t *ns)
+static void read_both(int64_t *ticks, int64_t *ns)
 {
     int64_t best = INT64_MAX;
     for (int i = 0; i < 16; i++) {
@@ -141,8 +158,7 @@ read_both(int64_t *ticks, int64_t *ns)
 /* ------------------------------------------------------------------ cache lines */
 
 /* Zeroed memory that begins with a line; NULL without any. Its own address is before it. */
-static void *
-new_lines(size_t size)
+static void *new_lines(size_t size)
 {
     char *memory = PyMem_Calloc(1, size + sizeof(void *) + LINE);
     if (memory == NULL)
@@ -152,8 +168,7 @@ new_lines(size_t size)
     return lines;
 }
 
-static void
-free_lines(void *lines)
+static void free_lines(void *lines)
 {
     if (lines != NULL)
         PyMem_Free(((void **)lines)[-1]);

@@ -1,7 +1,6 @@
 /* Hot: the chain of the context that runs now. Cold: contexts that are new, copied or left. A part of `_recorder.c`. */
 
-static void
-leave_list(Current *self)
+static void leave_list(Current *self)
 {
     if (self->core == NULL)
         return;
@@ -15,8 +14,7 @@ leave_list(Current *self)
     self->core = NULL;
 }
 
-static void
-Current_dealloc(Current *self)
+static void Current_dealloc(Current *self)
 {
     PyObject_GC_UnTrack(self);
     leave_list(self);
@@ -36,8 +34,7 @@ Current_dealloc(Current *self)
     PyObject_GC_Del(self);
 }
 
-static int
-Current_traverse(Current *self, visitproc visit, void *arg)
+static int Current_traverse(Current *self, visitproc visit, void *arg)
 {
     for (frame_t *frame = self->top; frame != NULL; frame = frame->above)
         Py_VISIT(frame->self);
@@ -58,23 +55,20 @@ static PyTypeObject CurrentType = {
 
 #define HELD_BY_PUBLISHED(EACH) EACH(owner) EACH(of) EACH(above) EACH(request)
 
-static void
-Published_dealloc(Published *self)
+static void Published_dealloc(Published *self)
 {
     PyObject_GC_UnTrack(self);
     HELD_BY_PUBLISHED(LET_GO)
     PyObject_GC_Del(self);
 }
 
-static int
-Published_traverse(Published *self, visitproc visit, void *arg)
+static int Published_traverse(Published *self, visitproc visit, void *arg)
 {
     HELD_BY_PUBLISHED(VISIT)
     return 0;
 }
 
-static int
-Published_clear(Published *self)
+static int Published_clear(Published *self)
 {
     HELD_BY_PUBLISHED(CLEAR)
     return 0;
@@ -91,8 +85,7 @@ static PyTypeObject PublishedType = {
     .tp_clear = (inquiry)Published_clear,
 };
 
-static PyObject * /* new reference or NULL without an exception */
-referent(PyObject *reference)
+static PyObject * /* new reference or NULL without an exception */ referent(PyObject *reference)
 {
     if (reference == NULL)
         return NULL;
@@ -107,8 +100,7 @@ referent(PyObject *reference)
 #endif
 }
 
-static int
-set_variable(Core *core, PyObject *value)
+static int set_variable(Core *core, PyObject *value)
 {
 #if PY_VERSION_HEX < 0x030C0000
     /* A collection in its middle could run a finaliser that records here, and with that sets a variable of this
@@ -127,8 +119,7 @@ set_variable(Core *core, PyObject *value)
 }
 
 /* Whether a Current belongs to the context that runs now. */
-static int
-is_here(Current *current, PyThreadState *state)
+static int is_here(Current *current, PyThreadState *state)
 {
     PyObject *context = referent(current->context);
     int here = context != NULL && context == state->context;
@@ -136,16 +127,14 @@ is_here(Current *current, PyThreadState *state)
     return here;
 }
 
-static inline Published *
-first_of(PyObject *published)
+static inline Published *first_of(PyObject *published)
 {
     Published *self = (Published *)published;
     return self->of != NULL ? self->of : self;
 }
 
 /* The span, if it is still open, or the nearest above it that is; NULL without one. Borrowed. */
-static Published *
-nearest_open(Published *published)
+static Published *nearest_open(Published *published)
 {
     while (published != NULL && published->frame == NULL)
         published = published->above;
@@ -153,8 +142,7 @@ nearest_open(Published *published)
 }
 
 /* What a request noted of another tracer, borrowed, or NULL. No exception is set. */
-static PyObject *
-remote_in(const Core *core, PyObject *request)
+static PyObject *remote_in(const Core *core, PyObject *request)
 {
     PyObject *attributes = request == NULL ? NULL : ((Frame *)request)->frame->attributes, *remote = NULL;
     if (attributes != NULL && PyDict_Check(attributes) &&
@@ -164,8 +152,7 @@ remote_in(const Core *core, PyObject *request)
 }
 
 /* The context that was copied came from this span, which has ended. */
-static void
-note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyObject *request)
+static void note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyObject *request)
 {
     PyObject *remote = remote_in(core, request);
     PyObject *before = current->linked;
@@ -177,8 +164,7 @@ note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyOb
 }
 
 /* Leave a base that has ended for the nearest span above it that is open. Runs no code of the host's but finalisers. */
-static void
-leave_ended_base(Core *core, Current *current)
+static void leave_ended_base(Core *core, Current *current)
 {
     Published *base = current->base;
     if (base == NULL || base->frame != NULL)
@@ -193,8 +179,7 @@ leave_ended_base(Core *core, Current *current)
 }
 
 /* Whether the parent that a span would have here now must be looked for: what it would be has ended. */
-static inline int
-is_outdated(const Current *current)
+static inline int is_outdated(const Current *current)
 {
     if (current->top != NULL)
         return __builtin_expect(current->top->state == CLOSED, 0);
@@ -207,8 +192,7 @@ static void unlink_frame(Current *, frame_t *, frame_t *);
 
 /* Find the parent that spans here have from now on: the nearest that is open. Where none is, they are roots, and say
  * which span the context came from. -1 with an exception of the host's. */
-static int
-find_parent(Core *core, Current *current)
+static int find_parent(Core *core, Current *current)
 {
     for (int first = 1; current->top != NULL && current->top->state == CLOSED; first = 0) {
         frame_t *frame = current->top; /* ended by another context */
@@ -237,8 +221,7 @@ find_parent(Core *core, Current *current)
 }
 
 /* Take over what the copied-from context had published. */
-static void
-inherit(Core *core, Current *current, PyObject *value)
+static void inherit(Core *core, Current *current, PyObject *value)
 {
     if (value != NULL && Py_TYPE(value) == &PublishedType) {
         current->base = (Published *)Py_NewRef((PyObject *)first_of(value));
@@ -257,8 +240,7 @@ inherit(Core *core, Current *current, PyObject *value)
 }
 
 /* Note whether a loop runs, and which task. 0, or -1 with an exception of the host's. */
-static int
-note_task(Core *core, Current *current)
+static int note_task(Core *core, Current *current)
 {
     if (core->running_loop == NULL) {
         PyObject *readers = PyObject_CallNoArgs(core->task_readers);
@@ -281,15 +263,13 @@ note_task(Core *core, Current *current)
 }
 
 /* `current` is of the context that runs now. A ring that has been given up meanwhile stays without one. */
-static void
-note_version(Ring *ring)
+static void note_version(Ring *ring)
 {
     ring->context_version = ring->rows != NULL ? ring->state->context_ver : NO_VERSION;
 }
 
 /* The context may have changed since this thread's last span: find or make the chain of the one that runs now. */
-static Current *
-follow(Core *core, Ring *ring, PyThreadState *state)
+static Current *follow(Core *core, Ring *ring, PyThreadState *state)
 {
     ring->state = state;
     if (ring->current != NULL && ring->current->core != NULL && is_here(ring->current, state)) {
@@ -364,8 +344,7 @@ follow(Core *core, Ring *ring, PyThreadState *state)
     return current;
 }
 
-static __attribute__((noinline)) Current *
-settle(Core *core, Ring **found)
+static __attribute__((noinline)) Current *settle(Core *core, Ring **found)
 {
     for (int tries = 0; tries < TRIES; tries++) {
         Ring *ring = *found;
@@ -386,8 +365,7 @@ settle(Core *core, Ring **found)
 
 /* The chain of the context that runs now, where that is the one of this thread's last span, and spans in it have the
  * parent that it says. Runs no code. */
-static inline Current *
-current_at_hand(Core *core, Ring **found)
+static inline Current *current_at_hand(Core *core, Ring **found)
 {
     if (at_hand.uid != core->uid)
         return NULL;
@@ -399,8 +377,7 @@ current_at_hand(Core *core, Ring **found)
 
 /* The chain of the context that runs now, and the calling thread's ring. Both are borrowed, and valid until code of the
  * host's may run. NULL as `find_ring`. */
-static inline Current *
-current_of(Core *core, Ring **found)
+static inline Current *current_of(Core *core, Ring **found)
 {
     Current *current = current_at_hand(core, found);
     if (current != NULL)
@@ -413,8 +390,7 @@ static void publish_rest(Core *core, Current *current, uint64_t ended_id);
 
 /* Make the identity of an open frame's span, for contexts that a Current's is copied to. NULL without memory, and no
  * exception. Making it may run a finaliser of the host's that ends or begins scopes. */
-static PyObject *
-new_published(Current *current, frame_t *frame)
+static PyObject *new_published(Current *current, frame_t *frame)
 {
     PyObject *request = Py_XNewRef(frame->request), *holder = Py_XNewRef(frame->self);
     uint64_t span_id = frame->span_id, root_id = frame->root_id;
@@ -442,8 +418,7 @@ new_published(Current *current, frame_t *frame)
 
 /* Make a span, or without one what the context was copied under, known to contexts that are copied from now on. Errors
  * are cleared: parentage only. */
-static __attribute__((noinline)) void
-publish(Core *core, Current *current, frame_t *frame)
+static __attribute__((noinline)) void publish(Core *core, Current *current, frame_t *frame)
 {
     uint64_t wanted_id = frame != NULL ? frame->span_id : 0;
     if (current->published_id == wanted_id)
@@ -470,8 +445,7 @@ publish(Core *core, Current *current, frame_t *frame)
 }
 
 /* The span of a frame has ended: take what it was published as, or NULL. */
-static inline PyObject *
-take_published(frame_t *frame)
+static inline PyObject *take_published(frame_t *frame)
 {
     PyObject *published = frame->published;
     frame->published = NULL;
@@ -482,8 +456,7 @@ take_published(frame_t *frame)
 
 /* Contexts that were copied under a span that has ended, and is out of its chain, find the nearest open one instead:
  * from `above` on, or what the context of its chain was copied under. Takes the reference. */
-static void
-pass_on(Core *core, Current *current, PyObject *published, frame_t *above)
+static void pass_on(Core *core, Current *current, PyObject *published, frame_t *above)
 {
     Published *ended = first_of(published);
     if (!current->eager && current->published_id == ended->span_id)
@@ -508,36 +481,31 @@ pass_on(Core *core, Current *current, PyObject *published, frame_t *above)
     Py_DECREF(published);
 }
 
-static inline int
-tells_of_tasks(const Core *core)
+static inline int tells_of_tasks(const Core *core)
 {
     return core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None;
 }
 
 /* Whether of the copies that are made under a loop the rare ones alone are made behind our back: those find requests. */
-static inline int
-publishes_requests_alone(const Core *core, const Current *current)
+static inline int publishes_requests_alone(const Core *core, const Current *current)
 {
     return current->is_told && tells_of_tasks(core);
 }
 
-static inline int
-is_request_itself(const frame_t *frame)
+static inline int is_request_itself(const frame_t *frame)
 {
     return frame->self != NULL && frame->request == frame->self;
 }
 
 /* A span has begun, or goes on. */
-static inline void
-publish_begun(Core *core, Current *current, frame_t *frame)
+static inline void publish_begun(Core *core, Current *current, frame_t *frame)
 {
     if (current->eager && (is_request_itself(frame) || !publishes_requests_alone(core, current)))
         publish(core, current, frame);
 }
 
 /* A span has ended, or is paused. */
-static void
-publish_rest(Core *core, Current *current, uint64_t ended_id)
+static void publish_rest(Core *core, Current *current, uint64_t ended_id)
 {
     if (!current->eager)
         return;
@@ -551,8 +519,7 @@ publish_rest(Core *core, Current *current, uint64_t ended_id)
 }
 
 /* The chain that the context that runs now has, a new reference; NULL without one, maybe with an exception. */
-static Current *
-known_here(Core *core)
+static Current *known_here(Core *core)
 {
     PyThreadState *state = UNCHECKED_THREAD_STATE();
     PyObject *value = NULL;
@@ -570,8 +537,7 @@ known_here(Core *core)
 }
 
 /* The same for the context that runs now. One without a span of its own passes on what it was copied with. */
-static int
-publish_here(Core *core)
+static int publish_here(Core *core)
 {
     Current *current = known_here(core);
     if (current == NULL)
@@ -584,24 +550,19 @@ publish_here(Core *core)
     return 0;
 }
 
-static inline int
-is_open_request(PyObject *request)
+static inline int is_open_request(PyObject *request)
 {
     return request != NULL && ((Frame *)request)->frame->state != CLOSED;
 }
 
-static PyObject *
-Core_publish(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_publish(Core *self, PyObject *Py_UNUSED(none))
 {
-    if (publish_here(self) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return publish_here(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* share(context, again): a task is about to be given a context, for the first time or again. Where another runs there,
  * too, each span asks which one it is in. */
-static PyObject *
-Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || !PyContext_CheckExact(args[0])) {
         PyErr_SetString(PyExc_TypeError, "share(context, again)");
@@ -622,23 +583,20 @@ Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
         current->is_shared = 1;
     int failed = current == NULL && forgive() < 0;
     Py_XDECREF(current);
-    PyObject *type, *raised, *traceback;
-    PyErr_Fetch(&type, &raised, &traceback);
+    raised_t raised = take_raised();
     if (elsewhere && PyContext_Exit(args[0]) < 0)
         PyErr_Clear();
-    PyErr_Restore(type, raised, traceback);
+    raise_again(raised);
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *
-Core_copy_context(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_copy_context(Core *self, PyObject *Py_UNUSED(none))
 {
     return publish_here(self) < 0 ? NULL : PyContext_CopyCurrent();
 }
 
 /* Forget what is open in this context. Makes no ring: that would be a thread's first span. */
-static PyObject *
-Core_forget_current(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_forget_current(Core *self, PyObject *Py_UNUSED(none))
 {
     if (set_variable(self, Py_None) < 0)
         return NULL;

@@ -1,7 +1,6 @@
 /* Cold: the recorder as Python sees it. A part of `_recorder.c`. */
 
-static PyObject *
-Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+static PyObject *Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
 {
     Core *self = (Core *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -21,8 +20,7 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
     return (PyObject *)self;
 }
 
-static int
-Core_init(Core *self, PyObject *args, PyObject *kwargs)
+static int Core_init(Core *self, PyObject *args, PyObject *kwargs)
 {
     static char *words[] = {"ring_bytes", "overflow", "remote_key", "link_of", "task_readers", "thread_name", NULL};
     unsigned long long ring_bytes;
@@ -48,15 +46,13 @@ Core_init(Core *self, PyObject *args, PyObject *kwargs)
     EACH(running_loop) EACH(task_of_loop) EACH(tells_of_tasks) EACH(thread_name) EACH(counts) EACH(user_sites)   \
     EACH(scope_type) EACH(passes)
 
-static int
-Core_traverse(Core *self, visitproc visit, void *arg)
+static int Core_traverse(Core *self, visitproc visit, void *arg)
 {
     HELD_BY_CORE(VISIT)
     return 0;
 }
 
-static int
-Core_clear(Core *self)
+static int Core_clear(Core *self)
 {
     Py_CLEAR(self->remote_parent);
     self->times_devices = 0;
@@ -65,8 +61,7 @@ Core_clear(Core *self)
     return 0;
 }
 
-static void
-Core_dealloc(Core *self)
+static void Core_dealloc(Core *self)
 {
     PyObject_GC_UnTrack(self);
     while (self->currents != NULL)
@@ -98,8 +93,7 @@ Core_dealloc(Core *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *
-Core_annotate(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_annotate(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
         Py_RETURN_NONE;
@@ -107,19 +101,15 @@ Core_annotate(Core *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "annotate(frame, attributes)");
         return NULL;
     }
-    if (annotate_open(self, GIVEN, (Frame *)args[0], args[1], NULL, NULL) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return annotate_open(self, GIVEN, (Frame *)args[0], args[1], NULL, NULL) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *
-Core_annotate_innermost(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+static PyObject *Core_annotate_innermost(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     return annotate_by(self, INNERMOST, NULL, args, nargs, names);
 }
 
-static PyObject *
-Core_annotate_request(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+static PyObject *Core_annotate_request(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     return annotate_by(self, REQUEST, NULL, args, nargs, names);
 }
@@ -148,15 +138,12 @@ PyDoc_STRVAR(bind_doc,
              "Reports put together what bears one id: text of at most 128 characters, or a whole number. Never raises.");
 
 /* The innermost open frame of this context that was opened as manual, by the name of its site where one is given. */
-static PyObject *
-Core_innermost_manual(Core *self, PyObject *name)
+static PyObject *Core_innermost_manual(Core *self, PyObject *name)
 {
     Ring *ring;
     Current *current = current_of(self, &ring);
     if (current == NULL) {
-        if (forgive() < 0)
-            return NULL;
-        Py_RETURN_NONE;
+        return forgive() < 0 ? NULL : Py_NewRef(Py_None);
     }
     frame_t *frame = current->top;
     if (frame == NULL && current->base != NULL)
@@ -178,8 +165,7 @@ Core_innermost_manual(Core *self, PyObject *name)
     Py_RETURN_NONE;
 }
 
-static PyObject *
-Core_current_id(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_current_id(Core *self, PyObject *Py_UNUSED(none))
 {
     Ring *ring;
     Current *current = current_of(self, &ring);
@@ -190,22 +176,18 @@ Core_current_id(Core *self, PyObject *Py_UNUSED(none))
     return PyLong_FromUnsignedLongLong(current->base != NULL ? current->base->span_id : 0);
 }
 
-static PyObject *
-Core_current_trace(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_current_trace(Core *self, PyObject *Py_UNUSED(none))
 {
     const frame_t *frame = open_span(self, INNERMOST, NULL);
     if (frame == NULL) {
-        if (PyErr_Occurred() && forgive() < 0)
-            return NULL;
-        Py_RETURN_NONE;
+        return PyErr_Occurred() && forgive() < 0 ? NULL : Py_NewRef(Py_None);
     }
     PyObject *remote = remote_in(self, frame->request);
     return Py_BuildValue("KKO", (unsigned long long)frame->span_id, (unsigned long long)frame->root_id,
                          remote != NULL ? remote : Py_None);
 }
 
-static PyObject *
-Core_count(Core *self, PyObject *what)
+static PyObject *Core_count(Core *self, PyObject *what)
 {
     PyObject *before = PyDict_GetItemWithError(self->counts, what); /* borrowed */
     if (before == NULL && PyErr_Occurred())
@@ -290,14 +272,12 @@ static PyMemberDef Core_members[] = {
     {NULL},
 };
 
-static PyObject *
-Core_scope_type(Core *self, void *Py_UNUSED(closure))
+static PyObject *Core_scope_type(Core *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->scope_type != NULL ? self->scope_type : Py_None);
 }
 
-static int
-Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
+static int Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
 {
     if (value == NULL || !PyType_Check(value) || !PyType_IsSubtype((PyTypeObject *)value, &ScopeType)) {
         PyErr_SetString(PyExc_TypeError, "scope_type is a kind of Scope");
@@ -313,14 +293,12 @@ Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
-static PyObject *
-Core_begin_device(Core *self, void *Py_UNUSED(closure))
+static PyObject *Core_begin_device(Core *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->begin_device != NULL ? self->begin_device : Py_None);
 }
 
-static int
-Core_set_begin_device(Core *self, PyObject *value, void *Py_UNUSED(closure))
+static int Core_set_begin_device(Core *self, PyObject *value, void *Py_UNUSED(closure))
 {
     self->times_devices = value != NULL && value != Py_None;
     Py_XSETREF(self->begin_device, self->times_devices ? Py_NewRef(value) : NULL);

@@ -55,15 +55,13 @@ typedef enum {
 #define UNCHECKED_THREAD_STATE() PyThreadState_GetUnchecked()
 #endif
 
-static inline int64_t
-read_monotonic_into(struct timespec *now)
+static inline int64_t read_monotonic_into(struct timespec *now)
 {
     clock_gettime(CLOCK_MONOTONIC, now);
     return (int64_t)now->tv_sec * 1000000000 + now->tv_nsec;
 }
 
-static inline int64_t
-read_monotonic(void)
+static inline int64_t read_monotonic(void)
 {
     struct timespec now;
     return read_monotonic_into(&now);

@@ -1,15 +1,13 @@
 /* Cold: device times of spans, and the calls of a device's driver that give them. A part of `_recorder.c`. */
 
-static inline int
-is_timed_on_device(const Core *core, const frame_t *frame)
+static inline int is_timed_on_device(const Core *core, const frame_t *frame)
 {
     return core->times_devices && (frame->node->is_device || core->watches_all);
 }
 
 /* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. `facts` is
  * what the timer is to know in place of the span's attributes, or NULL. */
-static int
-begin_on_device(Core *core, frame_t *frame, PyObject *facts)
+static int begin_on_device(Core *core, frame_t *frame, PyObject *facts)
 {
     PyObject *begin = Py_NewRef(core->begin_device);
     PyObject *attributes = facts != NULL ? facts : frame->attributes;
@@ -30,28 +28,23 @@ begin_on_device(Core *core, frame_t *frame, PyObject *facts)
 }
 
 /* Call a method of a pair; an exception that was raised before stays. -1 with one of the host's that came in here. */
-static int
-tell_pair(PyObject *method, PyObject *const *args, size_t count)
+static int tell_pair(PyObject *method, PyObject *const *args, size_t count)
 {
-    PyObject *type, *raised, *traceback;
-    PyErr_Fetch(&type, &raised, &traceback);
+    raised_t raised = take_raised();
     PyObject *none = PyObject_VectorcallMethod(method, args, count, NULL);
     Py_XDECREF(none);
     if (none == NULL && !is_hosts())
         note_fault("device timer");
     if (PyErr_Occurred()) {
-        Py_XDECREF(type);
-        Py_XDECREF(raised);
-        Py_XDECREF(traceback);
+        drop_raised(raised);
         return -1;
     }
-    PyErr_Restore(type, raised, traceback);
+    raise_again(raised);
     return 0;
 }
 
 /* The span has been stored: its pair learns which it was. Takes the frame's reference. */
-static int
-end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
+static int end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
 {
     PyObject *pair = frame->pair;
     frame->pair = NULL;
@@ -65,11 +58,10 @@ end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
     else
         PyErr_Clear(); /* for want of memory */
     if (failed) { /* perhaps before anything was done: tried again, or the pair would never end */
-        PyObject *type, *raised, *traceback;
-        PyErr_Fetch(&type, &raised, &traceback);
+        raised_t raised = take_raised();
         if (tell_pair(str_end, args, 6) < 0)
             PyErr_Clear(); /* of two that handlers raised, the first */
-        PyErr_Restore(type, raised, traceback);
+        raise_again(raised);
     }
     for (int i = 2; i < 6; i++)
         Py_XDECREF(args[i]);
@@ -78,8 +70,7 @@ end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
 }
 
 /* The lowest value of a bucket. */
-static inline int64_t
-bucket_start(uint32_t bucket)
+static inline int64_t bucket_start(uint32_t bucket)
 {
     if (bucket < 128)
         return bucket;
@@ -89,8 +80,7 @@ bucket_start(uint32_t bucket)
 
 /* A call that was counted as long as its host time turns out to have taken longer, for the device went on. The least
  * elapsed time is exact as long as it was another call's; else it is where the lowest bucket begins. */
-static PyObject *
-Core_count_device(Core *self, PyObject *args)
+static PyObject *Core_count_device(Core *self, PyObject *args)
 {
     Ring *ring;
     unsigned int index;
@@ -139,8 +129,7 @@ typedef struct {
 } mark_t;
 
 /* Stream 0 is the default one, which nobody has to ask about: its number is 0, and 1 is another handle of it. */
-static int
-record_unless_captured(mark_t *mark)
+static int record_unless_captured(mark_t *mark)
 {
     int status = 0;
     int error = mark->is_capturing(mark->stream, &status);
@@ -157,8 +146,7 @@ record_unless_captured(mark_t *mark)
  * The driver may wait here, for room in a full queue or for a lock that the thread of a host function holds, and a host
  * function may wait for the interpreter's lock: a caller who keeps it (`releases` is 0) has to know that there are
  * none. To release it costs the wait for a thread that takes it meanwhile, so it is released once for all three calls. */
-static PyObject *
-mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+static PyObject *mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     void *value[6];
     if (nargs != 6) {
@@ -187,8 +175,7 @@ mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 #define CLOCK_READINGS 5
 
 /* How far the recorder's clock is ahead of the monotonic one: the tightest of several readings. */
-static int64_t
-lead_of_clock(const Core *core)
+static int64_t lead_of_clock(const Core *core)
 {
     int64_t best = INT64_MAX, lead = 0;
     for (int i = 0; i < CLOCK_READINGS && core->reads_ticks; i++) {
@@ -204,8 +191,7 @@ lead_of_clock(const Core *core)
 /* Record an event on a stream that nothing else uses, and ask for it until it has happened or a time has passed: when
  * it was asked for and when it was seen, which is what the device's clock is compared with. Without the interpreter's
  * lock, or a thread that computes in Python meanwhile would let milliseconds pass between the two. */
-static PyObject *
-Core_read_event(Core *self, PyObject *args)
+static PyObject *Core_read_event(Core *self, PyObject *args)
 {
     Py_ssize_t record_address, query_address, event, stream;
     long long limit_ns;
@@ -234,8 +220,7 @@ typedef struct {
 /* Ask for pairs of events in the order of their ends, up to the first that has not happened: how long each took, and
  * how long after the anchor it began. The interpreter's lock is let go of once for all of them, for a thread that has
  * to win it back after each question gets few answers from a busy service. */
-static PyObject *
-measure(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *measure(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_ssize_t query_address, elapsed_address, anchor_address;
     PyObject *events;

@@ -12,8 +12,7 @@ typedef struct {
     char full;
 } text_t;
 
-static inline void
-put(text_t *text, const char *bytes, size_t count)
+static inline void put(text_t *text, const char *bytes, size_t count)
 {
     if (text->full || (size_t)(text->end - text->at) < count) {
         text->full = 1;
@@ -23,8 +22,7 @@ put(text_t *text, const char *bytes, size_t count)
     text->at += count;
 }
 
-static inline void
-put_character(text_t *text, char c)
+static inline void put_character(text_t *text, char c)
 {
     if (text->full || text->at == text->end)
         text->full = 1;
@@ -32,14 +30,12 @@ put_character(text_t *text, char c)
         *text->at++ = c;
 }
 
-static inline void
-put_word(text_t *text, const char *word)
+static inline void put_word(text_t *text, const char *word)
 {
     put(text, word, strlen(word));
 }
 
-static void
-put_escaped(text_t *text, Py_UCS4 c)
+static void put_escaped(text_t *text, Py_UCS4 c)
 {
     char escaped[16];
     int count;
@@ -52,8 +48,7 @@ put_escaped(text_t *text, Py_UCS4 c)
 }
 
 /* Whether of eight bytes none is escaped: each is from 0x20 to 0x7E, and neither a quote nor a backslash. */
-static inline int
-are_plain(uint64_t eight)
+static inline int are_plain(uint64_t eight)
 {
     const uint64_t ones = 0x0101010101010101u, high = ones << 7;
     uint64_t quotes = eight ^ ones * '"', slashes = eight ^ ones * '\\';
@@ -61,8 +56,7 @@ are_plain(uint64_t eight)
     return (found & high) == 0;
 }
 
-static void
-put_characters(text_t *text, int kind, const void *data, Py_ssize_t length)
+static void put_characters(text_t *text, int kind, const void *data, Py_ssize_t length)
 {
     put_character(text, '"');
     Py_ssize_t i = 0;
@@ -93,8 +87,7 @@ put_characters(text_t *text, int kind, const void *data, Py_ssize_t length)
     put_character(text, '"');
 }
 
-static void
-put_number(text_t *text, long long number)
+static void put_number(text_t *text, long long number)
 {
     static const char pairs[] = "00010203040506070809101112131415161718192021222324252627282930313233343536373839404142434445"
                                 "46474849505152535455565758596061626364656667686970717273747576777879808182838485868788899091"
@@ -116,8 +109,7 @@ put_number(text_t *text, long long number)
     put(text, at, (size_t)(digits + sizeof digits - at));
 }
 
-static void
-put_float(text_t *text, double value)
+static void put_float(text_t *text, double value)
 {
     if (value != value) {
         put_word(text, "NaN");
@@ -131,8 +123,7 @@ put_float(text_t *text, double value)
 }
 
 /* One value, plain also for a subclass such as an enumeration, no code of which is run; null for what JSON has not. */
-static void
-put_value(text_t *text, PyObject *value, int depth)
+static void put_value(text_t *text, PyObject *value, int depth)
 {
     if (PyUnicode_Check(value)) {
         put_characters(text, PyUnicode_KIND(value), PyUnicode_DATA(value), PyUnicode_GET_LENGTH(value));
@@ -171,8 +162,7 @@ typedef struct {
 
 static cached_name_t cached_names[NAMES_AT_HAND];
 
-static void
-put_name(text_t *text, PyObject *name)
+static void put_name(text_t *text, PyObject *name)
 {
     cached_name_t *cached = &cached_names[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
     if (cached->name == name && text->end - text->at >= NAME_TEXT_BYTES) {
@@ -191,8 +181,7 @@ put_name(text_t *text, PyObject *name)
     Py_XSETREF(cached->name, Py_NewRef(name));
 }
 
-static void
-put_pair(text_t *text, PyObject *name, PyObject *value)
+static void put_pair(text_t *text, PyObject *name, PyObject *value)
 {
     if (text->at[-1] != '{')
         put_character(text, ',');
@@ -201,8 +190,7 @@ put_pair(text_t *text, PyObject *name, PyObject *value)
 }
 
 /* Attributes by their names; those named by an object that only we have are left out. */
-static void
-put_attributes(text_t *text, PyObject *attributes)
+static void put_attributes(text_t *text, PyObject *attributes)
 {
     PyObject *name, *value;
     put_character(text, '{');
@@ -213,8 +201,7 @@ put_attributes(text_t *text, PyObject *attributes)
 }
 
 /* The attributes of a site: pairs of both. Makes no object that the collector knows. */
-static void
-put_pairs(text_t *text, PyObject *pairs)
+static void put_pairs(text_t *text, PyObject *pairs)
 {
     put_word(text, text->at[-1] == '{' ? "\"attributes\":{" : ",\"attributes\":{");
     for (Py_ssize_t i = 0; PyTuple_CheckExact(pairs) && i < PyTuple_GET_SIZE(pairs) && !text->full; i++) {
@@ -225,15 +212,13 @@ put_pairs(text_t *text, PyObject *pairs)
     put_character(text, '}');
 }
 
-static size_t
-padded(size_t bytes)
+static size_t padded(size_t bytes)
 {
     return (bytes + 7) & ~(size_t)7;
 }
 
 /* Write what a row has besides its numbers, all but the brace at the end. Returns where the attributes begin. */
-static char *
-put_detail(text_t *text, PyObject *error, PyObject *attributes)
+static char *put_detail(text_t *text, PyObject *error, PyObject *attributes)
 {
     put_character(text, '{');
     if (error != NULL && PyUnicode_CheckExact(error))
@@ -247,8 +232,7 @@ put_detail(text_t *text, PyObject *error, PyObject *attributes)
 }
 
 /* Write it to the ring of details: before the row, so that who finds the row finds it. */
-static SELDOM void
-write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, PyObject *attributes)
+static SELDOM void write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, PyObject *attributes)
 {
     part_t *part = &core->memory->at->parts[PART_DETAILS];
     if (part->slots == 0)
@@ -284,8 +268,7 @@ write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, P
 
 /* Write the attributes of an open span where its frame is, up to the room there: they name it, should it never end.
  * Of a request that has more all are among the details of rows as well. */
-static SELDOM void
-tell_attributes(Core *core, const frame_t *frame)
+static SELDOM void tell_attributes(Core *core, const frame_t *frame)
 {
     const part_t *frames = &core->memory->at->parts[PART_FRAMES], *part = &core->memory->at->parts[PART_ATTRIBUTES];
     uint64_t slot = ((uintptr_t)frame - (uintptr_t)part_at(core->memory, PART_FRAMES)) / frames->stride;
@@ -318,8 +301,7 @@ tell_attributes(Core *core, const frame_t *frame)
 }
 
 /* Say what a site is, once. */
-static void
-tell_site(Core *core, PyObject *site)
+static void tell_site(Core *core, PyObject *site)
 {
     if (core->memory == NULL)
         return;
@@ -367,8 +349,7 @@ end:
 }
 
 /* The thread's name, as far as there is room, for who cannot follow the object. */
-static void
-write_label(char *label, PyObject *name)
+static void write_label(char *label, PyObject *name)
 {
     text_t text = {.at = label, .end = label + LABEL_BYTES - 1};
     if (PyUnicode_Check(name))

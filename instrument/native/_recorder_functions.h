@@ -2,8 +2,7 @@
  * begin otherwise than those of `_recorder_callables.h`. A part of `_recorder.c`. */
 
 /* Whether a call goes to the bare function, which is counted where it is muted. -1 with an exception of the host's. */
-static int
-does_pass(Function *self, PyObject *const *args, size_t nargsf)
+static int does_pass(Function *self, PyObject *const *args, size_t nargsf)
 {
     if (!self->core->on)
         return 1;
@@ -25,8 +24,7 @@ does_pass(Function *self, PyObject *const *args, size_t nargsf)
 }
 
 /* A call as a scope is: it may be a request, or not a call of its site at all. */
-static PyObject *
-Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *values = NULL;
     Core *core = self->core;
@@ -43,7 +41,8 @@ Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyO
     Py_INCREF(core);
     Frame *frame = open_frame(core, self->site, NULL, values, OPEN);
     Py_XDECREF(values);
-    PyObject *result = NULL, *type = NULL, *raised = NULL, *traceback = NULL;
+    PyObject *result = NULL;
+    raised_t raised = {0};
     if (frame != NULL || lose(core) == 0) {
         result = call_wrapped(self, args, nargsf, names);
         if (frame != NULL && result != NULL && self->results != NULL && read_result(core, self->results, result) < 0)
@@ -51,16 +50,13 @@ Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyO
     }
     if (frame != NULL) {
         if (result == NULL) {
-            PyErr_Fetch(&type, &raised, &traceback);
-            PyErr_NormalizeException(&type, &raised, &traceback);
+            raised = take_normal();
         }
-        if (close_frame(core, frame, raised, 0, 0) < 0) { /* a signal handler raised: in place of what the call raised */
+        if (close_frame(core, frame, raised.value, 0, 0) < 0) { /* a signal handler raised: in place of what the call raised */
             Py_CLEAR(result);
-            Py_XDECREF(type);
-            Py_XDECREF(raised);
-            Py_XDECREF(traceback);
-        } else if (type != NULL) {
-            PyErr_Restore(type, raised, traceback);
+            drop_raised(raised);
+        } else if (raised.type != NULL) {
+            raise_again(raised);
         }
         Py_DECREF(frame);
     }
@@ -70,8 +66,7 @@ Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyO
 }
 
 /* The same of a function whose calls give what runs later: that gets the span. */
-static PyObject *
-Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     static PyTypeObject *const types[] = {[GENERATOR] = &GeneratorType, [AWAITABLE] = &AwaitableType,
                                           [ASYNC_GENERATOR] = &AsyncGeneratorType};
@@ -96,8 +91,7 @@ Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyO
 enum { ARGUMENTS_MOST = 32 }; /* of a call that hands work over, for the usual ones */
 
 /* What hands a function over to another thread, its first argument or, of `submit`, the one after the executor. */
-static PyObject *
-Function_call_to_hand_over(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Function_call_to_hand_over(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf), place = self->form == SUBMIT;
     Py_ssize_t all = count + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
@@ -118,8 +112,7 @@ Function_call_to_hand_over(Function *self, PyObject *const *args, size_t nargsf,
     return result;
 }
 
-static vectorcallfunc
-entry_of(const Function *self)
+static vectorcallfunc entry_of(const Function *self)
 {
     return (vectorcallfunc)(self->sites != NULL               ? Function_call_by_instance
                             : self->form >= SUBMIT            ? Function_call_to_hand_over
@@ -133,8 +126,7 @@ entry_of(const Function *self)
 
 static PyTypeObject *type_for(PyObject *);
 
-static PyObject *
-Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *words[] = {"recorder", "function", "site",    "sites",  "decide", "evaluate", "works", "attributes",
                              "results",  "passes",   "form", NULL};
@@ -178,15 +170,13 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     EACH(core) EACH(wrapped) EACH(site) EACH(sites) EACH(decide) EACH(works) EACH(attributes) EACH(results)     \
     EACH(passes) EACH(pass)
 
-static int
-Function_traverse(Function *self, visitproc visit, void *arg)
+static int Function_traverse(Function *self, visitproc visit, void *arg)
 {
     HELD_BY_FUNCTION(VISIT)
     return 0;
 }
 
-static void
-Function_dealloc(Function *self)
+static void Function_dealloc(Function *self)
 {
     PyObject_GC_UnTrack(self);
     if (self->weak_references != NULL)
@@ -197,36 +187,31 @@ Function_dealloc(Function *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *
-Function_get(PyObject *self, PyObject *instance, PyObject *Py_UNUSED(owner))
+static PyObject *Function_get(PyObject *self, PyObject *instance, PyObject *Py_UNUSED(owner))
 {
     if (instance == NULL || instance == Py_None || Py_TYPE(((Function *)self)->wrapped)->tp_descr_get == NULL)
         return Py_NewRef(self);
     return PyMethod_New(self, instance);
 }
 
-static PyObject *
-Function_repr(Function *self)
+static PyObject *Function_repr(Function *self)
 {
     return PyObject_Repr(self->wrapped);
 }
 
 /* By name, as functions are: unpickling finds what the module holds then. */
-static PyObject *
-Function_reduce(PyObject *self, PyObject *Py_UNUSED(none))
+static PyObject *Function_reduce(PyObject *self, PyObject *Py_UNUSED(none))
 {
     return PyObject_GetAttrString(self, "__qualname__");
 }
 
 /* All but what is asked of the wrapper itself is the function's: __dict__, __code__, __defaults__, __wrapped__ ... */
-static PyObject *
-Function_getattro(Function *self, PyObject *name)
+static PyObject *Function_getattro(Function *self, PyObject *name)
 {
     return get_through((PyObject *)self, name, self->wrapped);
 }
 
-static int
-Function_setattro(Function *self, PyObject *name, PyObject *value)
+static int Function_setattro(Function *self, PyObject *name, PyObject *value)
 {
     if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, "__instrument_pass__") == 0)
         return PyObject_GenericSetAttr((PyObject *)self, name, value);
@@ -239,20 +224,17 @@ static PyMethodDef Function_methods[] = {
 };
 
 /* What asks `isinstance(f, FunctionType)` or `inspect.isfunction(f)` wants to know how to call it: like the function. */
-static PyObject *
-Function_class(Function *self, void *Py_UNUSED(closure))
+static PyObject *Function_class(Function *self, void *Py_UNUSED(closure))
 {
     return PyObject_GetAttrString(self->wrapped, "__class__");
 }
 
-static PyObject *
-Function_doc(Function *self, void *Py_UNUSED(closure))
+static PyObject *Function_doc(Function *self, void *Py_UNUSED(closure))
 {
     return PyObject_GetAttrString(self->wrapped, "__doc__");
 }
 
-static PyObject *
-Function_dict(Function *self, void *Py_UNUSED(closure))
+static PyObject *Function_dict(Function *self, void *Py_UNUSED(closure))
 {
     PyObject *names = PyObject_GetAttrString(self->wrapped, "__dict__");
     if (names != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
@@ -262,8 +244,7 @@ Function_dict(Function *self, void *Py_UNUSED(closure))
 }
 
 /* Not of one that has been retired, or whose instances have sites of their own. */
-static PyObject *
-Function_site(Function *self, void *name)
+static PyObject *Function_site(Function *self, void *name)
 {
     if (self->sites == NULL && !(self->muted && self->pass == NULL))
         return Py_NewRef(self->site);
@@ -271,8 +252,7 @@ Function_site(Function *self, void *name)
     return NULL;
 }
 
-static PyObject *
-Function_has_sites(Function *self, void *name)
+static PyObject *Function_has_sites(Function *self, void *name)
 {
     if (self->sites != NULL)
         Py_RETURN_TRUE;
@@ -280,14 +260,12 @@ Function_has_sites(Function *self, void *name)
     return NULL;
 }
 
-static PyObject *
-Function_pass(Function *self, void *Py_UNUSED(closure))
+static PyObject *Function_pass(Function *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->pass != NULL ? (PyObject *)self->pass : self->muted ? Py_False : Py_None);
 }
 
-static int
-Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(closure))
+static int Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(closure))
 {
     if (value == NULL || (value != Py_None && value != Py_False && Py_TYPE(value) != &PassType)) {
         PyErr_SetString(PyExc_TypeError, "what counts the calls of a muted function is a Pass, False or None");
@@ -336,8 +314,7 @@ static PyTypeObject FunctionType_ = {
     .tp_getset = Function_getset,
 };
 
-static PyObject *
-CachedFunction_copy(PyObject *self, PyObject *Py_UNUSED(memo))
+static PyObject *CachedFunction_copy(PyObject *self, PyObject *Py_UNUSED(memo))
 {
     return Py_NewRef(self);
 }
@@ -363,8 +340,7 @@ static PyTypeObject OtherFunctionType = {
     .tp_flags = Py_TPFLAGS_DEFAULT,
 };
 
-static PyTypeObject *
-type_for(PyObject *wrapped)
+static PyTypeObject *type_for(PyObject *wrapped)
 {
     PyTypeObject *type = Py_TYPE(wrapped);
     if (PyObject_TypeCheck(wrapped, &FunctionType_)) /* by a decorator and by a rule */
@@ -377,8 +353,7 @@ type_for(PyObject *wrapped)
 /* ------------------------------------------------------------------ types */
 
 /* The type whose objects those of a type of ours stand for, or that type. */
-static PyTypeObject *
-stood_for(PyTypeObject *type)
+static PyTypeObject *stood_for(PyTypeObject *type)
 {
     return type == &FunctionType_                                ? &PyFunction_Type
            : type == &CachedFunctionType && cached_type != NULL  ? cached_type
@@ -388,14 +363,12 @@ stood_for(PyTypeObject *type)
                                                                  : type;
 }
 
-static Py_hash_t
-StandIn_hash(PyObject *type)
+static Py_hash_t StandIn_hash(PyObject *type)
 {
     return PyBaseObject_Type.tp_hash((PyObject *)stood_for((PyTypeObject *)type));
 }
 
-static PyObject *
-StandIn_compare(PyObject *type, PyObject *other, int operation)
+static PyObject *StandIn_compare(PyObject *type, PyObject *other, int operation)
 {
     if (!PyType_Check(other) || (operation != Py_EQ && operation != Py_NE))
         Py_RETURN_NOTIMPLEMENTED;
@@ -414,8 +387,7 @@ static PyTypeObject StandInType = {
     .tp_richcompare = StandIn_compare,
 };
 
-static int
-ready_stand_ins(void)
+static int ready_stand_ins(void)
 {
     PyObject *functools = PyImport_ImportModule("functools");
     PyObject *cached = functools == NULL ? NULL : PyObject_GetAttrString(functools, "_lru_cache_wrapper");

@@ -1,8 +1,7 @@
 /* Hot: spans of generators, and of what is awaited as one: they are current only while the body runs. A part of `_recorder.c`. */
 
 /* Return the stand-in for the generator that a function has given, inside a span of a site. NULL with an exception. */
-static PyObject *
-new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyObject *body, PyObject *attributes)
+static PyObject *new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyObject *body, PyObject *attributes)
 {
     Stretch *self = (Stretch *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -20,8 +19,7 @@ new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyObject *body, PyOb
 }
 
 /* The scopes that the body left open while it is suspended belong to nobody's chain: give them up. */
-static void
-drop_inner(Stretch *self)
+static void drop_inner(Stretch *self)
 {
     frame_t *own = self->frame != NULL ? self->frame->frame : NULL;
     frame_t *frame = self->inner;
@@ -41,8 +39,7 @@ drop_inner(Stretch *self)
 
 static void end_dropped_body(Stretch *);
 
-static void
-Stretch_dealloc(Stretch *self)
+static void Stretch_dealloc(Stretch *self)
 {
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs((PyObject *)self);
@@ -66,16 +63,14 @@ Stretch_dealloc(Stretch *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static int
-Stretch_traverse(Stretch *self, visitproc visit, void *arg)
+static int Stretch_traverse(Stretch *self, visitproc visit, void *arg)
 {
     HELD_BY_STRETCH(VISIT)
     return 0;
 }
 
 /* The span goes on in this thread and task. */
-static void
-move_frame(frame_t *frame, Ring *ring, uint64_t task)
+static void move_frame(frame_t *frame, Ring *ring, uint64_t task)
 {
     frame->task = task;
     if (frame->ring != ring && frame->self != NULL) {
@@ -85,8 +80,7 @@ move_frame(frame_t *frame, Ring *ring, uint64_t task)
 }
 
 /* A scope pauses with its generator: what is awaited around that meanwhile is none of its waiting. */
-static void
-leave_steps(frame_t *frame, int64_t now_ns)
+static void leave_steps(frame_t *frame, int64_t now_ns)
 {
     Frame *self = (Frame *)frame->self;
     if (self == NULL || self->stepped == NULL)
@@ -95,8 +89,7 @@ leave_steps(frame_t *frame, int64_t now_ns)
     leave_stepped(self);
 }
 
-static void
-follow_steps(frame_t *frame)
+static void follow_steps(frame_t *frame)
 {
     Frame *self = (Frame *)frame->self;
     if (self == NULL || self->stepped != NULL || !is_stepped_in(frame->task))
@@ -109,8 +102,7 @@ static int finish(Stretch *, PyObject *);
 
 /* The body goes on; -1 with an exception of the host's. Where its site is muted it has begun no span then, or has ended the
  * one that it had, and goes on without. One that has scopes open inside waits until they are closed. */
-static int
-resume(Stretch *self)
+static int resume(Stretch *self)
 {
     Core *core = self->core;
     if (self->lost)
@@ -134,9 +126,7 @@ resume(Stretch *self)
         self->frame = open_frame(core, self->site, NULL, self->attributes, OPEN);
         if (self->frame == NULL) {
             self->lost = 1;
-            if (lose(core) < 0)
-                return -1;
-            return 0;
+            return lose(core);
         }
         self->frame->stretch = self;
         leave_stepped(self->frame); /* who resumes it may wait while it is paused */
@@ -146,9 +136,7 @@ resume(Stretch *self)
     Ring *ring;
     Current *current = current_of(core, &ring);
     if (current == NULL) { /* the span goes on, but is not current during this step */
-        if (forgive() < 0)
-            return -1;
-        return 0;
+        return forgive();
     }
     frame_t *own = self->frame->frame;
     int64_t now_ns = read_clock(core);
@@ -186,8 +174,7 @@ resume(Stretch *self)
 }
 
 /* The span that is current here, as other contexts know it; a new reference, NULL without one. */
-static Published *
-parent_here(Current *current)
+static Published *parent_here(Current *current)
 {
     frame_t *frame = current->top;
     while (frame != NULL && frame->state == CLOSED)
@@ -202,8 +189,7 @@ parent_here(Current *current)
     return first;
 }
 
-static int
-suspend(Stretch *self)
+static int suspend(Stretch *self)
 {
     Core *core = self->core;
     if (self->frame == NULL || self->inner != NULL)
@@ -214,9 +200,7 @@ suspend(Stretch *self)
     Ring *ring;
     Current *current = current_of(core, &ring);
     if (current == NULL) {
-        if (forgive() < 0)
-            return -1;
-        return 0;
+        return forgive();
     }
     self->active_ns += step_ns;
     self->suspended_ns = now_ns;
@@ -260,8 +244,7 @@ suspend(Stretch *self)
 }
 
 /* The body is paused, for it has yielded an item. */
-static int
-yielded(Stretch *self)
+static int yielded(Stretch *self)
 {
     if (suspend(self) < 0)
         return -1;
@@ -280,8 +263,7 @@ yielded(Stretch *self)
 }
 
 /* Tell of its items, but for what the service has set by the same names. -1 with an exception of the host's. */
-static int
-tell_items(Stretch *self)
+static int tell_items(Stretch *self)
 {
     frame_t *frame = self->frame->frame;
     struct {
@@ -311,8 +293,7 @@ tell_items(Stretch *self)
     return forgive();
 }
 
-static int
-finish(Stretch *self, PyObject *error)
+static int finish(Stretch *self, PyObject *error)
 {
     if (self->frame == NULL || self->frame->frame->state == CLOSED)
         return 0;
@@ -340,9 +321,7 @@ finish(Stretch *self, PyObject *error)
     drop_inner(self);
     Ring *ring = ring_of(self->core);
     if (ring == NULL) {
-        if (lose(self->core) < 0)
-            return -1;
-        return 0;
+        return lose(self->core);
     }
     Py_INCREF(ring);
     PyObject *name = error == Py_None || is_no_error(self->core, frame, error)
@@ -355,14 +334,11 @@ finish(Stretch *self, PyObject *error)
     Py_XDECREF(name);
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
     Py_DECREF(ring);
-    if (failed)
-        return -1;
-    return 0;
+    return failed ? -1 : 0;
 }
 
 /* What awaits a step of the body, which may be suspended in it. */
-static PyObject *
-Stretch_stepped(Stretch *self, PyObject *awaitable)
+static PyObject *Stretch_stepped(Stretch *self, PyObject *awaitable)
 {
     if (self->frame == NULL || self->frame->frame->state == CLOSED || !is_awaitable(awaitable))
         return Py_NewRef(awaitable);
@@ -384,18 +360,16 @@ Stretch_stepped(Stretch *self, PyObject *awaitable)
 
 
 /* Whether its steps are the body's alone. */
-static inline int
-has_no_span(const Stretch *self)
+static inline int has_no_span(const Stretch *self)
 {
     return self->is_running /* the body says so itself */ || self->lost ||
            (self->frame != NULL && self->frame->frame->state == CLOSED);
 }
 
 /* A step of the body has ended. Returns how, or that our end of its span has raised. */
-static PySendResult
-end_body_step(Stretch *self, PySendResult ended, PyObject **result)
+static PySendResult end_body_step(Stretch *self, PySendResult ended, PyObject **result)
 {
-    PyObject *type = NULL, *raised = NULL, *traceback = NULL;
+    raised_t raised = {0};
     self->is_running = 0;
     if (ended == PYGEN_NEXT) {
         if ((Py_TYPE(self) == &AwaitableType ? suspend(self) : yielded(self)) == 0)
@@ -404,24 +378,20 @@ end_body_step(Stretch *self, PySendResult ended, PyObject **result)
     }
     if (ended == PYGEN_ERROR) {
         Py_CLEAR(*result);
-        PyErr_Fetch(&type, &raised, &traceback);
-        PyErr_NormalizeException(&type, &raised, &traceback);
+        raised = take_normal();
     }
-    int is_end = type == NULL || PyErr_GivenExceptionMatches(type, PyExc_GeneratorExit) ||
-                 PyErr_GivenExceptionMatches(type, PyExc_StopAsyncIteration);
-    if (suspend(self) == 0 && finish(self, is_end || raised == NULL ? Py_None : raised) == 0) {
-        PyErr_Restore(type, raised, traceback);
+    int is_end = raised.type == NULL || PyErr_GivenExceptionMatches(raised.type, PyExc_GeneratorExit) ||
+                 PyErr_GivenExceptionMatches(raised.type, PyExc_StopAsyncIteration);
+    if (suspend(self) == 0 && finish(self, is_end || raised.value == NULL ? Py_None : raised.value) == 0) {
+        raise_again(raised);
         return ended;
     }
     Py_CLEAR(*result);
-    Py_XDECREF(type);
-    Py_XDECREF(raised);
-    Py_XDECREF(traceback);
+    drop_raised(raised);
     return PYGEN_ERROR;
 }
 
-static PySendResult
-Generator_step(Stretch *self, PyObject *value, PyObject **result)
+static PySendResult Generator_step(Stretch *self, PyObject *value, PyObject **result)
 {
     *result = NULL;
     if (has_no_span(self) || (self->frame == NULL && value != Py_None))
@@ -435,24 +405,21 @@ Generator_step(Stretch *self, PyObject *value, PyObject **result)
     return end_body_step(self, ended, result);
 }
 
-static PyObject *
-Generator_send(Stretch *self, PyObject *value)
+static PyObject *Generator_send(Stretch *self, PyObject *value)
 {
     PyObject *result;
     PySendResult ended = Generator_step(self, value, &result);
     return as_of_iterator(ended, result);
 }
 
-static PyObject *
-Generator_next(Stretch *self)
+static PyObject *Generator_next(Stretch *self)
 {
     PyObject *result;
     PySendResult ended = Generator_step(self, Py_None, &result);
     return as_of_iterator(ended, result);
 }
 
-static PyObject *
-Generator_throw(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Generator_throw(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *result = NULL;
     if (self->frame == NULL || has_no_span(self))
@@ -465,8 +432,7 @@ Generator_throw(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
     return as_of_iterator(ended, result);
 }
 
-static PyObject *
-Generator_close(Stretch *self, PyObject *Py_UNUSED(none))
+static PyObject *Generator_close(Stretch *self, PyObject *Py_UNUSED(none))
 {
     if (self->frame == NULL || has_no_span(self))
         return close_body(self->body);
@@ -479,25 +445,22 @@ Generator_close(Stretch *self, PyObject *Py_UNUSED(none))
 }
 
 /* Close the body of a generator that has no user left. The body itself reports what its closing raises. */
-static void
-end_dropped_body(Stretch *self)
+static void end_dropped_body(Stretch *self)
 {
-    PyObject *type, *raised, *traceback;
-    PyErr_Fetch(&type, &raised, &traceback);
+    raised_t raised = take_raised();
     if (Py_TYPE(self) != &AsyncGeneratorType && !self->is_running && resume(self) < 0)
         PyErr_WriteUnraisable(NULL);
     Py_CLEAR(self->body);
     if (suspend(self) < 0 || finish(self, Py_None) < 0)
         PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(type, raised, traceback);
+    raise_again(raised);
 }
 
 /* ------------------------------------------------------------------ async generators */
 
 /* What a step of an async generator gives to be awaited. Takes the reference of what the body gives, which goes as it is where
  * there is no memory. */
-static PyObject *
-new_async_step(Stretch *generator, PyObject *awaitable, int closes)
+static PyObject *new_async_step(Stretch *generator, PyObject *awaitable, int closes)
 {
     AsyncStep *self = awaitable == NULL ? NULL : (AsyncStep *)AsyncStepType.tp_alloc(&AsyncStepType, 0);
     if (self == NULL) {
@@ -512,8 +475,7 @@ new_async_step(Stretch *generator, PyObject *awaitable, int closes)
 }
 
 /* -1 with an exception. */
-static int
-begin_async_step(AsyncStep *self, int may_begin)
+static int begin_async_step(AsyncStep *self, int may_begin)
 {
     Stretch *generator = self->generator;
     self->has_begun = 1;
@@ -527,8 +489,7 @@ begin_async_step(AsyncStep *self, int may_begin)
 }
 
 /* As `end_body_step`: what is given is an item, but by `aclose`. */
-static PySendResult
-end_async_step(AsyncStep *self, PySendResult ended, PyObject **result)
+static PySendResult end_async_step(AsyncStep *self, PySendResult ended, PyObject **result)
 {
     if (ended == PYGEN_NEXT || !self->is_ours)
         return ended;
@@ -538,8 +499,7 @@ end_async_step(AsyncStep *self, PySendResult ended, PyObject **result)
     return ended == PYGEN_NEXT ? PYGEN_RETURN : ended;
 }
 
-static PySendResult
-AsyncStep_step(AsyncStep *self, PyObject *value, PyObject **result)
+static PySendResult AsyncStep_step(AsyncStep *self, PyObject *value, PyObject **result)
 {
     *result = NULL;
     if (!self->has_begun && begin_async_step(self, 1) < 0)
@@ -548,22 +508,19 @@ AsyncStep_step(AsyncStep *self, PyObject *value, PyObject **result)
     return end_async_step(self, ended, result);
 }
 
-static PyObject *
-AsyncStep_send(AsyncStep *self, PyObject *value)
+static PyObject *AsyncStep_send(AsyncStep *self, PyObject *value)
 {
     PyObject *result;
     PySendResult ended = AsyncStep_step(self, value, &result);
     return as_of_iterator(ended, result);
 }
 
-static PyObject *
-AsyncStep_next(AsyncStep *self)
+static PyObject *AsyncStep_next(AsyncStep *self)
 {
     return AsyncStep_send(self, Py_None);
 }
 
-static PyObject *
-AsyncStep_throw(AsyncStep *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *AsyncStep_throw(AsyncStep *self, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *result = NULL;
     if (!self->has_begun && begin_async_step(self, 0) < 0) {
@@ -575,8 +532,7 @@ AsyncStep_throw(AsyncStep *self, PyObject *const *args, Py_ssize_t nargs)
     return as_of_iterator(ended, result);
 }
 
-static PyObject *
-AsyncStep_close(AsyncStep *self, PyObject *Py_UNUSED(none))
+static PyObject *AsyncStep_close(AsyncStep *self, PyObject *Py_UNUSED(none))
 {
     PyObject *given = close_body(self->steps != NULL ? self->steps : self->awaitable);
     if (self->is_ours) {
@@ -586,18 +542,17 @@ AsyncStep_close(AsyncStep *self, PyObject *Py_UNUSED(none))
     return given;
 }
 
-static void
-AsyncStep_dealloc(AsyncStep *self)
+static void AsyncStep_dealloc(AsyncStep *self)
 {
     if (self->is_ours) { /* given up in the middle */
         Py_SET_REFCNT(self, 1);
-        PyObject *type, *raised, *traceback, *none;
-        PyErr_Fetch(&type, &raised, &traceback);
+        PyObject *none;
+        raised_t raised = take_raised();
         none = AsyncStep_close(self, NULL);
         if (none == NULL)
             PyErr_WriteUnraisable(self->awaitable);
         Py_XDECREF(none);
-        PyErr_Restore(type, raised, traceback);
+        raise_again(raised);
     }
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->steps);
@@ -606,8 +561,7 @@ AsyncStep_dealloc(AsyncStep *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static int
-AsyncStep_traverse(AsyncStep *self, visitproc visit, void *arg)
+static int AsyncStep_traverse(AsyncStep *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->steps);
     Py_VISIT(self->awaitable);
@@ -615,14 +569,12 @@ AsyncStep_traverse(AsyncStep *self, visitproc visit, void *arg)
     return 0;
 }
 
-static PyObject *
-AsyncGenerator_next(Stretch *self)
+static PyObject *AsyncGenerator_next(Stretch *self)
 {
     return new_async_step(self, Py_TYPE(self->body)->tp_as_async->am_anext(self->body), 0);
 }
 
-static PyObject *
-async_step_by(Stretch *self, const char *name, PyObject *const *args, Py_ssize_t nargs, int closes)
+static PyObject *async_step_by(Stretch *self, const char *name, PyObject *const *args, Py_ssize_t nargs, int closes)
 {
     PyObject *method = PyObject_GetAttrString(self->body, name);
     PyObject *awaitable = method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)nargs, NULL);
@@ -630,48 +582,41 @@ async_step_by(Stretch *self, const char *name, PyObject *const *args, Py_ssize_t
     return new_async_step(self, awaitable, closes);
 }
 
-static PyObject *
-AsyncGenerator_asend(Stretch *self, PyObject *value)
+static PyObject *AsyncGenerator_asend(Stretch *self, PyObject *value)
 {
     return async_step_by(self, "asend", &value, 1, 0);
 }
 
-static PyObject *
-AsyncGenerator_athrow(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *AsyncGenerator_athrow(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
 {
     return async_step_by(self, "athrow", args, nargs, 0);
 }
 
-static PyObject *
-AsyncGenerator_aclose(Stretch *self, PyObject *Py_UNUSED(none))
+static PyObject *AsyncGenerator_aclose(Stretch *self, PyObject *Py_UNUSED(none))
 {
     return async_step_by(self, "aclose", NULL, 0, 1);
 }
 
 /* ------------------------------------------------------------------ as the body that each replaces */
 
-static PyObject *
-Stretch_getattro(Stretch *self, PyObject *name)
+static PyObject *Stretch_getattro(Stretch *self, PyObject *name)
 {
     return get_through((PyObject *)self, name, self->body);
 }
 
-static int
-Stretch_setattro(Stretch *self, PyObject *name, PyObject *value)
+static int Stretch_setattro(Stretch *self, PyObject *name, PyObject *value)
 {
     return PyObject_SetAttr(self->body, name, value);
 }
 
-static PyObject *
-Stretch_repr(Stretch *self)
+static PyObject *Stretch_repr(Stretch *self)
 {
     return PyObject_Repr(self->body);
 }
 
 static PyTypeObject *stood_for(PyTypeObject *);
 
-static PyObject *
-Stretch_class(Stretch *self, void *Py_UNUSED(closure))
+static PyObject *Stretch_class(Stretch *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef((PyObject *)stood_for(Py_TYPE(self)));
 }

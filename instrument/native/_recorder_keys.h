@@ -31,8 +31,7 @@ typedef struct {
 #define FACT_TEXT_LIMIT 256 /* characters: `VALUE_LIMIT` of spans.py */
 
 /* Return what is some steps below a value: a new reference. NULL for what is not plain, with an exception or without. */
-static PyObject *
-part_below(PyObject *value, PyObject *steps)
+static PyObject *part_below(PyObject *value, PyObject *steps)
 {
     Py_INCREF(value);
     for (Py_ssize_t i = 0; steps != NULL && value != NULL && i < PyTuple_GET_SIZE(steps); i++) {
@@ -48,8 +47,7 @@ part_below(PyObject *value, PyObject *steps)
 }
 
 /* A key as text; NULL for what is not plain. */
-static inline PyObject *
-text_of_key(PyObject *key, PyObject *cut)
+static inline PyObject *text_of_key(PyObject *key, PyObject *cut)
 {
     PyObject *text = NULL;
     int overflow = 0;
@@ -69,8 +67,7 @@ text_of_key(PyObject *key, PyObject *cut)
 }
 
 /* What is gone through below a value, as a new list; NULL for what is not plain. */
-static PyObject *
-items_below(PyObject *value, key_path_t path, PyObject **values)
+static PyObject *items_below(PyObject *value, key_path_t path, PyObject **values)
 {
     PyObject *found = part_below(value, path.steps), *items = NULL;
     if (found == NULL)
@@ -101,8 +98,7 @@ items_below(PyObject *value, key_path_t path, PyObject **values)
 }
 
 /* Set a value under a name, taking its reference: that may be NULL, as where something went wrong before. */
-static int
-put_fact(PyObject *facts, PyObject *name, PyObject *value)
+static int put_fact(PyObject *facts, PyObject *name, PyObject *value)
 {
     int failed = value == NULL || PyDict_SetItem(facts, name, value) < 0;
     Py_XDECREF(value);
@@ -111,8 +107,7 @@ put_fact(PyObject *facts, PyObject *name, PyObject *value)
 
 /* Return one weight per key, as they were read: a new reference. NULL without an exception where these are none;
  * `*asked` says that Python is to look at them. */
-static PyObject *
-weights_of_call(PyObject *weights, Py_ssize_t count, int *asked)
+static PyObject *weights_of_call(PyObject *weights, Py_ssize_t count, int *asked)
 {
     if (PyList_GET_SIZE(weights) < count)
         return NULL;
@@ -175,8 +170,7 @@ facts_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys,
 }
 
 /* The same of what is given in code: of a batch a list, a tuple or a dict. */
-static PyObject *
-facts_of_given(PyObject *value, int is_batch)
+static PyObject *facts_of_given(PyObject *value, int is_batch)
 {
     if (is_batch && !PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !PyDict_CheckExact(value))
         return NULL;
@@ -185,8 +179,7 @@ facts_of_given(PyObject *value, int is_batch)
 
 /* The same of what the keys of a rule are read of. NULL without an exception for what is not plain, and with one of the
  * host's: a signal handler's. */
-static PyObject *
-facts_below(Keys *self, PyObject *value, PyObject *weighed)
+static PyObject *facts_below(Keys *self, PyObject *value, PyObject *weighed)
 {
     PyObject *facts = facts_of_keys(value, weighed, self->is_batch, self->keys, self->weights, self->cut);
     if (facts == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
@@ -195,16 +188,14 @@ facts_below(Keys *self, PyObject *value, PyObject *weighed)
 }
 
 /* What (args, kwargs) have for an argument: borrowed, NULL for nothing. */
-static inline PyObject *
-argument_in(PyObject *const *args, PyObject *name, Py_ssize_t position)
+static inline PyObject *argument_in(PyObject *const *args, PyObject *name, Py_ssize_t position)
 {
     if (PyTuple_CheckExact(args[0]) && 0 <= position && position < PyTuple_GET_SIZE(args[0]))
         return PyTuple_GET_ITEM(args[0], position);
     return PyDict_CheckExact(args[1]) ? PyDict_GetItemWithError(args[1], name) : NULL;
 }
 
-static inline int
-is_plain_fact(PyObject *value)
+static inline int is_plain_fact(PyObject *value)
 {
     return value == Py_None || PyLong_CheckExact(value) || PyFloat_CheckExact(value) || PyBool_Check(value) ||
            (PyUnicode_CheckExact(value) && PyUnicode_GET_LENGTH(value) <= FACT_TEXT_LIMIT);
@@ -212,8 +203,7 @@ is_plain_fact(PyObject *value)
 
 /* Add the facts below a value to what the reader before has read, taking its reference; NULL and None are nothing.
  * `otherwise` reads a fact that is not plain, by its place, and returns None for one that cannot be read. */
-static PyObject *
-facts_of_request(Keys *self, PyObject *value, PyObject *facts)
+static PyObject *facts_of_request(Keys *self, PyObject *value, PyObject *facts)
 {
     if (facts == NULL || facts == Py_None)
         Py_XSETREF(facts, PyDict_New());
@@ -237,8 +227,7 @@ facts_of_request(Keys *self, PyObject *value, PyObject *facts)
 }
 
 /* As a function of Python's: of (args, kwargs), or of a result. */
-static PyObject *
-Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
     PyObject *facts = NULL, *value = NULL, *weighed;
@@ -259,8 +248,7 @@ Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
     return facts != NULL || PyErr_Occurred() ? facts : PyObject_Vectorcall(self->otherwise, args, nargsf, names);
 }
 
-static PyObject *
-Keys_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *Keys_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *parameter, *cut, *otherwise, *weights, *of_weights, *weighed;
     key_path_t keys;
@@ -287,16 +275,14 @@ Keys_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static void
-Keys_dealloc(Keys *self)
+static void Keys_dealloc(Keys *self)
 {
     Py_XDECREF(self->made_of);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 /* A copy goes with a function that is pickled by value. */
-static PyObject *
-Keys_reduce(Keys *self, PyObject *Py_UNUSED(none))
+static PyObject *Keys_reduce(Keys *self, PyObject *Py_UNUSED(none))
 {
     return PyTuple_Pack(2, Py_TYPE(self), self->made_of);
 }

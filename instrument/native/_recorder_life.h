@@ -1,8 +1,7 @@
 /* Cold: resets and forks, after which a recorder begins anew, and the clock that it reads. A part of `_recorder.c`. */
 
 /* Give up the rows of rings that no thread writes to any more, for the threads that hold them live on. */
-static void
-free_rings(PyObject *rings)
+static void free_rings(PyObject *rings)
 {
     for (Py_ssize_t i = 0; rings != NULL && i < PyList_GET_SIZE(rings); i++)
         free_rows_of((Ring *)PyList_GET_ITEM(rings, i));
@@ -10,8 +9,7 @@ free_rings(PyObject *rings)
 }
 
 /* Forget what is open in every context: in a forked child, where the other threads are gone. */
-static PyObject *
-Core_forget_all(Core *self, PyObject *none)
+static PyObject *Core_forget_all(Core *self, PyObject *none)
 {
     while (self->currents != NULL)
         leave_list(self->currents);
@@ -26,8 +24,7 @@ Core_forget_all(Core *self, PyObject *none)
 }
 
 /* The node of the same path in a tree that has just been begun. */
-static node_t *
-made_again(Core *core, const node_t *old)
+static node_t *made_again(Core *core, const node_t *old)
 {
     uint32_t depth = 0;
     for (const node_t *node = old; node != &core->root; node = node->parent)
@@ -48,8 +45,7 @@ made_again(Core *core, const node_t *old)
 /* Begin a new call tree, which has the paths of what is open now and no other. Gives the sites of the old one, which
  * are to be let go of where that may run code of the host's, NULL at the end; NULL for want of memory, and nothing is
  * changed then. */
-static PyObject **
-give_up_nodes(Core *core)
+static PyObject **give_up_nodes(Core *core)
 {
     node_t **old = core->nodes, *overflow = core->overflow, root = core->root;
     uint32_t count = core->node_count, slots = core->node_slots;
@@ -92,8 +88,7 @@ give_up_nodes(Core *core)
 }
 
 /* All that is recorded from now on is the memory's next generation. Until the next mark nodes change hands. */
-static void
-begin_generation(Core *core)
+static void begin_generation(Core *core)
 {
     mark_moving(core);
     if (core->memory == NULL)
@@ -109,8 +104,7 @@ begin_generation(Core *core)
 }
 
 /* The next frames lie in this memory. Free ones that nobody could read there are given up. */
-static void
-use_frames_of(memory_t *memory)
+static void use_frames_of(memory_t *memory)
 {
     while (free_frames != NULL) {
         frame_t *frame = free_frames;
@@ -131,8 +125,7 @@ use_frames_of(memory_t *memory)
     frame_objects_kept = frame_objects_elsewhere > 0 ? 0 : OBJECTS_KEPT;
 }
 
-static PyObject *
-Core_reset(Core *self, PyObject *argument)
+static PyObject *Core_reset(Core *self, PyObject *argument)
 {
     if (argument != Py_None) {
         unsigned long long ring_bytes = PyLong_AsUnsignedLongLong(argument);
@@ -176,8 +169,7 @@ Core_reset(Core *self, PyObject *argument)
 
 /* Record into a file from the next reset on: attach(descriptor, whether it is on a disk, None). The file is the recorder's
  * from then on; its header describes its parts. Or into private memory: attach(-1, False, header). */
-static PyObject *
-Core_attach(Core *self, PyObject *args)
+static PyObject *Core_attach(Core *self, PyObject *args)
 {
     static char has_handlers;
     int fd, is_file;
@@ -217,15 +209,13 @@ Core_attach(Core *self, PyObject *args)
 }
 
 /* The descriptor of the memory, -1 where there is none that others could read. */
-static PyObject *
-Core_memory_fd(Core *self, void *Py_UNUSED(closure))
+static PyObject *Core_memory_fd(Core *self, void *Py_UNUSED(closure))
 {
     return PyLong_FromLong(self->memory != NULL && has_fd(self->memory) ? self->memory->fd : -1);
 }
 
 /* The memory, to be read and written; None without one. It remains as long as the process. */
-static PyObject *
-Core_memory(Core *self, void *Py_UNUSED(closure))
+static PyObject *Core_memory(Core *self, void *Py_UNUSED(closure))
 {
     if (self->memory == NULL)
         Py_RETURN_NONE;
@@ -234,8 +224,7 @@ Core_memory(Core *self, void *Py_UNUSED(closure))
 
 /* Have the system find pages for the rows that threads write next, in all this number of bytes for the first way round:
  * who touches a page first waits for it. Not on a disk, whose pages would have to be written. Gives their bytes. */
-static PyObject *
-Core_touch_ahead(Core *self, PyObject *argument)
+static PyObject *Core_touch_ahead(Core *self, PyObject *argument)
 {
     enum { RINGS_MOST = 64, POPULATE_WRITE = 23 }; /* MADV_POPULATE_WRITE, since Linux 5.14 */
     struct {
@@ -273,8 +262,7 @@ Core_touch_ahead(Core *self, PyObject *argument)
 
 /* Begin to read the time stamp counter. False where the processor has none. Calibrated over about two milliseconds,
  * refined by each check_ticks. */
-static PyObject *
-Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
 {
     if (!HAS_TICKS)
         Py_RETURN_FALSE;
@@ -296,8 +284,7 @@ Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
 
 /* Compare with the monotonic clock; the counter catches up over the next second instead of jumping. Returns by how
  * many ns it was off, or None after giving the counter up because that was more than `limit_ns`, or it is not in use. */
-static PyObject *
-Core_check_ticks(Core *self, PyObject *argument)
+static PyObject *Core_check_ticks(Core *self, PyObject *argument)
 {
     long long limit_ns = PyLong_AsLongLong(argument);
     if (limit_ns == -1 && PyErr_Occurred())
@@ -321,15 +308,13 @@ Core_check_ticks(Core *self, PyObject *argument)
     return PyLong_FromLongLong(off_ns);
 }
 
-static PyObject *
-Core_stop_ticks(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_stop_ticks(Core *self, PyObject *Py_UNUSED(none))
 {
     self->reads_ticks = 0;
     Py_RETURN_NONE;
 }
 
-static PyObject *
-Core_now_ns(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_now_ns(Core *self, PyObject *Py_UNUSED(none))
 {
     return PyLong_FromLongLong(read_clock(self));
 }

@@ -24,15 +24,13 @@ typedef struct memory {
 
 static memory_t *memories, *frame_memory;
 
-static inline char *
-part_at(const memory_t *memory, int part)
+static inline char *part_at(const memory_t *memory, int part)
 {
     return (char *)memory->at + memory->at->parts[part].offset;
 }
 
 /* The memory of an address, NULL for a private one. */
-static memory_t *
-memory_of(const void *address)
+static memory_t *memory_of(const void *address)
 {
     for (memory_t *memory = memories; memory != NULL; memory = memory->next)
         if ((uintptr_t)address - (uintptr_t)memory->at < memory->size_bytes)
@@ -41,8 +39,7 @@ memory_of(const void *address)
 }
 
 /* A zeroed slot; NULL where the part is full, which is counted, or without a memory. */
-static void *
-take_slot(memory_t *memory, int number)
+static void *take_slot(memory_t *memory, int number)
 {
     if (memory == NULL)
         return NULL;
@@ -61,8 +58,7 @@ take_slot(memory_t *memory, int number)
 }
 
 /* Give a slot back. False for a slot in private memory. */
-static int
-give_slot(void *slot, int number)
+static int give_slot(void *slot, int number)
 {
     memory_t *memory = memory_of(slot);
     if (memory == NULL)
@@ -74,29 +70,25 @@ give_slot(void *slot, int number)
 }
 
 /* Zeroed memory in the owner's mapping, or a private one; NULL without any. */
-static void *
-new_piece(const void *owner, int number, size_t size)
+static void *new_piece(const void *owner, int number, size_t size)
 {
     void *piece = take_slot(memory_of(owner), number);
     return piece != NULL ? piece : PyMem_Calloc(1, size);
 }
 
-static void
-free_piece(void *piece, int number)
+static void free_piece(void *piece, int number)
 {
     if (piece != NULL && !give_slot(piece, number))
         PyMem_Free(piece);
 }
 
-static void *
-new_lines_in(memory_t *memory, int number, size_t size)
+static void *new_lines_in(memory_t *memory, int number, size_t size)
 {
     void *lines = take_slot(memory, number);
     return lines != NULL ? lines : new_lines(size);
 }
 
-static void
-free_lines_in(void *lines, int number)
+static void free_lines_in(void *lines, int number)
 {
     if (lines != NULL && !give_slot(lines, number))
         free_lines(lines);
@@ -104,16 +96,14 @@ free_lines_in(void *lines, int number)
 
 /* ------------------------------------------------------------------ rows */
 
-static size_t
-mapped_bytes(uint64_t capacity)
+static size_t mapped_bytes(uint64_t capacity)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     return (capacity * sizeof(row_t) + page - 1) / page * page;
 }
 
 /* Room for rows where others can read them: the first that is large enough; NULL without. */
-static row_t *
-take_rows(memory_t *memory, size_t bytes)
+static row_t *take_rows(memory_t *memory, size_t bytes)
 {
     size_t wanted = bytes / memory->page_bytes;
     for (size_t first = 0; first + wanted <= memory->pages;) {
@@ -134,8 +124,7 @@ take_rows(memory_t *memory, size_t bytes)
 /* Rows are mapped, not allocated: only touched pages cost memory, and what is given up goes back to the system at once,
  * which the C library does not do with the heap that it keeps for each thread. Where others could read fewer only, it is
  * fewer. */
-static row_t *
-map_rows(memory_t *memory, uint64_t *capacity)
+static row_t *map_rows(memory_t *memory, uint64_t *capacity)
 {
     for (uint64_t some = *capacity; memory != NULL && some >= SMALLEST_RING; some /= 2) {
         row_t *rows = take_rows(memory, mapped_bytes(some));
@@ -151,8 +140,7 @@ map_rows(memory_t *memory, uint64_t *capacity)
 }
 
 /* Give back the rows of whole pages, of which this number of bytes was written. They are zero when they are taken again. */
-static int
-unmap_rows(void *rows, size_t bytes, size_t written)
+static int unmap_rows(void *rows, size_t bytes, size_t written)
 {
     memory_t *memory = memory_of(rows);
     if (memory == NULL)
@@ -171,8 +159,7 @@ static THREAD_LOCAL char *fork_copy; /* what a child takes over of all memories,
 static THREAD_LOCAL size_t fork_copy_bytes;
 
 /* How much of a part a child takes over: all but rows and what belongs to them, which it begins without. */
-static size_t
-inherited_bytes(const part_t *part, int number)
+static size_t inherited_bytes(const part_t *part, int number)
 {
     if (number == PART_DETAILS || number >= PART_INTERVALS)
         return 0;
@@ -180,8 +167,7 @@ inherited_bytes(const part_t *part, int number)
 }
 
 /* Copy what a child takes over, from or to its place. Gives its length. */
-static size_t
-copy_inherited(memory_t *memory, char *copy, int back)
+static size_t copy_inherited(memory_t *memory, char *copy, int back)
 {
     size_t done = 0;
     if (memory->is_private) /* a child has a copy of its own anyway */
@@ -201,8 +187,7 @@ copy_inherited(memory_t *memory, char *copy, int back)
     return done;
 }
 
-static void
-drop_fork_copy(void)
+static void drop_fork_copy(void)
 {
     if (fork_copy != NULL)
         munmap(fork_copy, fork_copy_bytes);
@@ -210,8 +195,7 @@ drop_fork_copy(void)
 }
 
 /* In the parent, before it forks. What a child made of the parent's memory later would be what that has become. */
-static void
-before_fork(void)
+static void before_fork(void)
 {
     size_t bytes = 0, done = 0;
     for (memory_t *memory = memories; memory != NULL; memory = memory->next)
@@ -223,8 +207,7 @@ before_fork(void)
         done += copy_inherited(memory, fork_copy + done, 0);
 }
 
-static int
-new_memfd(size_t size_bytes)
+static int new_memfd(size_t size_bytes)
 {
 #if defined(SYS_memfd_create) /* older headers have no number for it */
     struct rlimit limit; /* beyond it the signal would end the process */
@@ -250,8 +233,7 @@ new_memfd(size_t size_bytes)
     return -1;
 }
 
-static int
-know_file(memory_t *memory)
+static int know_file(memory_t *memory)
 {
     struct stat found;
     if (fstat(memory->fd, &found) < 0)
@@ -262,8 +244,7 @@ know_file(memory_t *memory)
 }
 
 /* Whether the descriptor is still ours: programs that detach from their terminal close all there are. */
-static int
-has_fd(const memory_t *memory)
+static int has_fd(const memory_t *memory)
 {
     struct stat found;
     return memory->fd >= 0 && fstat(memory->fd, &found) == 0 && found.st_dev == memory->device &&
@@ -271,8 +252,7 @@ has_fd(const memory_t *memory)
 }
 
 /* In the child: a memory of its own at the same addresses. Its rows are those that it will write. */
-static void
-after_fork_in_child(void)
+static void after_fork_in_child(void)
 {
     size_t done = 0;
     for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
@@ -309,8 +289,7 @@ after_fork_in_child(void)
 /* ------------------------------------------------------------------ what a memory is made of */
 
 /* Whether parts lie in a memory of this size one after another, and their slots hold what they are for. */
-static int
-is_sound(const recording_t *head, size_t size_bytes)
+static int is_sound(const recording_t *head, size_t size_bytes)
 {
     const uint64_t least[PART_COUNT] = {
         [PART_TEXT] = 1, [PART_RINGS] = sizeof(Ring), [PART_NODES] = sizeof(node_t), [PART_TOTALS] = sizeof(totals_t),
@@ -337,8 +316,7 @@ is_sound(const recording_t *head, size_t size_bytes)
 
 /* Map a file whose header describes its parts, or without a file private memory for a header. The file remains the
  * caller's without a result. NULL with an exception. */
-static memory_t *
-map_memory(int fd, int is_file, const recording_t *head)
+static memory_t *map_memory(int fd, int is_file, const recording_t *head)
 {
     struct stat found;
     memory_t *memory = PyMem_Calloc(1, sizeof *memory);
@@ -395,8 +373,7 @@ failed:
 }
 
 /* Nothing is recorded here any more. The mapping stays, for what may point there. */
-static void
-leave_memory(memory_t *memory)
+static void leave_memory(memory_t *memory)
 {
     memory->core = NULL;
     memory->at->state = STATE_GOODBYE;
@@ -407,8 +384,7 @@ leave_memory(memory_t *memory)
 
 /* Give back what the files take that nobody records into any more, as soon as no ring has rows there: what may be pointed
  * to lies in private memory at the same addresses then. */
-static void
-make_left_private(void)
+static void make_left_private(void)
 {
     for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
         if (memory->core != NULL || memory->is_private || memchr(memory->taken, 1, memory->pages) != NULL)
@@ -429,8 +405,7 @@ make_left_private(void)
 }
 
 /* The totals and nodes of a memory are about to change hands, or have done so. */
-static void
-mark_moving(const Core *core)
+static void mark_moving(const Core *core)
 {
     if (core->memory == NULL)
         return;

@@ -1,7 +1,6 @@
 /* Cold: what readers ask of all threads together. A part of `_recorder.c`. */
 
-static PyObject *
-Core_rings(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_rings(Core *self, PyObject *Py_UNUSED(none))
 {
     return PyList_GetSlice(self->rings, 0, PyList_GET_SIZE(self->rings));
 }
@@ -10,8 +9,7 @@ Core_rings(Core *self, PyObject *Py_UNUSED(none))
 #define AHEAD 12
 
 /* How often the nodes of each group were called, on all threads together. */
-static PyObject *
-Core_calls_by(Core *self, PyObject *args)
+static PyObject *Core_calls_by(Core *self, PyObject *args)
 {
     Py_buffer groups;
     Py_ssize_t count;
@@ -49,8 +47,7 @@ end:
 }
 
 /* Of the nodes from a number on their sites, and the numbers of their parents, -1 for none. */
-static PyObject *
-Core_nodes_from(Core *self, PyObject *argument)
+static PyObject *Core_nodes_from(Core *self, PyObject *argument)
 {
     unsigned long first = PyLong_AsUnsignedLong(argument);
     if (first == (unsigned long)-1 && PyErr_Occurred())
@@ -73,8 +70,7 @@ Core_nodes_from(Core *self, PyObject *argument)
     return Py_BuildValue("(NN)", sites, parents);
 }
 
-static int
-add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
+static int add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
 {
     PyObject *key = PyLong_FromUnsignedLongLong(frame->span_id);
     if (key == NULL)
@@ -104,8 +100,7 @@ add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
 }
 
 /* (thread id, row) of each span that is open now, ending now. */
-static PyObject *
-Core_open_rows(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_open_rows(Core *self, PyObject *Py_UNUSED(none))
 {
     int64_t now_ns = read_clock(self);
     PyObject *found = PyList_New(0), *seen = PySet_New(NULL);

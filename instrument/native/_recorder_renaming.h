@@ -18,8 +18,7 @@ typedef struct {
 } open_spans_t;
 
 /* The nearest open span from a frame of a chain on, or from what the chain's context was copied under. */
-static frame_t *
-nearest_above(frame_t *frame, Current **owner, Published *base)
+static frame_t *nearest_above(frame_t *frame, Current **owner, Published *base)
 {
     while (frame != NULL && frame->state == CLOSED)
         frame = frame->above;
@@ -31,8 +30,7 @@ nearest_above(frame_t *frame, Current **owner, Published *base)
 }
 
 /* Note the open spans of a chain, whose outermost hangs below `base`. -1 without memory. */
-static int
-note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
+static int note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
 {
     const frame_t *renamed = open->renamed;
     int is_in_request = is_open_request(renamed->request);
@@ -61,8 +59,7 @@ note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
     return 0;
 }
 
-static int
-note_open(Core *core, open_spans_t *open)
+static int note_open(Core *core, open_spans_t *open)
 {
     for (Current *current = core->currents; current != NULL; current = current->next)
         if (note_chain(open, current->top, current, current->base) < 0)
@@ -75,8 +72,7 @@ note_open(Core *core, open_spans_t *open)
 
 /* Count a span, of a site, below the one above it, at the path that led from there to where it was counted. `from` is
  * where the one above was counted then. */
-static void
-move_below(Core *core, const open_t *span, PyObject *site, const node_t *from)
+static void move_below(Core *core, const open_t *span, PyObject *site, const node_t *from)
 {
     frame_t *frame = span->frame;
     const frame_t *above = span->above;
@@ -105,8 +101,7 @@ move_below(Core *core, const open_t *span, PyObject *site, const node_t *from)
 }
 
 /* Move the open spans below the one that has been renamed, each after that above it. */
-static void
-move_all_below(Core *core, open_spans_t *open)
+static void move_all_below(Core *core, open_spans_t *open)
 {
     for (uint32_t i = 1; i <= open->count; i++) {
         uint32_t at = i, from = 0;
@@ -135,8 +130,7 @@ move_all_below(Core *core, open_spans_t *open)
 }
 
 /* Whether a call of a span's node is open around it, by the spans above it. */
-static int
-is_inner_now(const open_spans_t *open, const open_t *span)
+static int is_inner_now(const open_spans_t *open, const open_t *span)
 {
     const frame_t *frame = span->frame;
     for (; span->above != NULL && span->above->place != 0; span = &open->spans[span->above->place - 1])
@@ -147,8 +141,7 @@ is_inner_now(const open_spans_t *open, const open_t *span)
 
 /* The same for the innermost span of this context, below which nothing has begun elsewhere: the way of nearly every
  * request, also with others open. 0 where it is another one. */
-static int
-rename_alone(Core *core, frame_t *frame, PyObject *site)
+static int rename_alone(Core *core, frame_t *frame, PyObject *site)
 {
     Ring *ring;
     Current *current = current_of(core, &ring);
@@ -164,8 +157,7 @@ rename_alone(Core *core, frame_t *frame, PyObject *site)
 }
 
 /* Let an open span be one of another site from now on; what is open below it moves with it. */
-static void
-rename_frame(Core *core, frame_t *frame, PyObject *site)
+static void rename_frame(Core *core, frame_t *frame, PyObject *site)
 {
     if (rename_alone(core, frame, site))
         return;
@@ -190,8 +182,7 @@ rename_frame(Core *core, frame_t *frame, PyObject *site)
     PyMem_Free(open.spans);
 }
 
-static void
-rename_to(Core *core, frame_t *frame, PyObject *site)
+static void rename_to(Core *core, frame_t *frame, PyObject *site)
 {
     PyObject *kind = frame->state == CLOSED ? NULL : PyObject_GetAttr(frame->node->site, str_kind);
     if (frame->state == CLOSED)
@@ -204,8 +195,7 @@ rename_to(Core *core, frame_t *frame, PyObject *site)
     Py_XDECREF(kind);
 }
 
-static PyObject *
-Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
         Py_RETURN_NONE;
@@ -217,20 +207,16 @@ Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
-static PyObject *
-Core_rename_innermost(Core *self, PyObject *site)
+static PyObject *Core_rename_innermost(Core *self, PyObject *site)
 {
     frame_t *frame = open_span(self, INNERMOST, NULL);
     if (frame != NULL)
         rename_to(self, frame, site);
-    if (forgive() < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return forgive() < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* The site of an open span, by its frame, or of the innermost one of this context. */
-static PyObject *
-Core_site_of_open(Core *self, PyObject *frame)
+static PyObject *Core_site_of_open(Core *self, PyObject *frame)
 {
     if (frame != Py_None && Py_TYPE(frame) != &FrameType) {
         PyErr_SetString(PyExc_TypeError, "site_of_open(frame)");

@@ -1,7 +1,6 @@
 /* Hot: spans that are begun and ended by hand, as those of requests are. A part of `_recorder.c`. */
 
-static PyObject *
-Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs < 1 || nargs > 3) {
         PyErr_SetString(PyExc_TypeError, "open(site, attributes=None, state=1)");
@@ -14,15 +13,12 @@ Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
     Frame *frame = args[0] == Py_None ? NULL : open_frame(self, args[0], NULL, attributes, (char)state);
     if (frame != NULL)
         return (PyObject *)frame;
-    if (lose(self) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return lose(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* Let a dict that its caller gives away be the attributes of an open span, with what that has of other names, and with
  * the span of another tracer that the recorder has noted itself. -1 with an exception of the host's. */
-static int
-take_attributes(Core *core, Frame *self, PyObject *given)
+static int take_attributes(Core *core, Frame *self, PyObject *given)
 {
     if (self->frame->state == CLOSED)
         return 0;
@@ -42,8 +38,7 @@ take_attributes(Core *core, Frame *self, PyObject *given)
     return failed ? forgive() : 0;
 }
 
-static PyObject *
-Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs > 0 && args[0] == Py_None) /* its begin could not be recorded */
         Py_RETURN_NONE;
@@ -53,16 +48,13 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
     }
     if (nargs > 3 && PyDict_Check(args[3]) && take_attributes(self, (Frame *)args[0], args[3]) < 0)
         return NULL;
-    if (close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True, 0) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True, 0) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 #define LENGTH_DIGITS 18 /* what fits into 63 bits, however large */
 
 /* Note the length that a request's header gives, in bytes or text: digits alone, or it gives none. */
-static int
-put_length(PyObject *facts, PyObject *header)
+static int put_length(PyObject *facts, PyObject *header)
 {
     const char *digits = NULL;
     Py_ssize_t count = 0;
@@ -87,8 +79,7 @@ put_length(PyObject *facts, PyObject *header)
     return failed ? -1 : 0;
 }
 
-static PyObject *
-Core_open_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_open_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 4 || !PyDict_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "open_request(site, attributes, caller, length)");
@@ -100,8 +91,7 @@ Core_open_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
     return Core_open(self, args, 2);
 }
 
-static PyObject *
-Core_close_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_close_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs > 0 && args[0] == Py_None) /* its begin could not be recorded */
         Py_RETURN_NONE;
@@ -122,13 +112,10 @@ Core_close_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
     PyErr_Clear(); /* for want of memory: then it is none */
     int failed = take_attributes(self, (Frame *)args[0], given) < 0 || close_frame(self, (Frame *)args[0], error, 1, 0) < 0;
     Py_XDECREF(error);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *
-Core_begun_ns(Core *Py_UNUSED(self), PyObject *given)
+static PyObject *Core_begun_ns(Core *Py_UNUSED(self), PyObject *given)
 {
     if (Py_TYPE(given) != &FrameType) {
         PyErr_SetString(PyExc_TypeError, "begun_ns(frame)");
@@ -138,15 +125,13 @@ Core_begun_ns(Core *Py_UNUSED(self), PyObject *given)
     return PyLong_FromLongLong(frame->start_ns);
 }
 
-static int
-is_open_request_of_task(const frame_t *frame, long thread_id)
+static int is_open_request_of_task(const frame_t *frame, long thread_id)
 {
     return frame->state != CLOSED && frame->task != 0 && frame->span_id == frame->root_id &&
            frame->root_id & REQUEST_BIT && frame->ring->thread_id == thread_id;
 }
 
-static PyObject *
-Core_open_requests(Core *self, PyObject *given)
+static PyObject *Core_open_requests(Core *self, PyObject *given)
 {
     long thread_id = PyLong_AsLong(given), found = 0;
     if (thread_id == -1 && PyErr_Occurred())
@@ -162,8 +147,7 @@ Core_open_requests(Core *self, PyObject *given)
 
 /* The values of headers by their names, of pairs of both: of several by one name the last, None where there is none. Of a
  * request some ten headers come, and to make a dict of them takes five times as long. */
-static PyObject *
-header_values(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+static PyObject *header_values(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || !PyTuple_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "header_values(headers, names)");

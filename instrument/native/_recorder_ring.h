@@ -1,8 +1,7 @@
 /* Hot: the calling thread's ring. Cold: rings that are made and given up. A part of `_recorder.c`. */
 
 /* Give up the rows. A ring without rows is of no use to its thread any more, but a reader may still hold it. */
-static void
-free_rows_of(Ring *ring)
+static void free_rows_of(Ring *ring)
 {
     row_t *rows = ring->rows;
     uint64_t written = ring->head < ring->capacity ? ring->head : ring->capacity;
@@ -14,8 +13,7 @@ free_rows_of(Ring *ring)
         unmap_rows(rows, mapped_bytes(ring->capacity), written * sizeof(row_t));
 }
 
-static void
-Ring_dealloc(Ring *self)
+static void Ring_dealloc(Ring *self)
 {
     free_rows_of(self);
     free_book(&self->totals);
@@ -26,8 +24,7 @@ Ring_dealloc(Ring *self)
 }
 
 /* The rows from a number on, as they are in memory. */
-static PyObject *
-Ring_copied(Ring *self, PyObject *argument)
+static PyObject *Ring_copied(Ring *self, PyObject *argument)
 {
     uint64_t since = PyLong_AsUnsignedLongLong(argument);
     if (since == (uint64_t)-1 && PyErr_Occurred())
@@ -47,8 +44,7 @@ Ring_copied(Ring *self, PyObject *argument)
 }
 
 /* [(node index, calls, total ns, steps of generators)] of each call path. */
-static PyObject *
-Ring_usage(Ring *self, PyObject *Py_UNUSED(none))
+static PyObject *Ring_usage(Ring *self, PyObject *Py_UNUSED(none))
 {
     PyObject *found = PyList_New(0);
     for (uint32_t n = 0; found != NULL && n < self->totals.slots * PAGE; n++) {
@@ -91,16 +87,14 @@ static PyTypeObject RingType = {
 };
 
 /* The ring's thread has to look anew for the chain of the context that runs there. */
-static void
-forget_current_of(Ring *ring)
+static void forget_current_of(Ring *ring)
 {
     ring->context_version = NO_VERSION;
     Py_CLEAR(ring->current);
 }
 
 /* The calling thread writes to this ring no more. */
-static void
-part_with(Ring *ring)
+static void part_with(Ring *ring)
 {
     ring->ended = 1;
     ring->state = &nobody;
@@ -110,8 +104,7 @@ part_with(Ring *ring)
     Py_DECREF(ring);
 }
 
-static void
-Mark_dealloc(Mark *self)
+static void Mark_dealloc(Mark *self)
 {
     Ring *ring = self->ring;
     if (ring != NULL && ring->thread_id == (long)PyThread_get_thread_native_id()) {
@@ -136,8 +129,7 @@ static PyTypeObject MarkType = {
     .tp_dealloc = (destructor)Mark_dealloc,
 };
 
-static uint64_t
-free_rows(Core *core)
+static uint64_t free_rows(Core *core)
 {
     uint64_t used = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(core->rings); i++)
@@ -146,8 +138,7 @@ free_rows(Core *core)
 }
 
 /* A thread that has ended needs no room beyond the rows that it wrote. */
-static void
-shrink(Ring *ring)
+static void shrink(Ring *ring)
 {
     uint64_t capacity = ring->capacity;
     while (capacity > SMALLEST_RING && capacity / 2 >= ring->head)
@@ -163,8 +154,7 @@ shrink(Ring *ring)
 
 /* Give up the rings of threads that have ended, oldest first, until there is room for another and few enough
  * are left; their totals stay. */
-static void
-retire(Core *core)
+static void retire(Core *core)
 {
     Py_ssize_t ended = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(core->rings); i++) {
@@ -206,8 +196,7 @@ retire(Core *core)
 
 /* A ring without rows. It holds neither a place for weak references nor anything that the collector looks for, so it may
  * lie where others can read it. */
-static Ring *
-empty_ring(Core *core)
+static Ring *empty_ring(Core *core)
 {
     void *slot = take_slot(core->memory, PART_RINGS);
     Ring *ring = slot != NULL ? slot : PyObject_Malloc(sizeof(Ring));
@@ -223,8 +212,7 @@ empty_ring(Core *core)
 }
 
 /* Where the calling thread's C stack ends, and how much of it is left to what a call needs at least. */
-static void
-find_stack_end(Ring *ring)
+static void find_stack_end(Ring *ring)
 {
     pthread_attr_t attributes;
     void *lowest;
@@ -240,15 +228,13 @@ find_stack_end(Ring *ring)
 
 /* A call of Python from C takes C stack, which a raised recursion limit does not watch. A stack that is not the
  * thread's own is nowhere near. */
-static inline int
-is_stack_used_up(const Ring *ring)
+static inline int is_stack_used_up(const Ring *ring)
 {
     volatile char here; /* not the frame's address, which would take a register */
     return (uintptr_t)&here - ring->stack_end < ring->stack_margin;
 }
 
-static Ring *
-new_ring(Core *core)
+static Ring *new_ring(Core *core)
 {
     PyObject *name = PyObject_CallNoArgs(core->thread_name);
     if (name == NULL)
@@ -277,8 +263,7 @@ new_ring(Core *core)
 }
 
 /* What the calling thread's state holds of a recorder, made where it is missing. Borrowed. NULL with an exception. */
-static Mark *
-find_mark(Core *core)
+static Mark *find_mark(Core *core)
 {
     PyObject *locals = PyThreadState_GetDict(); /* borrowed */
     if (locals == NULL) {
@@ -303,8 +288,7 @@ find_mark(Core *core)
 
 /* The calling thread's ring, made at its first span and after a reset. Borrowed from the thread's state. NULL with an
  * exception, or without one where the reason has been counted. */
-static Ring *
-find_ring(Core *core)
+static Ring *find_ring(Core *core)
 {
     if (core->overflow == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the recorder has not been initialised");
@@ -340,8 +324,7 @@ find_ring(Core *core)
     return at_hand.ring;
 }
 
-static inline Ring *
-ring_of(Core *core)
+static inline Ring *ring_of(Core *core)
 {
     return at_hand.uid == core->uid ? at_hand.ring : find_ring(core);
 }

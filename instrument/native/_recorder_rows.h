@@ -1,7 +1,6 @@
 /* Hot: the row of a span that has ended, and what it adds to the totals. A part of `_recorder.c`. */
 
-static uint64_t
-bytes_in(PyObject *attributes)
+static uint64_t bytes_in(PyObject *attributes)
 {
     PyObject *moved = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_bytes) : NULL; /* borrowed */
     uint64_t bytes = moved != NULL && PyLong_Check(moved) ? PyLong_AsUnsignedLongLong(moved) : 0;
@@ -13,8 +12,7 @@ bytes_in(PyObject *attributes)
 }
 
 /* The totals of a call path on the ring's thread; NULL without memory. */
-static SELDOM totals_t *
-find_totals_here(Ring *ring, node_t *node)
+static SELDOM totals_t *find_totals_here(Ring *ring, node_t *node)
 {
     totals_t *totals = totals_of(ring, node->index);
     if (totals != NULL) {
@@ -24,15 +22,13 @@ find_totals_here(Ring *ring, node_t *node)
     return totals;
 }
 
-static inline totals_t *
-totals_here(Ring *ring, node_t *node)
+static inline totals_t *totals_here(Ring *ring, node_t *node)
 {
     return __builtin_expect(node->ring_number == ring->number, 1) ? node->totals : find_totals_here(ring, node);
 }
 
 /* The error of a span that has ended: what its status says, where somebody has set one, else what it was. Borrowed. */
-static PyObject *
-error_told(PyObject *attributes, PyObject *error)
+static PyObject *error_told(PyObject *attributes, PyObject *error)
 {
     PyObject *status = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_status_code) : NULL;
     if (status == NULL) {
@@ -53,8 +49,7 @@ error_told(PyObject *attributes, PyObject *error)
     return error != NULL ? error : str_other;
 }
 
-static inline uint64_t
-number_as_rare(int64_t active_ns)
+static inline uint64_t number_as_rare(int64_t active_ns)
 {
     return (uint64_t)active_ns << 1 | 1;
 }
@@ -119,8 +114,7 @@ count_call(Core *const *core, totals_t *totals, const frame_t *frame, int64_t to
 }
 
 /* How long what is awaited around an open span has been suspended since the span began. */
-static int64_t
-waited_since_begin(const Frame *self, int64_t now_ns)
+static int64_t waited_since_begin(const Frame *self, int64_t now_ns)
 {
     const Stepped *around = self->stepped;
     if (around == NULL)
@@ -132,8 +126,7 @@ waited_since_begin(const Frame *self, int64_t now_ns)
 }
 
 /* How long an open span has waited: at least as long as its children, should nobody have seen it suspended itself. */
-static inline int64_t
-waited_of(const Frame *self, int64_t now_ns)
+static inline int64_t waited_of(const Frame *self, int64_t now_ns)
 {
     int64_t waited_ns = self->stepped == NULL ? 0 : waited_since_begin(self, now_ns);
     if (waited_ns < self->children_waited_ns)
@@ -144,8 +137,7 @@ waited_of(const Frame *self, int64_t now_ns)
 
 /* The span waited so long of its time; in `active_ns` it ran, and was not suspended. Of its own time is what its children
  * have not waited; what they ran and it did not is theirs. */
-static int64_t
-take_waited(frame_t *frame, int64_t active_ns, int64_t waited_ns)
+static int64_t take_waited(frame_t *frame, int64_t active_ns, int64_t waited_ns)
 {
     int64_t children_ran_ns = frame->children_ns - ((Frame *)frame->self)->children_waited_ns;
     int64_t ran_ns = active_ns - children_ran_ns, own_ns = active_ns + waited_ns - frame->children_ns;
@@ -199,8 +191,7 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
 }
 
 /* Store a span that has neither an error nor attributes, nor waited: what most are. */
-static inline void
-store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
+static inline void store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
 {
     int64_t total_ns = end_ns - frame->start_ns;
     node_t *node = frame->node;

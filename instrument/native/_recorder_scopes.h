@@ -2,8 +2,7 @@
 
 /* The innermost open span of this context, the open request that it is in, or the one that is given: NULL without one.
  * Valid until code of the host's may run. */
-static frame_t *
-open_span(Core *core, int which, Frame *given)
+static frame_t *open_span(Core *core, int which, Frame *given)
 {
     if (which == GIVEN)
         return given->frame->state == CLOSED ? NULL : given->frame;
@@ -20,8 +19,7 @@ open_span(Core *core, int which, Frame *given)
 }
 
 /* An attribute that is kept as it is: one that runs no code and takes little memory. */
-static int
-is_plain_attribute(PyObject *name, PyObject *value)
+static int is_plain_attribute(PyObject *name, PyObject *value)
 {
     if (!PyUnicode_CheckExact(name) || PyUnicode_GET_LENGTH(name) > VALUE_LIMIT || PyUnicode_GET_LENGTH(name) == 0)
         return 0;
@@ -35,8 +33,7 @@ is_plain_attribute(PyObject *name, PyObject *value)
     return PyFloat_CheckExact(value) || PyBool_Check(value);
 }
 
-static int
-put_attribute(Core *core, PyObject *made, PyObject *name, PyObject *value)
+static int put_attribute(Core *core, PyObject *made, PyObject *name, PyObject *value)
 {
     if (PyDict_GET_SIZE(made) >= ATTRIBUTE_LIMIT && PyDict_Contains(made, name) == 0) {
         count(core, TOO_MANY_ATTRIBUTES);
@@ -47,8 +44,7 @@ put_attribute(Core *core, PyObject *made, PyObject *name, PyObject *value)
 
 /* Set attributes of an open span: those of a dict, or by their names. What may have been handed on stays as it is: they
  * are copied each time. -1 with an exception of the host's. */
-static int
-set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
+static int set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
 {
     frame_t *frame = open_span(core, which, given);
     for (int tries = 0; frame != NULL && tries < TRIES; tries++) {
@@ -82,8 +78,7 @@ set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *na
 }
 
 /* As `set_attributes`, and write them for readers of open spans. */
-static int
-annotate_open(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
+static int annotate_open(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
 {
     if (set_attributes(core, which, given, more, names, values) < 0)
         return -1;
@@ -103,14 +98,10 @@ annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize
     for (Py_ssize_t i = 0; plain && names != NULL && i < PyTuple_GET_SIZE(names); i++)
         plain = is_plain_attribute(PyTuple_GET_ITEM(names, i), args[i]);
     if (plain) {
-        if (annotate_open(core, which, given, NULL, names, args) < 0)
-            return NULL;
-        Py_RETURN_NONE;
+        return annotate_open(core, which, given, NULL, names, args) < 0 ? NULL : Py_NewRef(Py_None);
     }
     if (which != GIVEN && open_span(core, which, given) == NULL) {
-        if (forgive() < 0)
-            return NULL;
-        Py_RETURN_NONE;
+        return forgive() < 0 ? NULL : Py_NewRef(Py_None);
     }
     Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     PyObject *more = PyDict_New(), *first = nargs > 0 ? args[0] : Py_None, *checked = NULL;
@@ -128,14 +119,11 @@ annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize
         failed = lose(core) < 0;
     Py_XDECREF(checked);
     Py_XDECREF(more);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 /* bind(key): name the request that the innermost open span serves. All but texts and numbers go the long way. */
-static PyObject *
-Core_bind(Core *self, PyObject *key)
+static PyObject *Core_bind(Core *self, PyObject *key)
 {
     if (!self->on)
         Py_RETURN_NONE;
@@ -144,9 +132,7 @@ Core_bind(Core *self, PyObject *key)
         return PyErr_Occurred() ? NULL : PyObject_CallMethodOneArg((PyObject *)self, str_bind_innermost, key);
     int failed = annotate_open(self, INNERMOST, NULL, facts, NULL, NULL) < 0;
     Py_XDECREF(facts);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 /* ------------------------------------------------------------------ scopes */
@@ -156,8 +142,7 @@ static PyObject *exit_bound(BoundMethod *, PyObject *const *, size_t, PyObject *
 static PyTypeObject EnterType, ExitType;
 
 /* A scope without anything; NULL with an exception. Its methods have no references as long as nobody has bound them. */
-static Scope *
-empty_scope(PyTypeObject *type)
+static Scope *empty_scope(PyTypeObject *type)
 {
     Scope *self = (Scope *)type->tp_alloc(type, 0);
     if (self != NULL) {
@@ -170,8 +155,7 @@ empty_scope(PyTypeObject *type)
     return self;
 }
 
-static PyObject *
-Scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *Scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *words[] = {"recorder", "site", "attributes", NULL};
     PyObject *core, *site, *attributes = Py_None;
@@ -186,8 +170,7 @@ Scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static int
-Scope_traverse(Scope *self, visitproc visit, void *arg)
+static int Scope_traverse(Scope *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->core);
     Py_VISIT(self->site);
@@ -199,25 +182,21 @@ Scope_traverse(Scope *self, visitproc visit, void *arg)
 
 /* Nobody is left who could end it: its `with` lost it (from 3.14 on a signal's handler may raise after `__enter__`
  * and before the block), or it was entered by hand. */
-static void
-end_dropped(Scope *self)
+static void end_dropped(Scope *self)
 {
-    PyObject *type, *raised, *traceback;
-    PyErr_Fetch(&type, &raised, &traceback);
+    raised_t raised = take_raised();
     if (close_frame(self->core, self->frame, NULL, 0, 0) < 0)
         PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(type, raised, traceback);
+    raise_again(raised);
 }
 
-static inline known_t *
-place_of_path(path_t *path)
+static inline known_t *place_of_path(path_t *path)
 {
     return (known_t *)((char *)path - offsetof(known_t, path));
 }
 
 /* A scope is of its name no more. One that nobody has is given up. */
-static void
-part_with_scope(Scope *scope)
+static void part_with_scope(Scope *scope)
 {
     if (scope == NULL)
         return;
@@ -227,15 +206,13 @@ part_with_scope(Scope *scope)
         Py_DECREF(scope);
 }
 
-static inline uint64_t
-version_of_names(const Core *core)
+static inline uint64_t version_of_names(const Core *core)
 {
     return (uintptr_t)core;
 }
 
 /* Let no scope go a way that is known. Runs no code of the host's. */
-static void
-forget_paths_of_names(const Core *core)
+static void forget_paths_of_names(const Core *core)
 {
     for (known_t *place = names_at_hand; place < names_at_hand + NAMES_AT_HAND; place++)
         if (place->version == version_of_names(core)) {
@@ -245,8 +222,7 @@ forget_paths_of_names(const Core *core)
 }
 
 /* Let the sites of scopes be asked for anew by their names, also those of scopes that are there. */
-static PyObject *
-Core_forget_names(Core *self, PyObject *Py_UNUSED(none))
+static PyObject *Core_forget_names(Core *self, PyObject *Py_UNUSED(none))
 {
     forget_paths_of_names(self);
     for (known_t *place = names_at_hand; place < names_at_hand + NAMES_AT_HAND; place++)
@@ -262,8 +238,7 @@ Core_forget_names(Core *self, PyObject *Py_UNUSED(none))
 }
 
 /* As a frame that is given up. */
-static SELDOM void
-give_up_scope(Scope *self)
+static SELDOM void give_up_scope(Scope *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     Py_SET_REFCNT(self, 1);
@@ -291,8 +266,7 @@ give_up_scope(Scope *self)
 }
 
 /* That of a name waits for the next call, without the recorder, which may go meanwhile. */
-static void
-Scope_dealloc(Scope *self)
+static void Scope_dealloc(Scope *self)
 {
     if (self->path == &no_path || self->frame != NULL) {
         give_up_scope(self);
@@ -305,8 +279,7 @@ Scope_dealloc(Scope *self)
 }
 
 /* Scopes of a kind that Python code has made of ours are given up as ours are, for it has added methods alone. */
-static void
-keep_scopes_of(PyTypeObject *type)
+static void keep_scopes_of(PyTypeObject *type)
 {
     if (free_scope_type != NULL || type->tp_basicsize != ScopeType.tp_basicsize)
         return;
@@ -315,8 +288,7 @@ keep_scopes_of(PyTypeObject *type)
 }
 
 /* A scope of a site, of which it takes the reference; NULL without memory, with an exception. */
-static Scope *
-new_scope(Core *core, PyObject *site)
+static Scope *new_scope(Core *core, PyObject *site)
 {
     PyTypeObject *type = core->scope_type != NULL ? (PyTypeObject *)core->scope_type : &ScopeType;
     Scope *scope;
@@ -331,8 +303,7 @@ new_scope(Core *core, PyObject *site)
     return scope;
 }
 
-static SELDOM PyObject *
-enter_otherwise(Scope *self)
+static SELDOM PyObject *enter_otherwise(Scope *self)
 {
     if (self->site != NULL && self->core->on && self->frame == NULL) {
         Pass *pass = pass_of(self->core, self->site);
@@ -349,8 +320,7 @@ enter_otherwise(Scope *self)
 }
 
 /* Begin the span of a scope: fast where its name was met here before, and nothing else is to be done. */
-static inline __attribute__((always_inline)) PyObject *
-Scope_enter(Scope *self)
+static inline __attribute__((always_inline)) PyObject *Scope_enter(Scope *self)
 {
     Frame *open = self->spare;
     if (open == NULL || !begin_known(self->core, open, self->path, 1))
@@ -361,21 +331,17 @@ Scope_enter(Scope *self)
     return (PyObject *)self;
 }
 
-static SELDOM PyObject *
-exit_otherwise(Scope *self, PyObject *error, int64_t end_ns)
+static SELDOM PyObject *exit_otherwise(Scope *self, PyObject *error, int64_t end_ns)
 {
     Frame *frame = self->frame;
     self->frame = NULL;
     int failed = frame == NULL ? 0 : close_frame(self->core, frame, error, 0, end_ns);
     Py_XDECREF(frame);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 /* What few ends have to do besides: a request may run code of the host's as it goes. */
-static SELDOM PyObject *
-exit_with(Core *core, totals_t *full, PyObject *request)
+static SELDOM PyObject *exit_with(Core *core, totals_t *full, PyObject *request)
 {
     if (full != NULL)
         count_all_waiting(core, full);
@@ -385,8 +351,7 @@ exit_with(Core *core, totals_t *full, PyObject *request)
 
 /* End it: fast where it is the innermost span of the context that runs now, nothing is to be said but its times, and nobody
  * else has its Frame, which is kept. After the clock is read nothing is called but what comes last. */
-static inline __attribute__((always_inline)) PyObject *
-Scope_exit(Scope *self, PyObject *error)
+static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, PyObject *error)
 {
     if (self->frame == NULL || error != Py_None)
         return exit_otherwise(self, error, 0);
@@ -429,8 +394,7 @@ Scope_exit(Scope *self, PyObject *error)
 
 static PyObject *annotate_by(Core *, int, Frame *, PyObject *const *, Py_ssize_t, PyObject *);
 
-static PyObject *
-Scope_annotate(Scope *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+static PyObject *Scope_annotate(Scope *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (self->frame == NULL)
         Py_RETURN_NONE;
@@ -451,8 +415,7 @@ typedef struct {
     size_t at; /* of the bound one in a scope */
 } ScopeMethod;
 
-static SELDOM PyObject *
-get_otherwise(ScopeMethod *self, PyObject *scope)
+static SELDOM PyObject *get_otherwise(ScopeMethod *self, PyObject *scope)
 {
     if (scope == NULL || scope == Py_None)
         return Py_NewRef((PyObject *)self);
@@ -465,8 +428,7 @@ get_otherwise(ScopeMethod *self, PyObject *scope)
     return (PyObject *)bound;
 }
 
-static PyObject *
-ScopeMethod_get(ScopeMethod *self, PyObject *scope, PyObject *Py_UNUSED(owner))
+static PyObject *ScopeMethod_get(ScopeMethod *self, PyObject *scope, PyObject *Py_UNUSED(owner))
 {
     BoundMethod *bound = (BoundMethod *)((char *)scope + self->at);
     if (scope == NULL || Py_TYPE(scope) != free_scope_type || Py_REFCNT(bound) != 0)
@@ -476,8 +438,7 @@ ScopeMethod_get(ScopeMethod *self, PyObject *scope, PyObject *Py_UNUSED(owner))
 }
 
 /* The scope that a method is called on in its class; NULL with an exception. */
-static Scope *
-scope_of_call(ScopeMethod *self, PyObject *const *args, size_t nargsf)
+static Scope *scope_of_call(ScopeMethod *self, PyObject *const *args, size_t nargsf)
 {
     if (PyVectorcall_NARGS(nargsf) > 0 && PyObject_TypeCheck(args[0], &ScopeType))
         return (Scope *)args[0];
@@ -493,8 +454,7 @@ enter_bound(BoundMethod *self, PyObject *const *Py_UNUSED(args), size_t Py_UNUSE
     return Scope_enter(scope);
 }
 
-static PyObject *
-exit_bound(BoundMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py_UNUSED(names))
+static PyObject *exit_bound(BoundMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py_UNUSED(names))
 {
     Scope *scope = (Scope *)((char *)self - offsetof(Scope, exit));
     __asm__("" : "+r"(scope));
@@ -503,15 +463,13 @@ exit_bound(BoundMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py
     return exit_otherwise(scope, PyVectorcall_NARGS(nargsf) > 1 ? args[1] : Py_None, 0);
 }
 
-static PyObject *
-enter_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *enter_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Scope *scope = scope_of_call(self, args, nargsf);
     return scope == NULL ? NULL : enter_bound(&scope->enter, args, nargsf, names);
 }
 
-static PyObject *
-exit_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *exit_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Scope *scope = scope_of_call(self, args, nargsf);
     return scope == NULL ? NULL : exit_bound(&scope->exit, args + 1, PyVectorcall_NARGS(nargsf) - 1, names);
@@ -534,14 +492,12 @@ static PyTypeObject ScopeMethodType = {
     .tp_members = ScopeMethod_members,
 };
 
-static PyObject *
-BoundMethod_name(PyObject *Py_UNUSED(self), void *name)
+static PyObject *BoundMethod_name(PyObject *Py_UNUSED(self), void *name)
 {
     return PyUnicode_FromString(name);
 }
 
-static PyObject *
-BoundMethod_self(PyObject *self, void *at)
+static PyObject *BoundMethod_self(PyObject *self, void *at)
 {
     return Py_NewRef((PyObject *)((char *)self - (size_t)at));
 }
@@ -572,8 +528,7 @@ BOUND_METHOD(EnterType, enter, "__enter__");
 BOUND_METHOD(ExitType, exit, "__exit__");
 
 /* Give the class of scopes a method. */
-static int
-add_scope_method(const char *name, vectorcallfunc unbound, size_t at)
+static int add_scope_method(const char *name, vectorcallfunc unbound, size_t at)
 {
     ScopeMethod *method = PyObject_New(ScopeMethod, &ScopeMethodType);
     if (method == NULL)
@@ -593,14 +548,12 @@ static PyMemberDef Scope_members[] = {
     {NULL},
 };
 
-static PyObject *
-Scope_frame(Scope *self, void *Py_UNUSED(closure))
+static PyObject *Scope_frame(Scope *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->frame != NULL ? (PyObject *)self->frame : Py_None);
 }
 
-static int
-Scope_set_frame(Scope *self, PyObject *value, void *Py_UNUSED(closure))
+static int Scope_set_frame(Scope *self, PyObject *value, void *Py_UNUSED(closure))
 {
     if (value != NULL && value != Py_None && Py_TYPE(value) != &FrameType) {
         PyErr_SetString(PyExc_TypeError, "a scope's frame is a Frame or None");
@@ -630,8 +583,7 @@ static PyTypeObject ScopeType = {
     .tp_getset = Scope_getset,
 };
 
-static PyObject *
-Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs < 3 || nargs > 5) {
         PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes, pair=None, has_no_self=False)");
@@ -644,17 +596,13 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     Ring *ring;
     Current *current = current_of(self, &ring);
     if (current == NULL) {
-        if (lose(self) < 0)
-            return NULL;
-        Py_RETURN_NONE;
+        return lose(self) < 0 ? NULL : Py_NewRef(Py_None);
     }
     frame_t frame;
     frame.attributes = with_link(current, args[2] == Py_None ? NULL : args[2]);
     if (frame.attributes != NULL && (current = current_of(self, &ring)) == NULL) {
         Py_DECREF(frame.attributes);
-        if (lose(self) < 0)
-            return NULL;
-        Py_RETURN_NONE;
+        return lose(self) < 0 ? NULL : Py_NewRef(Py_None);
     }
     identify(self, ring, current, &frame, args[0], NULL, OPEN);
     frame.pair = nargs > 3 && args[3] != Py_None ? Py_NewRef(args[3]) : NULL;
@@ -668,37 +616,31 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     Py_DECREF(ring);
     Py_XDECREF(frame.request);
     Py_XDECREF(frame.attributes);
-    if (failed)
-        return NULL;
-    Py_RETURN_NONE;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *
-no_scope(Core *self)
+static PyObject *no_scope(Core *self)
 {
     if (self->no_scope == NULL || lose(self) < 0)
         return NULL;
     return Py_NewRef((PyObject *)self->no_scope);
 }
 
-static PyObject *
-Core_new_span(Core *self, PyObject *site)
+static PyObject *Core_new_span(Core *self, PyObject *site)
 {
     Scope *scope = new_scope(self, Py_NewRef(site));
     return scope != NULL ? (PyObject *)scope : no_scope(self);
 }
 
 /* Where a name is kept that is at hand. */
-static inline known_t *
-place_of_name(PyObject *name)
+static inline known_t *place_of_name(PyObject *name)
 {
     return &names_at_hand[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
 }
 
 /* Let the scope of a name's site be handed out again for it, if that can be. The address of a text identifies it while there
  * is a reference. */
-static void
-keep_name(Core *core, PyObject *name, Scope *scope)
+static void keep_name(Core *core, PyObject *name, Scope *scope)
 {
     if (Py_TYPE(scope) != free_scope_type)
         return;
@@ -718,8 +660,7 @@ keep_name(Core *core, PyObject *name, Scope *scope)
 
 /* scope(name, key=) or scope(name, batch=), where the name is known and the keys are plain. NULL with an exception or,
  * where it is to go the long way, without. */
-static Scope *
-scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
+static Scope *scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
 {
     PyObject *word = PyTuple_GET_ITEM(names, 0);
     if ((word != str_key_word && word != str_batch_word) || !PyUnicode_CheckExact(args[0]))
@@ -742,8 +683,7 @@ scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
 }
 
 /* scope(name): of a site that is known by its name; all else goes the long way in Python. */
-static SELDOM PyObject *
-scope_otherwise(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (nargs == 1 && names == NULL && PyUnicode_CheckExact(args[0]) && self->scope_type != NULL) {
         PyObject *site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
@@ -775,8 +715,7 @@ scope_otherwise(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *n
 }
 
 /* The same of a name that is at hand, whose scope nobody has. */
-static PyObject *
-Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+static PyObject *Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (nargs != 1 || names != NULL)
         return scope_otherwise(self, args, nargs, names);

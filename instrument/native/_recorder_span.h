@@ -1,8 +1,7 @@
 /* Hot: a span from its begin to its row. A part of `_recorder.c`. */
 
 /* Free a Frame that is not kept; but keep it where that has not been looked at yet. */
-static SELDOM void
-free_frame_object(Frame *self)
+static SELDOM void free_frame_object(Frame *self)
 {
     int is_elsewhere = frame_memory != NULL && memory_of(self->frame) != frame_memory;
     if (!is_elsewhere && free_frame_object_count < OBJECTS_KEPT) {
@@ -18,8 +17,7 @@ free_frame_object(Frame *self)
 }
 
 /* A span is no longer of what is awaited around it. */
-static inline void
-leave_stepped(Frame *self)
+static inline void leave_stepped(Frame *self)
 {
     Stepped *around = self->stepped;
     self->stepped = NULL;
@@ -29,8 +27,7 @@ leave_stepped(Frame *self)
 
 /* A frame that is given up is kept for the next span. What it refers to is let go of while it is whole: code of the
  * host's may run, and the collector look at it. */
-static void
-Frame_dealloc(Frame *self)
+static void Frame_dealloc(Frame *self)
 {
     frame_t *frame = self->frame;
     Py_SET_REFCNT(self, 1);
@@ -51,8 +48,7 @@ Frame_dealloc(Frame *self)
         free_frame_object(self);
 }
 
-static inline Frame *
-new_frame_object(void)
+static inline Frame *new_frame_object(void)
 {
     if (free_frame_object_count > 0)
         return free_frame_objects[--free_frame_object_count];
@@ -72,8 +68,7 @@ new_frame_object(void)
     return made;
 }
 
-static int
-Frame_traverse(Frame *self, visitproc visit, void *arg)
+static int Frame_traverse(Frame *self, visitproc visit, void *arg)
 {
     if (self->frame->request != (PyObject *)self)
         Py_VISIT(self->frame->request);
@@ -84,16 +79,14 @@ Frame_traverse(Frame *self, visitproc visit, void *arg)
     return 0;
 }
 
-static int
-Frame_clear(Frame *self)
+static int Frame_clear(Frame *self)
 {
     Py_XDECREF(take_published(self->frame));
     return 0;
 }
 
 /* A number of its frame, by its offset. */
-static PyObject *
-Frame_number(Frame *self, void *offset)
+static PyObject *Frame_number(Frame *self, void *offset)
 {
     return PyLong_FromUnsignedLongLong(*(const uint64_t *)((const char *)self->frame + (size_t)offset));
 }
@@ -118,8 +111,7 @@ static PyTypeObject FrameType = {
 };
 
 /* Whether a call of a node is open on a thread, from a frame upwards, also in what its context was copied under. */
-static SELDOM int
-is_open_around(Current *current, const frame_t *frame, const Ring *ring, const node_t *node)
+static SELDOM int is_open_around(Current *current, const frame_t *frame, const Ring *ring, const node_t *node)
 {
     int found = 0;
     Py_XINCREF(current);
@@ -137,14 +129,12 @@ is_open_around(Current *current, const frame_t *frame, const Ring *ring, const n
     return found;
 }
 
-static SELDOM uint64_t
-first_identity(void)
+static SELDOM uint64_t first_identity(void)
 {
     return 2; /* 0 means none */
 }
 
-static inline uint64_t
-next_identity(Core *core)
+static inline uint64_t next_identity(Core *core)
 {
     uint64_t id = core->last_id + 2;
     if (__builtin_expect((int64_t)id < 0, 0)) /* readers have 63 bits */
@@ -153,39 +143,34 @@ next_identity(Core *core)
     return id;
 }
 
-static inline void
-set_flags(frame_t *frame, char state)
+static inline void set_flags(frame_t *frame, char state)
 {
     const char flags[] = {0, state, 0, 0};
     memcpy(&frame->is_inner, flags, sizeof flags); /* and `state`, `below_fold`, `has_rows`, as one number */
 }
 
 /* Whether a span is open as it began, and no flag is set. */
-static inline int
-is_open_as_begun(const frame_t *frame)
+static inline int is_open_as_begun(const frame_t *frame)
 {
     static const char expected[] = {0, OPEN, 0, 0};
     return memcmp(&frame->is_inner, expected, sizeof expected) == 0;
 }
 
 /* Whether a span is open, as those of functions and scopes are, and no call of its node is open around it. */
-static inline int
-is_open_and_outermost(const frame_t *frame)
+static inline int is_open_and_outermost(const frame_t *frame)
 {
     static const char expected[] = {0, OPEN};
     return memcmp(&frame->is_inner, expected, sizeof expected) == 0; /* and `state` */
 }
 
 /* Whether a span is open, as those of functions and scopes are, and no step to a node that is not below led to it. */
-static inline int
-is_open_and_no_fold(const frame_t *frame)
+static inline int is_open_and_no_fold(const frame_t *frame)
 {
     static const char expected[] = {OPEN, 0};
     return memcmp(&frame->state, expected, sizeof expected) == 0; /* and `below_fold` */
 }
 
-static inline void
-remember_step(path_t *path, node_t *parent, node_t *step)
+static inline void remember_step(path_t *path, node_t *parent, node_t *step)
 {
     path->parents[1] = path->parents[0];
     path->steps[1] = path->steps[0];
@@ -243,8 +228,7 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
 }
 
 /* Whether the step from a parent is known, for the site was met there before. */
-static inline int
-find_known_step(const path_t *path, const node_t *parent, node_t **step)
+static inline int find_known_step(const path_t *path, const node_t *parent, node_t **step)
 {
     *step = path->steps[0];
     if (__builtin_expect(path->parents[0] == parent, 1))
@@ -284,8 +268,7 @@ place_below_top(Core *core, Ring *ring, const Current *current, const path_t *pa
 }
 
 /* From now on the span is open, also for readers in other processes: all else that it has is written before. */
-static inline void
-begin_frame(frame_t *frame, int64_t now_ns)
+static inline void begin_frame(frame_t *frame, int64_t now_ns)
 {
     frame->counted_from_ns = now_ns;
     __atomic_store_n(&frame->start_ns, now_ns, __ATOMIC_RELEASE);
@@ -317,8 +300,7 @@ begin_known(Core *core, Frame *open, const path_t *path, int is_stepped_around)
     return 1;
 }
 
-static int
-note_remote(Core *core, Frame *frame)
+static int note_remote(Core *core, Frame *frame)
 {
     PyObject *ask = Py_NewRef(core->remote_parent);
     PyObject *remote = PyObject_CallNoArgs(ask);
@@ -338,8 +320,7 @@ note_remote(Core *core, Frame *frame)
 
 /* What a root has to say besides its own attributes of where its context came from; a new reference or NULL, without
  * an exception. Making a dict may run code of the host's. */
-static PyObject *
-with_link(const Current *current, PyObject *attributes)
+static PyObject *with_link(const Current *current, PyObject *attributes)
 {
     if (current->top != NULL || current->base != NULL || current->linked == NULL || attributes == NULL)
         return Py_XNewRef(attributes); /* a root without any takes those of its context */
@@ -355,15 +336,13 @@ with_link(const Current *current, PyObject *attributes)
 static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, int64_t end_ns);
 
 /* Whether what begins now in a task is awaited by what is stepped. A task that begins at once (an eager one) is not. */
-static inline int
-is_stepped_in(uint64_t task)
+static inline int is_stepped_in(uint64_t task)
 {
     return at_hand.stepping != NULL && at_hand.stepping->is_running && (at_hand.stepping->task == 0 || at_hand.stepping->task == task);
 }
 
 /* A span that begins in what is stepped learns how long that waits. */
-static inline void
-note_stepping(Frame *self)
+static inline void note_stepping(Frame *self)
 {
     if (is_stepped_in(self->frame->task)) {
         self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand.stepping);
@@ -372,8 +351,7 @@ note_stepping(Frame *self)
 }
 
 /* `scope`: that begins, or NULL. NULL with an exception, or without one where the reason has been counted: see `lose`. */
-static Frame *
-open_frame(Core *core, PyObject *site, const Scope *scope, PyObject *attributes, char state)
+static Frame *open_frame(Core *core, PyObject *site, const Scope *scope, PyObject *attributes, char state)
 {
     Frame *self = new_frame_object();
     if (self == NULL)
@@ -423,11 +401,10 @@ open_frame(Core *core, PyObject *site, const Scope *scope, PyObject *attributes,
     Py_DECREF(current);
     begin_frame(frame, read_clock(core));
     if (is_timed_on_device(core, frame) && begin_on_device(core, frame, NULL) < 0) {
-        PyObject *type, *raised, *traceback;
-        PyErr_Fetch(&type, &raised, &traceback);
+        raised_t raised = take_raised();
         if (close_frame(core, self, Py_None, 0, 0) < 0)
             PyErr_Clear(); /* of two that handlers raised, the first */
-        PyErr_Restore(type, raised, traceback);
+        raise_again(raised);
         Py_DECREF(self);
         return NULL;
     }
@@ -435,8 +412,7 @@ open_frame(Core *core, PyObject *site, const Scope *scope, PyObject *attributes,
 }
 
 /* The span that a span's time counts against: the one above it, where both ran on one thread and task; or NULL. */
-static inline frame_t *
-counted_above(const Current *current, const frame_t *frame, const Ring *ring)
+static inline frame_t *counted_above(const Current *current, const frame_t *frame, const Ring *ring)
 {
     frame_t *above = frame->above;
     if (above == NULL) {
@@ -447,8 +423,7 @@ counted_above(const Current *current, const frame_t *frame, const Ring *ring)
     return above->ring == ring && above->task == frame->task ? above : NULL;
 }
 
-static inline void
-count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
+static inline void count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
 {
     frame_t *above = counted_above(current, frame, ring);
     if (above != NULL)
@@ -456,16 +431,14 @@ count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns
 }
 
 /* Of the time that counts against a span above, its child waited so much. */
-static void
-count_waited_above(frame_t *above, int64_t waited_ns)
+static void count_waited_above(frame_t *above, int64_t waited_ns)
 {
     if (above != NULL && above->self != NULL)
         ((Frame *)above->self)->children_waited_ns += waited_ns;
 }
 
 /* Take a frame out of the chain and give the chain's reference up. */
-static void
-unlink_frame(Current *current, frame_t *below, frame_t *frame)
+static void unlink_frame(Current *current, frame_t *below, frame_t *frame)
 {
     if (below == NULL)
         current->top = frame->above;
@@ -477,8 +450,7 @@ unlink_frame(Current *current, frame_t *below, frame_t *frame)
 
 /* End a frame while others, begun inside it, go on: what follows counts against the frame above. -1 where it is not in
  * the chain. */
-static int
-cross(Current *current, frame_t *frame, int64_t end_ns)
+static int cross(Current *current, frame_t *frame, int64_t end_ns)
 {
     frame_t *below = current->top;
     while (below != NULL && below->above != frame)
@@ -494,8 +466,7 @@ cross(Current *current, frame_t *frame, int64_t end_ns)
 
 /* The name of an exception's class, cut where it is long. No code of the class is run: a metaclass may have a `__name__`
  * of its own. */
-static PyObject * /* new reference or NULL; no exception */
-error_name(PyObject *type)
+static PyObject * /* new reference or NULL; no exception */ error_name(PyObject *type)
 {
     PyObject *whole = Py_TYPE(name_of_type)->tp_descr_get(name_of_type, type, (PyObject *)Py_TYPE(type));
     PyObject *name = whole == NULL ? NULL : PyUnicode_Substring(whole, 0, ERROR_NAME_LIMIT);
@@ -506,8 +477,7 @@ error_name(PyObject *type)
 }
 
 /* What a class of a web framework's own says of its status, borrowed; NULL for any other class. */
-static PyObject *
-answer_of(Core *core, PyTypeObject *type)
+static PyObject *answer_of(Core *core, PyTypeObject *type)
 {
     if (!PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE))
         return NULL;
@@ -518,8 +488,7 @@ answer_of(Core *core, PyTypeObject *type)
 
 /* The status of HTTP by which an exception answers a request, -1 where it is not of a web framework. No exception is
  * set. */
-static long
-status_of(Core *core, PyObject *error)
+static long status_of(Core *core, PyObject *error)
 {
     PyObject *classes = Py_TYPE(error)->tp_mro, *answer = NULL;
     for (Py_ssize_t i = 0; answer == NULL && i < PyTuple_GET_SIZE(classes); i++)
@@ -540,8 +509,7 @@ status_of(Core *core, PyObject *error)
 }
 
 /* The outcome of a span that an exception broke off, borrowed; NULL where it has failed. It runs no code of the host's. */
-static PyObject *
-outcome_of(PyObject *error)
+static PyObject *outcome_of(PyObject *error)
 {
     if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_Exception))
         return NULL;
@@ -566,16 +534,14 @@ outcome_of(PyObject *error)
     return NULL;
 }
 
-static PyObject *
-told_outcome(PyObject *Py_UNUSED(module), PyObject *error)
+static PyObject *told_outcome(PyObject *Py_UNUSED(module), PyObject *error)
 {
     PyObject *outcome = outcome_of(error);
     return Py_NewRef(outcome != NULL ? outcome : Py_None);
 }
 
 /* Note how a span has ended, besides its attributes, which may be another's too. */
-static void
-put_ending(Core *core, frame_t *ended, PyObject *name, PyObject *value)
+static void put_ending(Core *core, frame_t *ended, PyObject *name, PyObject *value)
 {
     PyObject *attributes = ended->attributes ? PyDict_Copy(ended->attributes) : PyDict_New();
     if (value != NULL && attributes != NULL && PyDict_SetItem(attributes, name, value) == 0)
@@ -588,8 +554,7 @@ put_ending(Core *core, frame_t *ended, PyObject *name, PyObject *value)
 
 /* Whether what a span ended with is no error, but an answer below 500, or says that it was broken off. A request bears
  * the answer's status, any span how it was broken off. */
-static int
-is_no_error(Core *core, frame_t *ended, PyObject *error)
+static int is_no_error(Core *core, frame_t *ended, PyObject *error)
 {
     if (!PyExceptionInstance_Check(error))
         return 0;
@@ -613,8 +578,7 @@ is_no_error(Core *core, frame_t *ended, PyObject *error)
 /* End a span with an exception, or the name of an error, or None, at a time, or if that is 0 now. `anywhere`: it is no mistake that it ends before what
  * is inside it, or in another context. -1 with an exception of the host's, else 0: what could not be recorded has been
  * counted. */
-static int
-close_frame(Core *core, Frame *self, PyObject *error, int anywhere, int64_t end_ns)
+static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, int64_t end_ns)
 {
     if (end_ns == 0)
         end_ns = read_clock(core);

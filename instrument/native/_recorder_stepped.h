@@ -3,8 +3,7 @@
  * it. A part of `_recorder.c`. */
 
 /* Return an attribute of an object, or of the object that it replaces. */
-static PyObject *
-get_through(PyObject *self, PyObject *name, PyObject *stood_for)
+static PyObject *get_through(PyObject *self, PyObject *name, PyObject *stood_for)
 {
     PyObject *found = PyObject_GenericGetAttr(self, name);
     if (found != NULL || stood_for == NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
@@ -15,23 +14,20 @@ get_through(PyObject *self, PyObject *name, PyObject *stood_for)
 
 /* What `await` would step: a coroutine itself, or the iterator of what else can be awaited. A new reference; NULL with an
  * exception. */
-static PyObject *
-iterator_of(PyObject *awaitable)
+static PyObject *iterator_of(PyObject *awaitable)
 {
     return PyCoro_CheckExact(awaitable) ? Py_NewRef(awaitable) : Py_TYPE(awaitable)->tp_as_async->am_await(awaitable);
 }
 
 /* What `await` takes, and we can step. What it takes besides, or refuses, goes to it as it is. */
-static int
-is_awaitable(PyObject *object)
+static int is_awaitable(PyObject *object)
 {
     const PyAsyncMethods *methods = Py_TYPE(object)->tp_as_async;
     return PyCoro_CheckExact(object) || (methods != NULL && methods->am_await != NULL);
 }
 
 /* Of one of both types. Of the iterator it takes the reference. NULL without memory, with an exception. */
-static Stepped *
-new_stepped(Core *core, PyTypeObject *type, PyObject *iterator)
+static Stepped *new_stepped(Core *core, PyTypeObject *type, PyObject *iterator)
 {
     Stepped *self = free_stepped_count > 0 ? free_stepped[--free_stepped_count] : (Stepped *)type->tp_alloc(type, 0);
     if (self == NULL) {
@@ -44,8 +40,7 @@ new_stepped(Core *core, PyTypeObject *type, PyObject *iterator)
     return self;
 }
 
-static int
-Stepped_traverse(Stepped *self, visitproc visit, void *arg)
+static int Stepped_traverse(Stepped *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->core);
     Py_VISIT(self->awaited);
@@ -56,8 +51,7 @@ Stepped_traverse(Stepped *self, visitproc visit, void *arg)
 }
 
 /* End its span, if it has one that is open. -1 with an exception of the host's. */
-static int
-end_own(Stepped *self, PyObject *error)
+static int end_own(Stepped *self, PyObject *error)
 {
     Frame *own = self->own;
     if (own == NULL)
@@ -71,36 +65,32 @@ end_own(Stepped *self, PyObject *error)
 
 /* What has been awaited is given up: an open span of somebody else's holds us, and is not to hold that. Code of the host's
  * may run, and the exception that is raised stays as it is. */
-static void
-leave_awaited(Stepped *self)
+static void leave_awaited(Stepped *self)
 {
     if (self->function != NULL || self->awaited == Py_None)
         return;
-    PyObject *type, *raised, *traceback;
-    PyErr_Fetch(&type, &raised, &traceback);
+    raised_t raised = take_raised();
     Py_SETREF(self->awaited, Py_NewRef(Py_None));
-    PyErr_Restore(type, raised, traceback);
+    raise_again(raised);
 }
 
 static PyObject *Stepped_close(Stepped *, PyObject *);
 
 /* As a scope that is given up, also while its span is open: nobody is left who could go on. */
-static void
-Stepped_dealloc(Stepped *self)
+static void Stepped_dealloc(Stepped *self)
 {
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs((PyObject *)self);
     Py_SET_REFCNT(self, 1);
     if (self->own != NULL) {
-        PyObject *type, *raised, *traceback;
-        PyErr_Fetch(&type, &raised, &traceback);
+        raised_t raised = take_raised();
         PyObject *none = Stepped_close(self, NULL);
         if (none == NULL)
             PyErr_WriteUnraisable(self->awaited);
         Py_XDECREF(none);
         if (end_own(self, NULL) < 0)
             PyErr_WriteUnraisable(NULL);
-        PyErr_Restore(type, raised, traceback);
+        raise_again(raised);
     }
     Py_CLEAR(self->core);
     Py_CLEAR(self->awaited);
@@ -117,16 +107,14 @@ Stepped_dealloc(Stepped *self)
     PyObject_GC_Del(self);
 }
 
-static int
-released(PyObject *none)
+static int released(PyObject *none)
 {
     Py_XDECREF(none);
     return none == NULL ? -1 : 0;
 }
 
 /* Close what goes on no more, as a coroutine that is closed does. What that gives, or NULL with an exception. */
-static PyObject *
-close_body(PyObject *body)
+static PyObject *close_body(PyObject *body)
 {
     PyObject *method = PyObject_GetAttrString(body, "close");
     if (method == NULL) {
@@ -141,8 +129,7 @@ close_body(PyObject *body)
 }
 
 /* Begin a span whose site was not met here, and remember where it was. NULL as `open_frame`. */
-static SELDOM Frame *
-begin_own_otherwise(Stepped *self)
+static SELDOM Frame *begin_own_otherwise(Stepped *self)
 {
     Core *core = self->core;
     Function *function = self->function;
@@ -160,8 +147,7 @@ begin_own_otherwise(Stepped *self)
 }
 
 /* Begin its span. -1 with an exception of the host's. */
-static int
-begin_own(Stepped *self)
+static int begin_own(Stepped *self)
 {
     Core *core = self->core;
     Function *function = self->function;
@@ -185,11 +171,10 @@ begin_own(Stepped *self)
             PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented coroutines");
         else if (lose(core) == 0)
             return 0;
-        PyObject *type, *raised, *traceback;
-        PyErr_Fetch(&type, &raised, &traceback);
+        raised_t raised = take_raised();
         if (released(close_body(self->awaited)) < 0)
             PyErr_Clear(); /* of two that handlers raised, the first */
-        PyErr_Restore(type, raised, traceback);
+        raise_again(raised);
         return -1;
     }
     leave_stepped(own);
@@ -202,8 +187,7 @@ begin_own(Stepped *self)
 
 /* A step begins. Gives what was stepped around it, with its reference, in `around`. -1 with an exception of the host's,
  * and there is no step. */
-static inline int
-begin_step(Stepped *self, Stepped **around)
+static inline int begin_step(Stepped *self, Stepped **around)
 {
     if (!self->has_begun) {
         if (begin_own(self) < 0)
@@ -220,8 +204,7 @@ begin_step(Stepped *self, Stepped **around)
 
 /* The step has ended, for it yields to the loop, or has a result, or raises. Returns the same, or that our end of its span
  * has raised. */
-static inline PySendResult
-end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
+static inline PySendResult end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
 {
     /* Where greenlets have taken turns meanwhile it may be another one: that stays sound, and finds nobody who runs. */
     Stepped *innermost = at_hand.stepping;
@@ -238,15 +221,11 @@ end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
         ended = PYGEN_ERROR;
     }
     if (ended == PYGEN_ERROR) {
-        PyObject *type, *raised, *traceback;
-        PyErr_Fetch(&type, &raised, &traceback);
-        PyErr_NormalizeException(&type, &raised, &traceback);
-        if (end_own(self, raised) < 0) {
-            Py_XDECREF(type);
-            Py_XDECREF(raised);
-            Py_XDECREF(traceback);
+        raised_t raised = take_normal();
+        if (end_own(self, raised.value) < 0) {
+            drop_raised(raised);
         } else {
-            PyErr_Restore(type, raised, traceback);
+            raise_again(raised);
         }
     } else if (end_own(self, NULL) < 0) {
         Py_CLEAR(*result);
@@ -257,8 +236,7 @@ end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
     return ended;
 }
 
-static PySendResult
-Stepped_step(Stepped *self, PyObject *value, PyObject **result)
+static PySendResult Stepped_step(Stepped *self, PyObject *value, PyObject **result)
 {
     Stepped *around;
     *result = NULL;
@@ -271,8 +249,7 @@ Stepped_step(Stepped *self, PyObject *value, PyObject **result)
 }
 
 /* As what iterators give: of a result a StopIteration. Takes the reference. */
-static PyObject *
-as_of_iterator(PySendResult ended, PyObject *result)
+static PyObject *as_of_iterator(PySendResult ended, PyObject *result)
 {
     if (ended != PYGEN_RETURN)
         return result;
@@ -289,8 +266,7 @@ as_of_iterator(PySendResult ended, PyObject *result)
     return NULL;
 }
 
-static PyObject *
-Stepped_send(Stepped *self, PyObject *value)
+static PyObject *Stepped_send(Stepped *self, PyObject *value)
 {
     PyObject *result;
     PySendResult ended = Stepped_step(self, value, &result);
@@ -298,8 +274,7 @@ Stepped_send(Stepped *self, PyObject *value)
 }
 
 /* The end of an iterator without a result needs no exception, whose making costs more than the span. */
-static PyObject *
-Stepped_next(Stepped *self)
+static PyObject *Stepped_next(Stepped *self)
 {
     PyObject *result;
     PySendResult ended = Stepped_step(self, Py_None, &result);
@@ -311,8 +286,7 @@ Stepped_next(Stepped *self)
 
 /* Return the stand-in for the coroutine that a function has given, inside a span of a site. Return the coroutine itself where
  * it cannot be awaited. NULL with an exception. */
-static PyObject *
-stepped_coroutine(Function *function, PyObject *coroutine, PyObject *attributes)
+static PyObject *stepped_coroutine(Function *function, PyObject *coroutine, PyObject *attributes)
 {
     if (!is_awaitable(coroutine))
         return Py_NewRef(coroutine);
@@ -326,8 +300,7 @@ stepped_coroutine(Function *function, PyObject *coroutine, PyObject *attributes)
 }
 
 /* stepped_in(frame, awaitable): what awaits it for an open span, which learns how long it was suspended. */
-static PyObject *
-Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType)) {
         PyErr_SetString(PyExc_TypeError, "stepped_in(frame, awaitable)");
@@ -357,22 +330,16 @@ Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
 /* Cold from here on: what a stand-in for a coroutine must have besides, for who cancels, closes or looks at it. */
 
 /* The exception that is raised is a StopIteration: what it gives is the result. */
-static PySendResult
-returned(PyObject **result)
+static PySendResult returned(PyObject **result)
 {
-    PyObject *type, *stop, *traceback;
-    PyErr_Fetch(&type, &stop, &traceback);
-    PyErr_NormalizeException(&type, &stop, &traceback);
-    *result = stop == NULL ? NULL : PyObject_GetAttrString(stop, "value");
-    Py_XDECREF(type);
-    Py_XDECREF(stop);
-    Py_XDECREF(traceback);
+    raised_t raised = take_normal();
+    *result = raised.value == NULL ? NULL : PyObject_GetAttrString(raised.value, "value");
+    drop_raised(raised);
     return *result != NULL ? PYGEN_RETURN : PYGEN_ERROR;
 }
 
 /* Throw into what is stepped. What has no way for that raises what is thrown. */
-static PySendResult
-thrown(PyObject *body, PyObject *const *args, Py_ssize_t nargs, PyObject **result)
+static PySendResult thrown(PyObject *body, PyObject *const *args, Py_ssize_t nargs, PyObject **result)
 {
     PyObject *method = PyObject_GetAttrString(body, "throw");
     *result = NULL;
@@ -395,8 +362,7 @@ thrown(PyObject *body, PyObject *const *args, Py_ssize_t nargs, PyObject **resul
     return PYGEN_ERROR;
 }
 
-static PyObject *
-Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Stepped *around;
     PyObject *result;
@@ -409,8 +375,7 @@ Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
     return as_of_iterator(ended, result);
 }
 
-static PyObject *
-Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
+static PyObject *Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
 {
     static PyObject *closed; /* the result of close() */
     Stepped *around;
@@ -433,33 +398,28 @@ Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
 }
 
 /* What shows where each of some coroutines is that await one another: of what is awaited here, as if we were it. */
-static PyObject *
-Stepped_getattro(Stepped *self, PyObject *name)
+static PyObject *Stepped_getattro(Stepped *self, PyObject *name)
 {
     return get_through((PyObject *)self, name, self->awaited);
 }
 
-static int
-Stepped_setattro(Stepped *self, PyObject *name, PyObject *value)
+static int Stepped_setattro(Stepped *self, PyObject *name, PyObject *value)
 {
     return PyObject_SetAttr(self->awaited, name, value);
 }
 
-static PyObject *
-Stepped_repr(Stepped *self)
+static PyObject *Stepped_repr(Stepped *self)
 {
     return PyObject_Repr(self->awaited);
 }
 
-static PyObject *
-Coroutine_class(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
+static PyObject *Coroutine_class(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
 {
     return Py_NewRef((PyObject *)&PyCoro_Type);
 }
 
 /* Return an iterator, as a coroutine does, for code that steps it by hand. */
-static PyObject *
-Coroutine_await(Stepped *self, PyObject *Py_UNUSED(none))
+static PyObject *Coroutine_await(Stepped *self, PyObject *Py_UNUSED(none))
 {
     return (PyObject *)new_stepped(self->core, &SteppedType, Py_NewRef((PyObject *)self));
 }

@@ -1,14 +1,12 @@
 /* Hot: totals of a call path on a thread. Cold: adding them up. A part of `_recorder.c`. */
 
-static inline totals_t *
-known_totals(const book_t *book, uint32_t index)
+static inline totals_t *known_totals(const book_t *book, uint32_t index)
 {
     totals_t **page = index / PAGE < book->slots ? book->pages[index / PAGE] : NULL;
     return page == NULL ? NULL : page[index % PAGE];
 }
 
-static totals_t *
-totals_of(Ring *ring, uint32_t index)
+static totals_t *totals_of(Ring *ring, uint32_t index)
 {
     book_t *book = &ring->totals;
     uint32_t number = index / PAGE;
@@ -35,8 +33,7 @@ totals_of(Ring *ring, uint32_t index)
 }
 
 /* The index that histogram.bucket computes. */
-static inline uint32_t
-bucket_of(uint64_t value)
+static inline uint32_t bucket_of(uint64_t value)
 {
     if (value < 128)
         return (uint32_t)value;
@@ -44,8 +41,7 @@ bucket_of(uint64_t value)
     return (exponent << 6) + (uint32_t)(value >> exponent);
 }
 
-static int
-carry(chunk_t *chunk, uint32_t at, uint64_t times)
+static int carry(chunk_t *chunk, uint32_t at, uint64_t times)
 {
     if (chunk->high == NULL && (chunk->high = new_piece(chunk, PART_HIGHS, 64 * sizeof *chunk->high)) == NULL)
         return -1;
@@ -53,8 +49,7 @@ carry(chunk_t *chunk, uint32_t at, uint64_t times)
     return 0;
 }
 
-static inline chunk_t *
-chunk_of(totals_t *totals, uint32_t bucket)
+static inline chunk_t *chunk_of(totals_t *totals, uint32_t bucket)
 {
     chunk_t **chunk = &totals->chunks[bucket >> 6];
     if (*chunk == NULL)
@@ -62,8 +57,7 @@ chunk_of(totals_t *totals, uint32_t bucket)
     return *chunk;
 }
 
-static void
-count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t times)
+static void count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t times)
 {
     chunk_t *chunk = chunk_of(totals, bucket);
     if (chunk == NULL) {
@@ -86,8 +80,7 @@ count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t times)
 
 /* Count the buckets that wait; those for which there is no memory wait on, if that can be. The counters are asked of
  * memory one right after the other, for the processor to wait for them together. */
-static void
-count_waiting(Core *core, totals_t *totals)
+static void count_waiting(Core *core, totals_t *totals)
 {
     uint32_t left = totals->waiting_count;
     for (; left > 0; left--) {
@@ -110,8 +103,7 @@ count_waiting(Core *core, totals_t *totals)
 }
 
 /* The same for as many as there is room for, on the way of a call: what is met rarely goes the way above. */
-static __attribute__((noinline)) void
-count_all_waiting(Core *core, totals_t *totals)
+static __attribute__((noinline)) void count_all_waiting(Core *core, totals_t *totals)
 {
 #pragma GCC unroll 7
     for (int i = BUCKETS_WAITING; i-- > 0;) {
@@ -130,8 +122,7 @@ count_all_waiting(Core *core, totals_t *totals)
 
 /* Add to a sum of times, which stays at its largest value instead of turning negative. Where there is no core at `core` it
  * is not reported. */
-static inline __attribute__((always_inline)) void
-add_time(Core *const *core, int64_t *sum, int64_t more)
+static inline __attribute__((always_inline)) void add_time(Core *const *core, int64_t *sum, int64_t more)
 {
     *sum = (int64_t)((uint64_t)*sum + (uint64_t)more);
     if (__builtin_expect(*sum < 0, 0)) { /* as neither was */
@@ -141,8 +132,7 @@ add_time(Core *const *core, int64_t *sum, int64_t more)
     }
 }
 
-static inline uint64_t
-times_of(const totals_t *totals, uint32_t bucket)
+static inline uint64_t times_of(const totals_t *totals, uint32_t bucket)
 {
     const chunk_t *chunk = totals->chunks[bucket >> 6];
     if (chunk == NULL)
@@ -151,8 +141,7 @@ times_of(const totals_t *totals, uint32_t bucket)
 }
 
 /* Add all but the histogram. */
-static void
-add_totals(Core *core, totals_t *into, const totals_t *from)
+static void add_totals(Core *core, totals_t *into, const totals_t *from)
 {
     if (into->calls == 0 || from->min_ns < into->min_ns)
         into->min_ns = from->min_ns;
@@ -173,8 +162,7 @@ add_totals(Core *core, totals_t *into, const totals_t *from)
     add_time(&core, &into->beyond_ns, from->beyond_ns);
 }
 
-static void
-merge_totals(Core *core, totals_t *into, totals_t *from)
+static void merge_totals(Core *core, totals_t *into, totals_t *from)
 {
     if (from->calls == 0)
         return;
@@ -186,8 +174,7 @@ merge_totals(Core *core, totals_t *into, totals_t *from)
                 count_bucket(core, into, i, times_of(from, i));
 }
 
-static void
-free_book(book_t *book)
+static void free_book(book_t *book)
 {
     for (uint32_t p = 0; p < book->slots; p++) {
         for (uint32_t i = 0; book->pages[p] != NULL && i < PAGE; i++) {
