@@ -107,10 +107,10 @@ count_call(Core *const *core, totals_t *totals, const frame_t *frame, int64_t to
     int64_t own_ns = active_ns - frame->children_ns;
     if (__builtin_expect(own_ns >= 0, 1))
         add_time(core, &totals->self_ns, own_ns);
-    uint32_t waiting = totals->waiting_count;
-    totals->waiting_count = (uint16_t)(waiting + 1);
-    totals->waiting[waiting] = (uint16_t)bucket_of((uint64_t)total_ns);
-    return __builtin_expect(waiting == BUCKETS_WAITING - 1, 0);
+    totals->waiting[totals->waiting_count] = (uint16_t)bucket_of((uint64_t)total_ns);
+    totals->waiting_count++;
+    READ_ANEW();
+    return __builtin_expect(totals->waiting_count == BUCKETS_WAITING, 0);
 }
 
 /* How long what is awaited around an open span has been suspended since the span began. */

@@ -7,7 +7,7 @@ make no numbers, or the allocator's state would count.
 
 Python 3.11.7 built without profile (with one, what is around ours takes fewer):
 
-    decorated call        434
+    decorated call        432
     with scope            883
     coroutine             911
     step of a generator   326
