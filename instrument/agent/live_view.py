@@ -81,8 +81,8 @@ class Place:
 class ProcessNow:
     """A process: its profile's generation, its calls since it began, their estimated share of time, and its losses.
 
-    Calls, cost and losses are None for a process that has ended, whose report has them. `up_ns` is None if the agent
-    missed both its begin and its end.
+    Calls, cost and losses are None for a process that has ended, whose report has them, and for an unreadable
+    recording. `up_ns` is None if the agent missed both begin and end of the process.
     """
 
     pid: int
