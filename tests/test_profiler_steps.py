@@ -943,7 +943,7 @@ def test_an_asynchronous_wait_that_nobody_awaits_any_more_is_closed_in_silence(
 
 def test_the_loop_of_the_documentation_writes_and_prints_its_windows(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(instrument.__file__).parent / "docs" / "training.md").read_text()
-    section = page.partition("## With a loop of your own\n")[2]
+    section = page.partition("## With changes to the loop\n")[2]
     program = section.partition("```python\n")[2].partition("```")[0]
     Path("profile.yaml").write_text("service: trainer")
     exec(program, {"batches": [[1, 2]] * 12, "train": profiled("train")(lambda batch: None)})
