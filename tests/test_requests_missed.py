@@ -103,9 +103,9 @@ def test_connections_to_a_process_that_records_no_request_are_reported(
 def test_a_worker_of_a_queue_that_records_no_request_is_reported(
     family: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "arq.cli", ModuleType("arq.cli"))
+    monkeypatch.setitem(sys.modules, "huey.bin.huey_consumer", ModuleType("huey_consumer"))
     assert states(family)["jobs"] == ("unmet", None)
-    assert family.verdicts()[1].why.startswith("arq takes jobs from a queue; none was recorded")
+    assert family.verdicts()[1].why.startswith("huey takes jobs from a queue; none was recorded")
 
 
 def test_requests_recorded_in_another_process_are_not_reported_as_missed() -> None:

@@ -35,7 +35,8 @@ FAMILIES: Mapping[str, Family] = {
         "uvicorn hypercorn daphne granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray"
         " litserve mosec starlette fastapi litestar flask quart django falcon bottle tornado sanic websockets grpclib"
         # The last are servers without instrumentation, which the verdict names.
-        " http.server socketserver robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey",
+        " http.server socketserver robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey"
+        " taskiq faststream",
     ),
     "layers": _family("layers", "Layers", "torch"),
     "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),

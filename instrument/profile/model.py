@@ -48,6 +48,9 @@ SERVERS: Mapping[str, str] = {
     "celery": "tasks of Celery's workers",
     "rq": "jobs of RQ's workers",
     "dramatiq": "messages of Dramatiq's workers",
+    "arq": "jobs of arq's workers",
+    "taskiq": "tasks of TaskIQ's workers",
+    "faststream": "messages of FastStream's handlers",
 }
 """The servers that `requests:` can name, each with a description of its requests or batches."""
 

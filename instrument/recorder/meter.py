@@ -55,7 +55,7 @@ from instrument.recording.gen_ai_metrics import (
 )
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row
-from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, Site, Span
+from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, TIME_IN_QUEUE, Site, Span
 from instrument.runtime.cheap_start import late_pattern, replace
 
 if TYPE_CHECKING:
@@ -116,11 +116,13 @@ class Meter:
         """Count ended requests by their rows, at 2 us each."""
         site_of = self._recorder.site_of
         for row in ended:
-            site = site_of(row)
+            site, attributes = site_of(row), row[ATTRIBUTES] or {}
             endpoint = endpoint_of(site)
+            if isinstance(queued_s := attributes.get(TIME_IN_QUEUE), float):
+                labels = (*_call_labels(site), *_ending(attributes, row[ERROR]), *self._group(attributes))
+                self._generated.add(QUEUE_TIME, labels, round(queued_s * 1e9))
             if not endpoint:
                 continue
-            attributes = row[ATTRIBUTES] or {}
             duration_ns = row[END_NS] - row[START_NS]
             group = self._group(attributes)
             _series(self._requests, (*_labels(endpoint, attributes, row[ERROR]), *group)).add(duration_ns)

@@ -384,6 +384,9 @@ EXECUTOR_QUEUE = "queue (executor)"
 """The name of the spans in which a request's work waits for a thread of a pool."""
 
 
+TIME_IN_QUEUE = "instrument.time_in_queue"
+"""The attribute of a job with the seconds from its entry into its queue to its begin."""
+
 LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qualname="requests")
 """Spans of it are moments at which the app of a server failed for a request that it had answered in full."""
 

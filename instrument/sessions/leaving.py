@@ -82,7 +82,10 @@ class Leaving:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Register this child's exit. A child of multiprocessing ends by os._exit and runs only its own finalisers."""
+        """Register this child's exit. A child of multiprocessing ends by os._exit and runs only its own finalisers.
+
+        A child of Celery's pool ends by os._exit, too, and sends a signal before.
+        """
         if self._observed_for:
             from instrument.proposal import observation
 
@@ -92,6 +95,8 @@ class Leaving:
             util.register_after_fork(self, Leaving._finish_with_multiprocessing)
             if sys.modules["multiprocessing.process"].parent_process() is not None:  # it has cleared them
                 self._finish_with_multiprocessing()
+        if (signals := sys.modules.get("celery.signals")) is not None:
+            signals.worker_process_shutdown.connect(lambda **_: self._at_exit(), weak=False, dispatch_uid="instrument")
 
     def _finish_with_multiprocessing(self) -> None:
         util = sys.modules["multiprocessing.util"]

@@ -199,7 +199,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     ),
     "unrouted": ("pyramid.router", "cherrypy"),
     "unmet": ("robyn", "twisted.web.server"),
-    "queue": ("arq.cli", "huey.bin.huey_consumer", "taskiq.receiver", "faststream.app"),
+    "queue": ("huey.bin.huey_consumer",),
     "engine": (*ENGINES, "bentoml"),
     "library": (
         *("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba"),
@@ -233,6 +233,10 @@ def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]
 
 
+def _queue(name: str) -> tuple[str, Callable[[], Mapping[str, servers.Attach]]]:
+    return name, lambda: queue_jobs.SEAMS[name]
+
+
 KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "aiohttp": ("aiohttp", lambda: aiohttp.AIOHTTP),
     "grpc": ("grpc", lambda: grpc.GRPC),
@@ -247,9 +251,7 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "ray": ("ray_serve", lambda: model_servers.RAY_SERVE),
     "litserve": ("litserve", lambda: model_servers.LITSERVE),
     "mosec": ("mosec", lambda: model_servers.MOSEC),
-    "celery": ("celery", lambda: queue_jobs.CELERY),
-    "rq": ("rq", lambda: queue_jobs.RQ),
-    "dramatiq": ("dramatiq", lambda: queue_jobs.DRAMATIQ),
+    **{name: _queue(name) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream")},
 }
 """The kind of server by package or module, and a function that loads our code and returns what attaches to it."""
 

@@ -129,6 +129,8 @@ class Exchanges:
         """True if only the address and the caller of a request are read."""
         self._at: dict[Any, Endpoints] = {}
         self._arrivals: dict[Any, Arrivals] = {}
+        self.jobs: dict[tuple[str, str, str], Site] = {}
+        """The sites of jobs by system, task and queue."""
         self.next: Exchanges | None = None
         """The exchanges of the next rule, used by apps that a server got only once."""
 
@@ -139,7 +141,8 @@ class Exchanges:
 
     def sites(self) -> list[Site]:
         """Return the sites of all requests so far, open ones included."""
-        return [site for endpoints in (self.endpoints, *list(self._at.values())) for site in endpoints.sites()]
+        endpoints = self.endpoints, *list(self._at.values())
+        return [*(site for part in endpoints for site in part.sites()), *list(self.jobs.values())]
 
     def wanted(self, path: str) -> bool:
         """Return True if a request to a path must be recorded now."""

@@ -6,19 +6,22 @@ and of the options of a Dramatiq message. RQ and Dramatiq say when a job came in
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import timezone
+from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import Exchanges
-from instrument.recording.spans import Site
+from instrument.instrumentors.requests.servers import Attach
+from instrument.recording.spans import TIME_IN_QUEUE, Site
 from instrument.runtime.faults import FAULTS
 
-TIME_IN_QUEUE = "instrument.time_in_queue"
-"""The attribute with the seconds from a job's entry into its queue to its begin."""
+NO_FAILURES = frozenset({"Retry", "RetryJob", "HandlerException", "NoResultError"})
+"""Exceptions of arq, FastStream and TaskIQ by which a job ends without an error."""
 
 
 class _Jobs:
@@ -26,7 +29,6 @@ class _Jobs:
 
     def __init__(self, system: str, exchanges: Exchanges) -> None:
         self._system, self._exchanges = system, exchanges
-        self._sites: dict[tuple[str, str], Site] = {}
 
     def begin(self, task: object, queue: object, job_id: object, carrier: object, queued_s: float | None) -> Any:
         """Return the open frame of a job, None where nothing is recorded. Never raises."""
@@ -34,13 +36,13 @@ class _Jobs:
         if not exchanges.is_on or not exchanges.recorder.on:
             return None
         try:
-            key = str(task), str(queue)
-            site = self._sites.get(key)
+            system, name, place = key = self._system, str(task), str(queue)
+            site = exchanges.jobs.get(key)
             if site is None:
-                facts = ("messaging.system", self._system), ("messaging.destination.name", key[1])
-                site = self._sites.setdefault(key, Site(key[0], "request", attributes=facts))
+                facts = ("messaging.system", system), ("messaging.destination.name", place)
+                site = exchanges.jobs.setdefault(key, Site(name, "request", attributes=facts))
             attributes: dict[Any, Any] = {"messaging.message.id": str(job_id)[:256]}
-            if queued_s is not None:
+            if queued_s:
                 attributes[TIME_IN_QUEUE] = max(time.time() - queued_s, 0.0)
             caller = exchanges.caller_in(_headers_in(carrier), attributes)
             return exchanges.recorder.open_request(site, attributes, caller, None)
@@ -49,9 +51,22 @@ class _Jobs:
             return None
 
     def end(self, frame: Any, error: BaseException | None) -> None:
-        """Close the frame of a job."""
+        """Close the frame of a job. Its library's requests to try it again later, or to leave it, are no errors."""
         if frame is not None:
-            self._exchanges.recorder.close(frame, error, True)
+            is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+            self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
+
+    async def run(self, frame: Any, coroutine: Any) -> Any:
+        """Return the result of a job's coroutine, whose exception is the error of the job."""
+        if frame is not None:
+            coroutine = self._exchanges.recorder.stepped_in(frame, coroutine)
+        try:
+            result = await coroutine
+        except BaseException as error:
+            self.end(frame, error)
+            raise
+        self.end(frame, getattr(result, "error", None) if self._system == "taskiq" else None)
+        return result
 
 
 def _celery(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -125,6 +140,91 @@ def _dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_before, undo_after]
 
 
+def _arq(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record each job of arq: a worker calls the coroutine that it has for a task's name."""
+    jobs, init = _Jobs("arq", exchanges), module.Worker.__init__
+
+    def recorded(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        async def run(context: Any, *args: Any, **kwargs: Any) -> Any:
+            frame = None
+            try:
+                queued_s = context["enqueue_time"].timestamp()
+                frame = jobs.begin(name, queue, context["job_id"], kwargs, queued_s)
+            except Exception as fault:
+                FAULTS.note("job of arq", fault)
+            return await jobs.run(frame, function(context, *args, **kwargs))
+
+        return run
+
+    @takes_place(module.Worker, "__init__")
+    def undo(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        try:
+            for name, function in self.functions.items():
+                run = recorded(name, self.queue_name, function.coroutine)
+                self.functions[name] = replace(function, coroutine=run)
+        except Exception as fault:
+            FAULTS.note("job of arq", fault)
+
+    return [undo]
+
+
+def _taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record each task of TaskIQ, whose exception is in its result."""
+    jobs, run_task = _Jobs("taskiq", exchanges), module.Receiver.run_task
+
+    @takes_place(module.Receiver, "run_task")
+    async def undo(self: Any, target: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = None
+        try:
+            queue = getattr(self.broker, "queue_name", "")
+            frame = jobs.begin(message.task_name, queue, message.task_id, message.labels, None)
+        except Exception as fault:
+            FAULTS.note("job of taskiq", fault)
+        return await jobs.run(frame, run_task(self, target, message, *args, **kwargs))
+
+    return [undo]
+
+
+def _faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record each message that a handler of FastStream takes, by any broker."""
+    jobs, call = _Jobs("faststream", exchanges), module.HandlerItem.call
+
+    @takes_place(module.HandlerItem, "call")
+    async def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = None
+        try:
+            queue, queued_s = _place_and_time(message.raw_message)
+            frame = jobs.begin(self.name, queue, message.message_id, message.headers, queued_s)
+        except Exception as fault:
+            FAULTS.note("job of faststream", fault)
+        return await jobs.run(frame, call(self, message, *args, **kwargs))
+
+    return [undo]
+
+
+def _place_and_time(message: Any) -> tuple[object, float | None]:
+    """Return the queue of a broker's message and the time at which it came there, None where the broker says none.
+
+    Of a batch it returns those of the first message.
+    """
+    while isinstance(message, (list, tuple)) and message:
+        message = message[0]
+    if isinstance(message, Mapping):  # of Redis: the id of a stream's message begins with ms
+        ids = message.get("message_ids") or [b""]
+        time_ms = str(ids[0], "latin-1").partition("-")[0]
+        return message.get("channel") or "", int(time_ms) / 1000 if time_ms.isdecimal() else None
+    places = (getattr(message, name, None) for name in ("topic", "routing_key", "subject"))
+    stamp = getattr(getattr(message, "metadata", None), "timestamp", None) or getattr(message, "timestamp", None)
+    place, stamp = (value() if callable(value) else value for value in (next(filter(None, places), ""), stamp))
+    if isinstance(stamp, tuple):  # of Confluent: its kind, and ms
+        stamp = stamp[-1]
+    if isinstance(stamp, datetime):
+        return place, (stamp if stamp.tzinfo else stamp.replace(tzinfo=timezone.utc)).timestamp()
+    return place, stamp / 1000 if isinstance(stamp, (int, float)) and stamp > 0 else None
+
+
 def _headers_in(carrier: object) -> Mapping[bytes, bytes]:
     """Return the headers of a trace in a message, with names in lower case."""
     if not isinstance(carrier, Mapping):
@@ -143,4 +243,12 @@ def _run(jobs: _Jobs, frame: Any, perform: Callable[..., Any], *args: Any) -> An
     return result
 
 
-CELERY, RQ, DRAMATIQ = {"celery.app.trace": _celery}, {"rq.job": _rq}, {"dramatiq.broker": _dramatiq}
+SEAMS: Mapping[str, Mapping[str, Attach]] = {
+    "celery": {"celery.app.trace": _celery},
+    "rq": {"rq.job": _rq},
+    "dramatiq": {"dramatiq.broker": _dramatiq},
+    "arq": {"arq.worker": _arq},
+    "taskiq": {"taskiq.receiver.receiver": _taskiq},
+    "faststream": {"faststream._internal.endpoint.subscriber.call_item": _faststream},
+}
+"""The seams of each kind of queue, by its package."""
