@@ -94,8 +94,8 @@ def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.
     """Return the command's parser, and those of this verb's module; of all verbs where the word is none."""
     parser = argparse.ArgumentParser(
         prog="instrument",
-        description="Always-on instrumentation of inference services, selected by one profile.yaml.",
-        epilog="`instrument help` lists the topics of the documentation.",
+        description="Always-on instrumentation of inference services. A profile.yaml selects what to record.",
+        epilog="Begin with `instrument run -- COMMAND`. `instrument help` lists the topics of the documentation.",
     )
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(required=True, metavar="VERB")

@@ -17,7 +17,7 @@ from instrument.runtime import run_folder
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "agent",
-        help="keep the recordings of other processes, from a container of its own or as a new agent of a run",
+        help="start an agent by hand, such as in a container of its own",
         description="With --socket the agent serves processes until SIGTERM: those that start with "
         f"{run_folder.VARIABLE}=PATH in their environment. With --run it serves that run until its end.",
     )

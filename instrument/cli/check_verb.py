@@ -33,24 +33,23 @@ _ATTACHED_SHOWN = 20
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "check",
-        help="load a profile, import the modules that it names, and show what each rule matches",
+        help="check a profile, and show for each rule which functions and layers it matches",
         usage="instrument check [--json] [--strict] [P [module ...] | --preset NAME] [-- command [argument ...]]",
-        description="With a command, check runs it as `instrument run` does, and prints the result of each rule in "
-        "all of its processes. States: "
-        + "; ".join(f"{state}: {meaning}" for state, meaning in STATES_OF_TARGETS.items())
-        + ". Exit code 2: a bad profile, or a rule that matches nothing.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Imports the modules that the profile names, and prints the state of each target (function, class\n"
+        "or layer). With a command, check runs it as `instrument run` does, and prints the states in all\n"
+        "of its processes. Exit code 2: a bad profile, or a rule that matches nothing.",
+        epilog="states:\n" + "\n".join(f"  {state}: {meaning}" for state, meaning in STATES_OF_TARGETS.items()),
     )
     parser.add_argument("profile", metavar="P", nargs="?", help=f"path of the profile.yaml ({DEFAULT})")
     parser.add_argument(
         "--preset", **one_of(PRESETS), help="print the YAML of a preset; with --json or a command, check it instead"
     )
-    parser.add_argument("modules", nargs="*", metavar="module", help="further modules to import")
+    parser.add_argument("modules", nargs="*", metavar="module", help="more modules to import")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document; the output of the command goes to stderr"
     )
-    parser.add_argument(
-        "--strict", action="store_true", help="exit with 1 if a target is not observed, or only in part"
-    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is not recorded, or only partly")
     parser.set_defaults(verb=check)
 
 

@@ -51,7 +51,7 @@ def share(text: str) -> float:
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "compare",
-        help="show the changes of a deployment, apart from those of its load",
+        help="show what a new version made slower or faster, apart from the effect of its load",
         usage="instrument compare BEFORE AFTER [options]\n       instrument compare --baseline FOLDER AFTER [options]",
         description="Compares like work: calls of the same path, size, batch and load. Exit code: 0; 1 if a call "
         "path got slower than --fail-over allows; 3 if the recordings are inconclusive. Needs "
@@ -59,7 +59,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("sides", nargs="+", metavar="FILE", help=f"BEFORE and AFTER, each {FILES}")
     parser.add_argument(
-        "--all", action="store_true", help="compare all runs of each folder, as the units if each side has 3 or more"
+        "--all", action="store_true", help="compare all runs of each folder, run by run if there are 3 or more"
     )
     parser.add_argument(
         "--fail-over",
@@ -67,9 +67,7 @@ def add(verbs: Verbs) -> None:
         metavar="SHARE",
         help="exit with 1 if a call path gets slower by more than this share",
     )
-    parser.add_argument(
-        "--by", metavar="NAME", help="attribute by which to group the requests of the load (default: endpoint)"
-    )
+    parser.add_argument("--by", metavar="NAME", help="attribute that groups the requests in tables (default: endpoint)")
     parser.add_argument(
         "--baseline", metavar="FOLDER", help="compare with the runs in this folder, and add AFTER if it passes"
     )
@@ -77,15 +75,19 @@ def add(verbs: Verbs) -> None:
         "--keep", type=count, default=KEPT, metavar="N", help=f"number of runs that a baseline keeps (default: {KEPT})"
     )
     parser.add_argument(
-        "--rows", type=count_or_all, metavar="N|all", help=f"number of rows of each table (default: {MOST} in text)"
+        "--rows", type=count_or_all, metavar="N|all", help=f"most rows of each table (default: {MOST} in text)"
     )
     parser.add_argument("--unit", **one_of(UNITS), default="ms", help="unit of times in text (default: ms)")
     parser.add_argument(
         "--json", action="store_true", help="print the same numbers as one JSON document, with times in ns"
     )
-    parser.add_argument("--html", metavar="PAGE", help="write a page with the tables and an icicle of the changes, too")
-    parser.add_argument("--markdown", metavar="PATH", help="write the verdict and the changed paths as Markdown, too")
-    parser.add_argument("--junit", metavar="PATH", help="write a test case for each call path as JUnit XML, too")
+    parser.add_argument(
+        "--html", metavar="PAGE", help="also write a page with the tables and a chart of the call paths"
+    )
+    parser.add_argument(
+        "--markdown", metavar="PATH", help="also write the verdict and the changed call paths as Markdown"
+    )
+    parser.add_argument("--junit", metavar="PATH", help="also write a test case for each call path as JUnit XML")
     parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument("--memory", type=size_bytes, metavar="SIZE", help="largest memory to use, such as 2GiB")
     parser.set_defaults(verb=compare)

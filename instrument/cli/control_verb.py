@@ -29,10 +29,10 @@ def add(verbs: Verbs) -> None:
 
 
 def _add_switch(verbs: Verbs) -> None:
-    for name, does, on in (("on", "record again", True), ("off", "stop recording", False)):
-        parser = verbs.add_parser(name, help=f"have the processes of a run {does}, and print their answers")
+    for name, does, on in (("on", "resume recording", True), ("off", "pause recording", False)):
+        parser = verbs.add_parser(name, help=f"{does} in a running service, and print the answer of each process")
         parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
-        parser.add_argument("--all", action="store_true", help="all runs, without a question")
+        parser.add_argument("--all", action="store_true", help="take all runs, without asking")
         limit = f"seconds to wait for the answers (default: {WAIT_S:g})"
         parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=limit)
         parser.set_defaults(verb=functools.partial(switch, on=on))
@@ -90,18 +90,18 @@ def _answer_text(answer: Mapping[str, Any] | None) -> str:
 def _add_reload(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "reload",
-        help="apply a changed profile to running processes",
-        description="Asks each process of a run that has an agent, and prints the answers. With P, only processes "
-        "with that profile follow. Exit code 0: all follow; 1: a process did not answer in time, or needs a "
-        "restart for a setting; 2: the profile was refused, or there is no such process.",
+        help="apply a changed profile to a running service, without a restart",
+        description="Each process of the run applies its changed profile, and prints an answer. With P, only processes "
+        "with that profile do so. Exit code 0: all applied it; 1: a process did not answer in time, or needs a "
+        "restart for a key; 2: the profile was refused, or there is no such process.",
     )
     parser.add_argument(
         "profile", nargs="?", metavar="P", help="the changed profile.yaml (default: that of each process)"
     )
     parser.add_argument(
-        "--pid", type=count, metavar="N", help="ask only this process; P may then be another file of its service"
+        "--pid", type=count, metavar="N", help="only this process; P may be another profile of the same service"
     )
-    parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"ask only the processes of this run: {RUN}")
+    parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"only the processes of this run: {RUN}")
     parser.add_argument(
         "--wait",
         type=seconds,

@@ -49,7 +49,7 @@ FORM_OF_END = {
 def _add_convert(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "convert",
-        help="write saved traces as a recording, Chrome JSON, a Perfetto trace, Parquet or OTLP",
+        help="convert saved files to a recording, Chrome JSON, a Perfetto trace, Parquet or OTLP",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="forms:\n" + "\n".join(f"  {form:<10} {suffix:<12} {about}" for form, (suffix, about) in FORMS.items()),
     )
@@ -197,14 +197,15 @@ def _sibling_path(path: str, suffix: str) -> str:
 
 
 def _add_merge(verbs: Verbs) -> None:
-    parser = verbs.add_parser("merge", help="write several saved traces as one file, with each span once")
+    parser = verbs.add_parser("merge", help="join several saved files in one file, with each span once")
     add_files(parser)
     parser.add_argument(
         "-o",
         "--output",
         required=True,
         metavar="OUT",
-        help=f"the file to write: {', '.join(f'{end} is {form}' for end, form in FORM_OF_END.items())}, or a recording",
+        help="the file to write; its suffix decides the form: "
+        + ", ".join(f"{end} ({form})" for end, form in FORM_OF_END.items()),
     )
     parser.set_defaults(verb=merge)
 
@@ -233,7 +234,7 @@ TABLES = {
 def _add_query(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "query",
-        help="run SQL on saved traces, with DuckDB",
+        help="run SQL on saved files, with DuckDB",
         usage='instrument query FILE [FILE ...] "select ..."',
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="tables, times in ns on the monotonic clock:\n"

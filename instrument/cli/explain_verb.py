@@ -20,27 +20,29 @@ MOST = 15
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "explain",
-        help="name the cause of a slow request or of a slow time, with the spans that prove it",
+        help="find the cause of a slow request or of a slow period",
         usage="instrument explain FILE ... [options]",
-        description="Compares a request with requests like it, and accounts for its excess by a closed list of causes. "
-        "Exit code: 0, or 3 where the evidence does not separate the causes. `instrument help explain` has the list.",
+        description="Compares a slow request with similar ones, and names what took the additional time. Exit code: 0, "
+        "or 3 if the evidence does not determine the cause. `instrument help explain` lists the causes.",
     )
     add_files(parser)
-    parser.add_argument("--request", metavar="KEY", help="the request of this key, or of this span's number")
-    parser.add_argument("--slowest", type=count, metavar="N", help="the N slowest requests (default: 1)")
-    parser.add_argument("--endpoint", metavar="NAME", help="requests of this name only")
+    parser.add_argument("--request", metavar="KEY", help="explain the request of this key or span number")
+    parser.add_argument("--slowest", type=count, metavar="N", help="explain the N slowest requests (default: 1)")
+    parser.add_argument("--endpoint", metavar="NAME", help="only requests of this endpoint")
     parser.add_argument(
-        "--since", type=time_ns, metavar="T", help="requests that began at this time after the start, or later"
+        "--since", type=time_ns, metavar="T", help="only requests that began this long after the start, or later"
     )
     parser.add_argument(
-        "--until", type=time_ns, metavar="T", help="requests that began at this time after the start, or earlier"
+        "--until", type=time_ns, metavar="T", help="only requests that began this long after the start, or earlier"
     )
-    parser.add_argument("--by", metavar="NAME", help="attribute by which to count a burst's requests (default: tenant)")
     parser.add_argument(
-        "--rows", type=count_or_all, metavar="N|all", help=f"the most rows of a table (default: {MOST} in text)"
+        "--by", metavar="NAME", help="attribute by which a burst of requests is counted (default: tenant)"
     )
-    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="of times in text (default: ms)")
-    parser.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
+    parser.add_argument(
+        "--rows", type=count_or_all, metavar="N|all", help=f"most rows of a table (default: {MOST} in text)"
+    )
+    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="unit of times in text (default: ms)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, with times in ns")
     parser.set_defaults(verb=explain)
 
 

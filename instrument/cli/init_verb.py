@@ -46,7 +46,7 @@ def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "init",
         allow_abbrev=False,
-        help="observe a service, and write a first profile with a reason for each rule",
+        help="watch a service while you send it requests, and write a first profile",
         usage="instrument init [--for TIME] [-o FILE] [--force] -- command [argument ...]",
         description="Runs the command and records all functions of the service itself. Send it requests meanwhile. "
         "When the command ends, init proposes rules for the functions that took the time. The last line names the "

@@ -86,12 +86,12 @@ def _need_bytes(file: Path) -> int:
 
 
 FILES = (
-    "recordings (.npz), or Chrome traces (.json, .json.gz) of ours or of other profilers, or a folder of them; several "
+    "recordings (.npz), Chrome traces (.json, .json.gz; also of other profilers), or a folder of such files; several "
     "files are joined"
 )
 WALL = "wall"
 CLOCKS = ("monotonic", WALL)
-CLOCK = "wall = join files of several machines by their time of day, even if its accuracy is unknown"
+CLOCK = "wall: join files of several machines by the time of day, even if the accuracy of the clocks is unknown"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
 """The suffixes of files that are read in a folder. Of two files with one stem, the first suffix wins."""
@@ -182,10 +182,8 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
     """
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
-    several.add_argument(
-        "--run", metavar="RUN", help="of a folder, read only the files of this run (default: the newest one)"
-    )
-    several.add_argument("--all", action="store_true", help="of a folder, read the files of all runs as one recording")
+    several.add_argument("--run", metavar="RUN", help="in a folder, read only this run (default: the newest one)")
+    several.add_argument("--all", action="store_true", help="in a folder, read all runs as one recording")
     parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",

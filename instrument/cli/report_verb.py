@@ -32,22 +32,22 @@ MOST = 15
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "report",
-        help="print a report on saved recordings, Chrome traces, or a run",
+        help="print a report on saved files, or on a running service",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="views:\n" + "\n".join(f"  {view:<12}  {shows}" for view, shows in VIEWS.items()),
     )
-    add_files(parser, "; or a run, service or process that is still going (default: the only run)")
+    add_files(parser, "; or a run, service or process id that is still alive (default: the only run)")
     parser.add_argument(
         "--by",
         metavar="GROUP",
-        help="process: print a report of each process. endpoint, or an attribute such as tenant: print the requests, "
-        "batches, device time and waits of each of its values",
+        help="divide the requests into groups by an attribute, such as tenant, or by endpoint: the views requests, "
+        "batches, device and neighbours then print each group; `--by process` prints a report of each process",
     )
     parser.add_argument(
         "--with",
         dest="torch_trace",
         metavar="FILE",
-        help="a trace that torch.profiler saved of the same time, for its kernels, allocations and FLOPs",
+        help="a trace that torch.profiler saved at the same time, for its kernels, allocations and FLOPs",
     )
     parser.add_argument(
         "--view",
@@ -57,22 +57,22 @@ def add(verbs: Verbs) -> None:
         help="the views to print, in this order (default: brief; events with --tracer-option or --threads)",
     )
     parser.add_argument(
-        "--request",
-        metavar="KEY",
-        help="print the life of one request instead of a view, by its key or the number of its span",
+        "--request", metavar="KEY", help="print the parts and the timeline of one request, by its key or span number"
     )
-    parser.add_argument("--at-most", type=count, default=50, metavar="N", help="number of groups of --by (default: 50)")
-    parser.add_argument("--tracer-option", **one_of(TRACER_OPTIONS), help="detail of events (default: Default)")
-    parser.add_argument("--state", **one_of(STATES), default="All", help="times to print (default: All)")
-    parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default", help="column that orders the rows")
+    parser.add_argument("--at-most", type=count, default=50, metavar="N", help="most groups of --by (default: 50)")
     parser.add_argument(
-        "--threads", **one_of(THREADS), help="print tables of all threads, of each thread, or both (default: both)"
+        "--tracer-option", **one_of(TRACER_OPTIONS), help="detail of the view events (default: Default)"
+    )
+    parser.add_argument("--state", **one_of(STATES), default="All", help="times in the view events (default: All)")
+    parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default", help="column by which rows are sorted")
+    parser.add_argument(
+        "--threads", **one_of(THREADS), help="tables of all threads, of each thread, or both (default: both)"
     )
     parser.add_argument(
         "--rows",
         type=count_or_all,
         metavar="N|all",
-        help=f"print the N heaviest rows of each table, and one row of the rest (default: {MOST} in text, else all)",
+        help=f"print the N rows with most time, and one row for the rest (default: {MOST} in text, else all)",
     )
     parser.add_argument(
         "--least",
@@ -80,19 +80,17 @@ def add(verbs: Verbs) -> None:
         type=time_ns,
         default=0,
         metavar="T",
-        help="leave out rows with less time, such as 50us",
+        help="join rows with less time than this, such as 50us, to one row",
     )
     parser.add_argument(
-        "--skip-first", type=whole, default=0, metavar="N", help="number of first iterations to leave out of averages"
+        "--skip-first", type=whole, default=0, metavar="N", help="number of first iterations that averages leave out"
     )
     parser.add_argument("--unit", **one_of(UNITS), default="ms", help="unit of times in text (default: ms)")
-    parser.add_argument("--html", metavar="PAGE", help="write one HTML file with all views, which needs no network")
+    parser.add_argument("--html", metavar="PAGE", help="write all views as one HTML file, which needs no network")
     parser.add_argument(
         "--json", action="store_true", help="print the same numbers as one JSON document, with times in ns"
     )
-    parser.add_argument(
-        "--corrected", action="store_true", help="subtract the cost of the probes below from self times"
-    )
+    parser.add_argument("--corrected", action="store_true", help="subtract the cost of recorded calls from self times")
     parser.set_defaults(verb=report)
 
 

@@ -45,10 +45,10 @@ def add(verbs: Verbs) -> None:
         allow_abbrev=False,
         help="run a Python service under a profile",
         usage="instrument run [--profile P | --preset NAME] -- command [argument ...]",
-        description="The command is what a shell takes: `uvicorn app:app`, `python server.py`, `./start.sh`; or "
-        "what follows `python`: `server.py`, `-m module`. It runs as it does without instrument, with its own exit "
-        "code and signals. Child processes that inherit the environment are instrumented too. Without a profile "
-        f"the preset {PRESETS[0]} is taken.",
+        description="The command is a shell command, such as `uvicorn app:app`, `python server.py` or `./start.sh`, or "
+        "arguments of python, such as `server.py` or `-m module`. It runs as without instrument, with its own exit "
+        "code and signals. Child processes that inherit the environment are recorded too. Without a profile the "
+        f"preset {PRESETS[0]} applies.",
     )
     parser.add_argument("--profile", metavar="P", help=f"path of the profile.yaml ({DEFAULT})")
     parser.add_argument("--preset", **one_of(PRESETS), help="a profile that comes with the package")

@@ -32,15 +32,13 @@ def add(verbs: Verbs) -> None:
 
 
 RUN = (
-    "the first letters of a run, a service, a process id, or the path of an agent's socket, which INSTRUMENT_AGENT "
-    "may contain"
+    "a run (its first letters are enough), a service, a process id, or the path of an agent's socket, as in the "
+    "variable INSTRUMENT_AGENT"
 )
 
 
 def _add_ps(verbs: Verbs) -> None:
-    parser = verbs.add_parser(
-        "ps", help="list the runs and their processes, with the calls, the cost and the losses of each"
-    )
+    parser = verbs.add_parser("ps", help="list running services and their processes, with calls, cost and losses")
     parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, with times in ns")
     parser.set_defaults(verb=ps)
@@ -77,11 +75,17 @@ EVERY_S = 1.0
 
 
 def _add_live(verbs: Verbs) -> None:
-    parser = verbs.add_parser("live", help="show requests in flight, rates and the hottest places of a run")
+    parser = verbs.add_parser("live", help="show the requests that are being served, and the functions with most time")
     parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
-    parser.add_argument("--every", type=seconds, default=EVERY_S, metavar="S", help=f"seconds (default: {EVERY_S:g})")
     parser.add_argument(
-        "--once", action="store_true", help="print one screen on the time since the begin, as plain text"
+        "--every",
+        type=seconds,
+        default=EVERY_S,
+        metavar="S",
+        help=f"seconds between two screens (default: {EVERY_S:g})",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one screen on the whole run up to now, as plain text"
     )
     parser.add_argument("--json", action="store_true", help="print each screen as a line of JSON, with times in ns")
     parser.set_defaults(verb=live)
@@ -137,7 +141,7 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _add_dump(verbs: Verbs) -> None:
-    parser = verbs.add_parser("dump", help="save the recordings of a run's processes while they run")
+    parser = verbs.add_parser("dump", help="save the newest spans of a running service")
     parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
     parser.add_argument(
         "--last", type=time_ns, metavar="T", help="save only spans that ended in this time, such as 10s"
@@ -145,7 +149,7 @@ def _add_dump(verbs: Verbs) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="the file to write, in a form of `instrument convert` by its suffix (default: RUN-dump.npz)",
+        help="the file to write; its suffix decides the form, as for `instrument convert` (default: RUN-dump.npz)",
     )
     parser.set_defaults(verb=dump)
 
@@ -215,12 +219,14 @@ WHICH = "give the folder of limits.ring_dir in the profile"
 def _add_recover(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "recover",
-        help="save the recordings of killed processes from the files of limits.ring_dir",
+        help="make recordings from the files of killed processes in limits.ring_dir",
         description="Writes a recording (.npz) next to each file of a process that was killed, for `instrument "
         "report`. Files of processes that run, or that ended in order, remain as they are.",
     )
     parser.add_argument("folder", metavar="DIR", help="the folder that limits.ring_dir names")
-    parser.add_argument("--remove", action="store_true", help="then remove the files of all ended processes")
+    parser.add_argument(
+        "--remove", action="store_true", help="afterwards remove the files of all processes that have ended"
+    )
     parser.set_defaults(verb=recover)
 
 

@@ -16,14 +16,14 @@ from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import dataclass, field, replace
 
 STATES: Mapping[str, str] = {
-    "attached": "it records",
-    "partly": "it records, but not all calls: other objects refer to the function, or a subclass overrides it",
-    "uncalled": "it would record, but nothing has called it",
-    "unmet": "requests or jobs came, and none of them was recorded",
-    "compiled": "it is inside a region that torch.compile has compiled, which has no probes",
-    "waiting": "nothing to attach to yet: its module is not imported, or no layer that it selects has run",
-    "unreachable": "it is there and cannot be observed",
-    "not found": "its module is imported and has nothing of that name",
+    "attached": "its calls are recorded",
+    "partly": "some calls are not recorded: other objects refer to the function, or a subclass overrides it",
+    "uncalled": "its calls would be recorded, but nothing has called it",
+    "unmet": "requests or jobs arrived, but none was recorded",
+    "compiled": "it is inside a region that torch.compile has compiled, where nothing is recorded",
+    "waiting": "its module is not imported yet, or no layer that the rule selects has run yet",
+    "unreachable": "it exists, but its calls cannot be recorded",
+    "not found": "its module has no such function or class",
 }
 """The states with their meanings."""
 
