@@ -45,6 +45,8 @@ SERVERS: Mapping[str, str] = {
     "litserve": "batches of LitServe's workers",
     "mosec": "batches of mosec's workers",
     "triton": "models of Triton's Python backend",
+    "bentoml": "adaptive batches of BentoML",
+    "gradio": "events of Gradio's queue",
     "celery": "tasks of Celery's workers",
     "rq": "jobs of RQ's workers",
     "dramatiq": "messages of Dramatiq's workers",

@@ -251,7 +251,8 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "ray": ("ray_serve", lambda: model_servers.RAY_SERVE),
     "litserve": ("litserve", lambda: model_servers.LITSERVE),
     "mosec": ("mosec", lambda: model_servers.MOSEC),
-    **{name: _queue(name) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream")},
+    "bentoml": ("bentoml", lambda: model_servers.BENTOML),
+    **{name: _queue(name) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
 """The kind of server by package or module, and a function that loads our code and returns what attaches to it."""
 

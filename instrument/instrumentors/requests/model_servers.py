@@ -17,6 +17,8 @@ its dashboard record nothing.
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -193,6 +195,42 @@ def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     return [undo_receive, undo_send]
 
+
+def _bentoml(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Give each request that waits for an adaptive batch a key, and record each batch with the keys of its requests."""
+    dispatcher, recorder = module.CorkDispatcher, exchanges.recorder
+    wait, compute = dispatcher.inbound_call, dispatcher.outbound_call
+    key_by_input: dict[int, str] = {}
+    numbers, site = itertools.count(1), Site("bentoml batch", "step")
+
+    @takes_place(dispatcher, "inbound_call")
+    async def undo_wait(self: Any, data: Any) -> Any:
+        if not exchanges.is_on or not recorder.on:
+            return await wait(self, data)
+        key = key_by_input[id(data)] = f"{os.getpid()}.{next(numbers)}"
+        recorder.annotate_innermost({KEY: key})
+        try:
+            return await wait(self, data)
+        finally:
+            key_by_input.pop(id(data), None)
+
+    @takes_place(dispatcher, "outbound_call")
+    async def undo_compute(self: Any, jobs: Any, *args: Any, **kwargs: Any) -> None:
+        keys = tuple(key for job in jobs[:BATCH_LIMIT] if (key := key_by_input.get(id(job.data))) is not None)
+        if not keys or not exchanges.is_on or not recorder.on:
+            await compute(self, jobs, *args, **kwargs)
+            return
+        recorder.forget_current()  # the first request has started the loop that makes all batches
+        frame = recorder.open(site, {BATCH_SIZE: len(jobs), BATCH_KEYS: keys})
+        try:
+            await recorder.stepped_in(frame, compute(self, jobs, *args, **kwargs))
+        finally:
+            recorder.close(frame, None, True)
+
+    return [undo_wait, undo_compute]
+
+
+BENTOML: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"bentoml._internal.marshal.dispatcher": _bentoml}
 
 MOSEC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"mosec.protocol": _mosec}
 

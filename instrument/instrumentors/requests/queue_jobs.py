@@ -1,5 +1,7 @@
 """Jobs of queues: a job that a worker of Celery, RQ or Dramatiq takes is a request with the name of its task.
 
+Gradio gives each event of its page, or of a client, to a function of the app by a queue of its own, likewise.
+
 A job is in its caller's trace, by the `traceparent` of its message: of Celery's headers, of the `meta` of an RQ job,
 and of the options of a Dramatiq message. RQ and Dramatiq say when a job came into its queue.
 """
@@ -10,6 +12,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -225,6 +228,56 @@ def _place_and_time(message: Any) -> tuple[object, float | None]:
     return place, stamp / 1000 if isinstance(stamp, (int, float)) and stamp > 0 else None
 
 
+def _gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record each event that Gradio's queue gives to a function of the app, named by its `api_name`.
+
+    The functions of a batch have the events of several callers, each of which is a request.
+    """
+    jobs, recorder = _Jobs("gradio", exchanges), exchanges.recorder
+    process, call = module.Queue.process_events, module.route_utils.call_process_api
+    failures: ContextVar[list[BaseException]] = ContextVar("instrument_gradio_failures")
+
+    def begin(event: Any) -> Any:
+        try:
+            if not event.alive:
+                return None
+            queued_s = time.time() - time.monotonic() + event.enqueue_time
+            name, headers = event.fn.api_name or event.fn.name, event.request.headers
+            return jobs.begin(f"/{name}", event.concurrency_id, event._id, headers, queued_s)
+        except Exception as fault:
+            FAULTS.note("event of Gradio", fault)
+            return None
+
+    @takes_place(module.route_utils, "call_process_api")
+    async def undo_call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await call(*args, **kwargs)
+        except Exception as error:
+            noted = failures.get(None)
+            if noted is not None:
+                noted.append(error)
+            raise
+
+    @takes_place(module.Queue, "process_events")
+    async def undo(self: Any, events: Any, *args: Any, **kwargs: Any) -> None:
+        frames = [frame for event in events if (frame := begin(event)) is not None]
+        errors: list[BaseException] = []
+        failures.set(errors)
+        answer = process(self, events, *args, **kwargs)
+        for frame in frames:
+            answer = recorder.stepped_in(frame, answer)
+        try:
+            await answer
+        except BaseException as raised:
+            errors.append(raised)
+            raise
+        finally:
+            for frame in reversed(frames):
+                jobs.end(frame, errors[-1] if errors else None)
+
+    return [undo_call, undo]
+
+
 def _headers_in(carrier: object) -> Mapping[bytes, bytes]:
     """Return the headers of a trace in a message, with names in lower case."""
     if not isinstance(carrier, Mapping):
@@ -250,5 +303,6 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "arq": {"arq.worker": _arq},
     "taskiq": {"taskiq.receiver.receiver": _taskiq},
     "faststream": {"faststream._internal.endpoint.subscriber.call_item": _faststream},
+    "gradio": {"gradio.queueing": _gradio},
 }
 """The seams of each kind of queue, by its package."""
