@@ -66,9 +66,9 @@ def test_too_few_calls_that_are_alike_have_no_effect() -> None:
 
 
 def test_three_runs_on_each_side_are_the_units() -> None:
-    def side(first_seed: int, factors: list[float]) -> CallSample:
+    def side(first_seed: int, factors: list[float], calls: int = 1_000) -> CallSample:
         runs = [
-            replace(sample(first_seed + n, 1_000, factor), run=np.full(1_000, n)) for n, factor in enumerate(factors)
+            replace(sample(first_seed + n, calls, factor), run=np.full(calls, n)) for n, factor in enumerate(factors)
         ]
         return CallSample(
             np.concatenate([run.values_ns for run in runs]),
@@ -76,6 +76,8 @@ def test_three_runs_on_each_side_are_the_units() -> None:
             np.concatenate([run.run for run in runs]),
         )
 
+    assert effect(sample(1, 60), sample(2, 60)) is None
+    assert effect(*(side(first, [1.0, 1.0, 1.0], 60) for first in (1, 5))) is not None  # no blocks, so few calls do
     found = effect(side(1, [1, 1.2, 0.9]), side(5, [1.1, 0.95, 1.15]))  # runs differ more than calls within one
     assert found is not None
     low, high = found.interval(0.05)
@@ -129,7 +131,12 @@ def test_new_and_gone_call_paths_are_named() -> None:
     without = Recording.of_trace(trace.with_columns(columns.with_attributes(wanted)))
     found = compare([Recording.of_trace(trace)], [without], Options())
     assert verdicts(found)["part 9 in engine.step"] == GONE
-    assert verdicts(compare([without], [Recording.of_trace(trace)], Options()))["part 9 in engine.step"] == NEW
+    assert any(sentence.startswith("Gone: 1 of 13 call paths, most of all part 9") for sentence in found.sentences())
+    new = compare([without], [Recording.of_trace(trace)], Options())
+    assert verdicts(new)["part 9 in engine.step"] == NEW
+    assert [change.path[-1] for change in new.unsure(0.5)] == ["part 9"]  # a gate says neither yes nor no
+    empty = Recording.of_trace(trace.with_columns(columns.only(np.zeros(len(columns), dtype=np.bool_))))
+    assert compare([empty], [without], Options()).sentences()[0].startswith("New: 12 of 12 call paths")
 
 
 def test_the_load_of_each_tenant_is_shown_before_and_after() -> None:

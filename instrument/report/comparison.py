@@ -103,6 +103,10 @@ class Change:
         """The last call of the path, and the one around it."""
         return " in ".join(reversed(self.path[-2:]))
 
+    def summed_ns(self) -> float:
+        """Return the time of all calls of a path that one side has alone."""
+        return self.calls_before * (self.mean_before_ns or 0) + self.calls_after * (self.mean_after_ns or 0)
+
     def change(self) -> str:
         """Return the change with its sign."""
         return "-" if self.ratio is None else f"{self.ratio:+.1%}"
@@ -189,7 +193,7 @@ class Comparison(View):
             change
             for change in self.changes
             if change.share_ratio >= MAJOR_SHARE
-            and (change.verdict == INCONCLUSIVE or (change.verdict == SAME and (change.high_ratio or 0) > limit))
+            and (change.verdict in (INCONCLUSIVE, NEW) or (change.verdict == SAME and (change.high_ratio or 0) > limit))
         ]
 
     def sentences(self) -> list[str]:
@@ -213,6 +217,13 @@ class Comparison(View):
         if unsure:
             paths = "1 call path has" if unsure == 1 else f"{unsure} call paths have"
             lines.append(f"Inconclusive: {paths} fewer than {LEAST_CALLS} calls on each side that are alike.")
+        for verdict in (NEW, GONE):
+            rows = sorted((row for row in self.changes if row.verdict == verdict), key=Change.summed_ns)
+            lines += [
+                f"{verdict.capitalize()}: {len(rows)} of {len(self.changes)} call paths, most of all {row.name} "
+                f"({row.summed_ns() / 1e6:.4g} ms). They cannot be compared."
+                for row in rows[-1:]
+            ]
         return [*lines, *self._about_load()]
 
     def _about_load(self) -> list[str]:
@@ -271,7 +282,10 @@ class Comparison(View):
                 self._bounded([change for change in self.changes if change.ratio is None]),
                 "name=Call path|verdict=Verdict|calls_before=Calls before|calls_after=Calls after|"
                 "mean_before_ns=Mean before|mean_after_ns=Mean after",
-                (f"Inconclusive: fewer than {LEAST_CALLS} calls on each side are alike.",),
+                (
+                    f"Inconclusive: fewer than {LEAST_CALLS} calls on each side are alike. New, gone: on one side",
+                    "only, as after a change of the profile, or where a function was renamed.",
+                ),
             ),
             Section(
                 "Load",

@@ -27,7 +27,7 @@ from instrument.trace.groups import numbered, ranked
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The least number of like calls per side. With fewer, blocks of them are too short to be independent of each other."""
+"""The least number of like calls per side if blocks are the units. Blocks of fewer calls depend on each other."""
 
 LEAST_OF_STRATUM = 5
 """The least number of calls per side in a stratum."""
@@ -170,7 +170,9 @@ def effect(before: CallSample, after: CallSample) -> Effect | None:
     like = _LikeCalls(before, after)
     calls = len(like.values[like.sides[0]]), len(like.values[like.sides[1]])
     spent_ns = float(after.values_ns.sum())
-    if min(calls) < LEAST_CALLS or spent_ns <= 0:
+    runs = [ranked(like.run[side]) for side in like.sides]
+    has_runs = min(len(numbers) for numbers, _ in runs) >= LEAST_RUNS
+    if (min(calls) < LEAST_CALLS and not has_runs) or spent_ns <= 0:
         return None
     weight = like.both * like.means(like.values).sum(axis=0)
     if not weight.any():
@@ -179,12 +181,10 @@ def effect(before: CallSample, after: CallSample) -> Effect | None:
     values = like.without_slopes(np.log1p(like.values))
     means = like.means(values)
     influence = (weight / like.sizes).ravel()[like.cells] * like.centered(values)
-    of_sides = [(influence[side], ranked(like.run[side])) for side in like.sides]
-    has_runs = min(len(runs) for _, (runs, _) in of_sides) >= LEAST_RUNS
     variances, freedoms = zip(
         *(
             _variance(np.bincount(run, part).astype(np.float64)) if has_runs else _variance_by_blocks(part)
-            for part, (_, run) in of_sides
+            for part, (_, run) in zip([influence[side] for side in like.sides], runs, strict=True)
         ),
         strict=True,
     )
