@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_708, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
-    "instrumentors": (12_838, 51),
+    "instrumentors": (12_846, 51),
     "native": (9_040, 28),
     "otlp": (5_319, 20),
     "profile": (2_615, 8),

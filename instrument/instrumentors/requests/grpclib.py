@@ -12,7 +12,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, takes_place
 from instrument.instrumentors.requests.exchange import CURRENT, SERVER_TIMING, Arrival, Exchange, Exchanges
-from instrument.instrumentors.requests.grpc import SERVER_ERRORS, address_in, headers_in
+from instrument.instrumentors.requests.grpc import DEADLINE_SLACK_S, SERVER_ERRORS, address_in, headers_in
 from instrument.recorder.outcomes import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
 
@@ -60,6 +60,8 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open:
             exchange.failure = error
+            if self.deadline is not None and self.deadline.time_remaining() < DEADLINE_SLACK_S:
+                exchange.facts[OUTCOME] = "timed out"
         return await leave(self, kind, error, traceback)
 
     @takes_place(module, "_abort")
@@ -76,13 +78,15 @@ def _end(exchange: Exchange, error: BaseException | None) -> None:
     """End a call with the status that its caller got, perhaps with an exception of its handler."""
     status, kind = exchange.facts.get(RPC_STATUS), type(error).__name__
     exchange.failure = None
-    if isinstance(error, asyncio.CancelledError) or kind == "StreamTerminatedError":
+    is_broken_off = isinstance(error, asyncio.CancelledError) or kind == "StreamTerminatedError"
+    if is_broken_off and OUTCOME in exchange.facts:
+        status = exchange.facts[RPC_STATUS] = "DEADLINE_EXCEEDED"
+    elif is_broken_off:
         exchange.facts |= {RPC_STATUS: "CANCELLED", OUTCOME: CANCELLED}
-        exchange.end()
-        return
-    if status == "DEADLINE_EXCEEDED":
-        exchange.facts[OUTCOME] = "timed out"
-    if error is None or kind == "GRPCError":  # a status that the service has chosen
+        status = None
+    elif status != "DEADLINE_EXCEEDED":
+        exchange.facts.pop(OUTCOME, None)
+    if is_broken_off or error is None or kind == "GRPCError":  # a status that the service has chosen
         exchange.end(status if status in SERVER_ERRORS else None)
     else:
         exchange.end(error)

@@ -102,7 +102,7 @@ def _end(exchange: Exchange | None, connection: Any, error: BaseException | None
     """End the request of a connection. Exceptions for its close are no failures, the loss of a connection included."""
     if exchange is None:
         return
-    code = getattr(connection, "close_code", None)
+    code = getattr(connection if hasattr(connection, "close_code") else connection.protocol, "close_code", None)
     if code is not None:
         exchange.facts[CLOSE_CODE] = code
     is_closed = error is not None and "ConnectionClosed" in {kind.__name__ for kind in type(error).__mro__}
@@ -143,15 +143,19 @@ def _record_refusals(connection: Any, arrivals: Any) -> Undo:
 
         @takes_place(connection, "handshake")
         def undo_by_thread(self: Any, *args: Any, **kwargs: Any) -> None:
-            shake_hands(self, *args, **kwargs)
-            note(self)
+            try:
+                shake_hands(self, *args, **kwargs)
+            finally:  # older versions raise after a refusal
+                note(self)
 
         return undo_by_thread
 
     @takes_place(connection, "handshake")
     async def undo(self: Any, *args: Any, **kwargs: Any) -> None:
-        await shake_hands(self, *args, **kwargs)
-        note(self)
+        try:
+            await shake_hands(self, *args, **kwargs)
+        finally:
+            note(self)
 
     return undo
 
