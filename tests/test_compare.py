@@ -22,6 +22,7 @@ from simulated_engine import Service
 import instrument
 from instrument import chrome
 from instrument.cli import main
+from instrument.recording.spans import KEY
 from instrument.report.comparison import COLOURS, FASTER, GONE, INCONCLUSIVE, NEW, SAME, SLOWER, Comparison, compare
 from instrument.report.effects import CallSample, effect, p99_limits
 from instrument.report.view import Options, Recording
@@ -137,6 +138,23 @@ def test_new_and_gone_call_paths_are_named() -> None:
     assert [change.path[-1] for change in new.unsure(0.5)] == ["part 9"]  # a gate says neither yes nor no
     empty = Recording.of_trace(trace.with_columns(columns.only(np.zeros(len(columns), dtype=np.bool_))))
     assert compare([empty], [without], Options()).sentences()[0].startswith("New: 12 of 12 call paths")
+
+
+def test_a_path_and_an_endpoint_that_a_window_cuts_off_leave_the_names_of_the_others() -> None:
+    trace = BEFORE.run()
+    cut = [
+        replace(span, site=replace(span.site, name=f"A {span.site.name}"), clipped=True)
+        for span in trace.spans
+        if span.attributes.get(KEY) == "r1" or (span.site.name == "part 0" and span.span_id < 40)
+    ]
+    ids = {span.span_id for span in cut}
+    spans = [*cut, *(span for span in trace.spans if span.span_id not in ids)]
+    after = Recording.of_trace(replace(trace, spans=spans))
+    comparison = compare([Recording.of_trace(trace)], [after], Options())
+    assert comparison.changed == ()
+    assert set(verdicts(comparison)) == {*(f"part {n} in engine.step" for n in range(10)), "engine.step",
+                                         "POST /generate", "parse in POST /generate"}  # fmt: skip
+    assert [row.name for row in comparison.slowest] == ["POST /generate"]
 
 
 def test_the_load_of_each_tenant_is_shown_before_and_after() -> None:

@@ -39,7 +39,7 @@ from instrument.runtime import atomic
 from instrument.trace.call_tree import paths_of_rows
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE, nearest
-from instrument.trace.groups import Groups, distinct
+from instrument.trace.groups import Members, distinct
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
@@ -404,10 +404,9 @@ def _side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
         node_of, paths = paths_of_rows(trace)
         ran_ns = (trace.self_ns - waiting_times(trace)).astype(np.float64)
         device_ns, is_timed = trace.device_times(np.arange(len(trace), dtype=np.int64))
-        by_node = Groups(node_of[order], len(paths)).members()
-        for node, places in enumerate(by_node):
-            rows = order[places]
-            name = tuple(map(name_of_site, paths[node]))
+        by_node = Members(node_of[order], len(paths), order)
+        for node, path in enumerate(paths):
+            rows, name = by_node[node], tuple(map(name_of_site, path))
             numbers = np.full(len(rows), run, dtype=np.int64)
             if len(rows):
                 parts[name].append(CallSample(ran_ns[rows], covariates[:, rows], numbers))
@@ -510,9 +509,10 @@ def _slowest(before: Sequence[Recording], after: Sequence[Recording], options: O
         for recording in runs:
             (rows, _), grouped = recording.once(complete_requests), request_groups(recording, options)
             of_rows = grouped.group[recording.once(joined_requests).of[rows]]
-            for name, places in zip(grouped.names, Groups(of_rows, len(grouped.names)).members(), strict=True):
-                if len(places):
-                    walls[name].append(recording.columns.total_ns[rows[places]])
+            by_group = Members(of_rows, len(grouped.names), rows)
+            for number, name in enumerate(grouped.names):
+                if len(by_group[number]):
+                    walls[name].append(recording.columns.total_ns[by_group[number]])
         sides.append({name: np.sort(np.concatenate(times)) for name, times in walls.items()})
     rows_by_count = []
     for name in sides[0].keys() & sides[1].keys():

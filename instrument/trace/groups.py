@@ -60,7 +60,7 @@ class Members:
     """The members of each group, in order: the given numbers, or places without such."""
 
     def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
-        order = np.argsort(groups, kind="stable")
+        order = stable_order(groups, count)
         self._numbers = order if numbers is None else numbers[order]
         self._starts = np.searchsorted(groups[order], np.arange(count + 1)).tolist()
 
