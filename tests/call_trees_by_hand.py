@@ -14,8 +14,9 @@ NEVER = 1 << 62
 
 
 class Place:
-    """One site below its callers on one line: sums over its calls. `inside` tells whether a call of the `kinds` asked
-    for is around it on its line, `again` whether one of the same name and kind is."""
+    """Sums over the calls of one site below its callers on one line. `inside` is True if a call of the asked `kinds` is
+    around it, `again` if one of the same name and kind is.
+    """
 
     __slots__ = (
         "again", "calls", "children", "device_calls", "device_max_ns", "device_min_ns", "device_ns", "elsewhere",
@@ -106,7 +107,7 @@ class _Below:
             self._held.setdefault(call, []).extend(stretches)
 
     def lengths_ns(self) -> dict[int, int]:
-        """How long what each call has is together, of those that have any. What was held is gone then."""
+        """Return the length of each call's intervals together, and forget the intervals."""
         ups: dict[int, int | None] = {}
         pending = [*self._held]
         while pending:
@@ -258,14 +259,14 @@ class _Reader:
 
 
 def lies_outside(one: Span | DeviceInterval, window: Interval) -> bool:
-    """Whether nothing of it lies in the window. One without length on an edge is in it."""
+    """Return True if no part lies in the window. One without length on an edge is in it."""
     first_ns, last_ns = window
     start_ns, end_ns = one.start_ns, one.end_ns
     return (end_ns <= first_ns and start_ns < first_ns) or (start_ns >= last_ns and end_ns > last_ns)
 
 
 def _encloses(span: Span, stretches: Sequence[Interval]) -> bool:
-    """Whether the span has one device interval that holds all of these, so that they add nothing to it."""
+    """Return True if one device interval of the span covers all the intervals, so that they add nothing to it."""
     if len(span.device) != 1 or span.device[0].label in UNTIMED:
         return False
     own = span.device[0]

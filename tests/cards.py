@@ -22,7 +22,7 @@ def driver() -> Any:
 
 
 def value(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda.bindings returned beside its success."""
+    """Return the value of a call of cuda.bindings after checking its status."""
     assert int(result[0]) == 0, result
     return result[1] if len(result) == 2 else result[1:]
 
@@ -39,7 +39,7 @@ class Card(Protocol):
 
 
 class RealCard:
-    """One that torch finds. A spin takes about as long as is asked, for clocks ramp: whoever needs more measures it."""
+    """A card that torch finds. A spin takes roughly the asked time, because clocks ramp up."""
 
     def __init__(self, torch: Any) -> None:
         self.cuda = torch.cuda
@@ -63,7 +63,7 @@ class RealCard:
         self.cuda._sleep(int(self._rate * ns))
 
     def hold(self, stream: Any) -> Callable[[], int]:
-        """Hold a stream until what is returned is called, which tells a time at which it was held for certain."""
+        """Hold a stream until the returned function is called, which returns a time at which it was surely held."""
         number = self._word.value + 1
         # GEQ: the device may come to it after the host has let go of the next one.
         value(self._driver.cuStreamWaitValue32(stream.cuda_stream, self._word_at, number, 0))
@@ -94,7 +94,7 @@ class FakeCard:
         self._work(ns)
 
     def hold(self, stream: Any) -> Callable[[], int]:
-        """Hold a stream for 5 ms and until what is returned is called, which tells a time at which it was held."""
+        """Hold a stream for 5 ms and until the returned function is called, which returns a time of the hold."""
         until_ns = self.fake.launch(stream.cuda_stream, 5 * MS)
 
         def let_go() -> int:

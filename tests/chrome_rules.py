@@ -1,4 +1,4 @@
-"""What viewers make of a Chrome trace, predicted from the parsed JSON alone.
+"""Predictions of how viewers show a Chrome trace, made from the parsed JSON alone.
 
 The rules are those that Perfetto 52 and 55 were seen to follow, so that a run of the tests needs no browser: which
 slices they drop, which arrows vanish, which values they misread. `problems` is empty for a file that shows whole.
@@ -63,12 +63,12 @@ def problems(document: dict[str, Any]) -> list[str]:
 
 
 def slices(document: dict[str, Any]) -> int:
-    """How many slices a viewer must show."""
+    """Return the number of slices that a viewer must show."""
     return sum(event.get("ph") in SLICES for event in document["traceEvents"])
 
 
 def arrows(document: dict[str, Any]) -> int:
-    """How many arrows a viewer must show."""
+    """Return the number of arrows that a viewer must show."""
     return sum(event.get("ph") in ("t", "f") or bool(event.get("flow_in")) for event in document["traceEvents"])
 
 
@@ -99,7 +99,7 @@ def _bad_values(value: object, within_args: bool = False) -> Iterator[str]:
 
 
 def _bad_event(event: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with an event by itself."""
+    """Yield the faults of an event by itself."""
     phase = event.get("ph")
     if phase not in tuple("XBEbneistfCM"):
         yield "no phase that is shown"
@@ -141,7 +141,7 @@ def _bad_event(event: dict[str, Any]) -> Iterator[str]:
 
 
 def _bad_name(event: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a metadata event."""
+    """Yield the faults of a metadata event."""
     wanted = {"name": str, "labels": str, "sort_index": int}
     key = str(event.get("name")).removeprefix("process_").removeprefix("thread_")
     if key not in wanted or type(event.get("args", {}).get(key)) is not wanted[key]:
@@ -151,7 +151,7 @@ def _bad_name(event: dict[str, Any]) -> Iterator[str]:
 
 
 def _track(event: dict[str, Any]) -> tuple[object, ...]:
-    """What the async events of one track share. `id` by itself is shared by all processes, as is a global one."""
+    """Return the fields that the async events of one track share. All processes share `id` and a global id."""
     ids = event.get("id2") or {}
     everywhere = event.get("id", ids.get("global"))
     return event.get("cat"), everywhere or ids.get("local"), None if everywhere else event.get("pid")

@@ -1,4 +1,4 @@
-"""What every test shares: it must find the process clean, and leave it so."""
+"""Fixtures of all tests. Each test finds the process clean, and must leave it clean."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_undo_leaves_torch_as_it_was(recorder: Recorder) -> None:
 
 
 class Driver:
-    """What torch tells of one kind of device."""
+    """The answers of torch about one kind of device."""
 
     def __init__(self) -> None:
         self.used = False

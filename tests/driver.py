@@ -61,7 +61,7 @@ def _compiler() -> str | None:
 
 @functools.cache
 def why_not() -> str:
-    """What a machine lacks to run tests against the fake driver; empty where it has everything."""
+    """Return the reason why the fake driver cannot be used on this machine, empty if it can."""
     if sys.platform != "linux":
         return "the fake CUDA driver is for Linux"
     if _compiler() is None:
@@ -87,7 +87,7 @@ def library(*missing: str) -> Path:
 
 
 def environment(*, missing: tuple[str, ...] = (), version: int = 13000, devices: int = 2) -> dict[str, str]:
-    """What a program's environment needs so that it finds the fake driver, in real time, as its CUDA driver."""
+    """Return the variables that make a program find the fake driver, in real time, as its CUDA driver."""
     return {
         "LD_LIBRARY_PATH": str(library(*missing).parent),
         "CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING": "1",
@@ -97,13 +97,13 @@ def environment(*, missing: tuple[str, ...] = (), version: int = 13000, devices:
 
 
 def value(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda.bindings returned beside its success."""
+    """Return the value of a call of cuda.bindings after checking its status."""
     assert int(result[0]) == 0, result
     return result[1] if len(result) == 2 else result[1:]
 
 
 class Counts(NamedTuple):
-    """What the driver has counted since it was reset. Built-in streams are not counted."""
+    """The counts of the driver since it was reset. Built-in streams are not counted."""
 
     live_events: int
     events_created: int
@@ -174,7 +174,7 @@ class FakeDriver:
         return int(self.library.fake_device_now_ns(device))
 
     def set_clock(self, device: int = 0, *, offset_ns: int | None = None, drift_ppm: float | None = None) -> None:
-        """How far the device's clock is ahead of the host's now, and how much faster it runs from now on."""
+        """Set the device clock's lead over the host's, and the rate at which it grows from now on."""
         if offset_ns is not None:
             self.library.fake_set_offset(device, offset_ns)
         if drift_ppm is not None:
@@ -212,7 +212,7 @@ class FakeDriver:
         return until.value
 
     def done_ns(self, event: Any) -> int:
-        """When a recorded event is done, past or to come."""
+        """Return the time at which a recorded event is done, past or to come."""
         at = ctypes.c_int64()
         result = self.library.fake_event_host_ns(int(event), ctypes.byref(at))
         assert result == 0, f"{event!r} was not recorded"
@@ -226,7 +226,7 @@ class FakeDriver:
         self.library.fake_fail(symbol.encode(), code, times, skip)
 
     def cost(self, symbol: str, ns: int) -> None:
-        """What a call takes of the host before it does anything: virtual time passes, or the thread sleeps."""
+        """Let each call of a function take that time of the host first: virtual time passes, or the thread sleeps."""
         self.symbols[symbol]
         self.library.fake_cost(symbol.encode(), ns)
 
@@ -253,20 +253,20 @@ class FakeDriver:
         self.library.fake_destroy_context(int(context))
 
     def limit_queue(self, limit: int) -> None:
-        """No more than so many things of a stream can wait for the device: a launch or record waits for room then.
+        """Bound the work of a stream that waits for the device: a launch or record waits for room then.
 
         To be said before any stream has work. In virtual time the wait is a jump.
         """
         self.library.fake_limit_queue(limit)
 
     def limit_events(self, limit: int) -> None:
-        """No more than so many events can live at a time: cuEventCreate is out of memory then."""
+        """Bound the number of live events: beyond it cuEventCreate is out of memory."""
         self.library.fake_limit_events(limit)
 
     # What was seen
 
     def calls(self, symbol: str, thread: int | None = None) -> int:
-        """How often a function was called; by the thread of a native id alone, where one is given.
+        """Return the calls of a function, of one thread by its native id if one is given.
 
         The names are those of cuda.h, without `_v2`. Kernels of `launch` count as cuLaunchKernel, and copies of every
         direction as cuMemcpy or cuMemcpyAsync.

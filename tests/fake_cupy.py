@@ -1,4 +1,4 @@
-"""What cupy is to a service, without a GPU: arrays in a memory of their own, on two cards, with streams.
+"""A cupy for services without a GPU: arrays in a memory of their own, on two cards, with streams.
 
 Names, signatures and what calls what follow cupy 14: `asnumpy` calls `get`, `asarray` and its kin copy by themselves.
 """

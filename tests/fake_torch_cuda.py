@@ -1,4 +1,4 @@
-"""What of torch's CUDA side concerns device time, on the fake driver: the torch of the tests may have none of its own.
+"""The part of torch's CUDA side that concerns device time, on the fake driver: the tests' torch may lack it.
 
 As torch does, it initialises nothing before it is used, gives each thread a current device and a current stream per
 device, makes streams that do not block, and calls the driver for all of it. As the CUDA runtime does under torch, it
@@ -27,7 +27,7 @@ from typing import Any
 from driver import FakeDriver
 
 DEFAULT_TYPE = 1
-"""What torch numbers CUDA by among the types of devices."""
+"""The number of CUDA among torch's types of devices."""
 
 TEXTS = {
     1: "invalid argument",
@@ -89,7 +89,7 @@ class _Cuda:
         raise error
 
     def made(self, name: str, *arguments: Any) -> int:
-        """What a call hands out by its first argument."""
+        """Return the handle that a call stores at its first argument."""
         handle = ctypes.c_void_p()
         self.call(name, ctypes.byref(handle), *arguments)
         return handle.value or 0
@@ -254,7 +254,7 @@ class Event:
             cuda.call("cuEventRecord", ctypes.c_void_p(self.cuda_event), ctypes.c_void_p(stream.cuda_stream))
 
     def query(self) -> bool:
-        """On whatever device is the thread's: the runtime makes a context there if there is none."""
+        """Query the event on the current device of the thread: the runtime makes a context there if there is none."""
         if not self.cuda_event:
             return True
         self._cuda.bind()
@@ -324,7 +324,7 @@ class _Allocator:
         self.broken = False
 
     def take(self, size_bytes: int) -> None:
-        """What a tensor on the current device takes; below 0, what one gives back."""
+        """Count the bytes of a tensor on the current device; below 0, those that one gives back."""
         self.cuda.bind()
         counts = self.counts.setdefault(self.cuda.thread.device, dict.fromkeys(("allocated", "reserved"), 0))
         taken = -(-abs(size_bytes) // BLOCK_BYTES) * (BLOCK_BYTES if size_bytes > 0 else -BLOCK_BYTES)
@@ -347,7 +347,7 @@ class _Allocator:
 
 
 def fake_torch(driver: FakeDriver, *, has_codes: bool = True) -> Any:
-    """A module `torch` with `cuda`, `version` and `_C`, `work` for all that computes, `allocator` for its memory.
+    """Return a module `torch` with `cuda`, `version`, `_C`, `work` for all computations, `allocator` for its memory.
 
     has_codes: its errors tell their code, as from torch 2.8 on.
     """

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class There(torch.Tensor):
-    """A tensor on the device; `memory` is what lies there."""
+    """A tensor on the device. `memory` is its content."""
 
     @staticmethod
     def __new__(cls, memory: Any, device: Any) -> Any:

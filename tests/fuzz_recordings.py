@@ -37,7 +37,7 @@ from instrument.trace.of_recording import saved_of
 
 MOST_BYTES = 600 << 20
 SLOWEST_S = 10.0
-"""Of processor time, for one input."""
+"""Processor time for one input at most, in seconds."""
 HANGS_S = 200.0
 """An input that has not been read by then never will be."""
 
@@ -69,7 +69,7 @@ def copied(recorder: Any, times: int = 40) -> int:
 
 
 def used_of(fd: int) -> list[tuple[int, int]]:
-    """What is used of a recording's parts: where, and how much."""
+    """Return the offset and the size of the used part of each part of a recording."""
     count = len(memory_layout.PARTS)
     table = array.array("Q", os.pread(fd, 40 * count, memory_layout.HEADER.fields["parts"][0]))
     parts = dict(zip(memory_layout.PARTS, _parts(table), strict=True))
@@ -113,7 +113,7 @@ def look_at_all(fd: int) -> None:
 
 
 def as_text(fd: int) -> str:
-    """What lies in a recording, as `from_text` takes it."""
+    """Return the content of a recording as text, for `from_text`."""
     size_bytes = os.fstat(fd).st_size
     found, at = [size_bytes.to_bytes(8, "little")], 0
     with contextlib.suppress(OSError):  # at the last hole
@@ -126,7 +126,7 @@ def as_text(fd: int) -> str:
 
 
 def from_text(text: str) -> int:
-    """The descriptor of a recording in which the same lies."""
+    """Return the descriptor of a recording with the content of such a text."""
     found, at = lzma.decompress(base64.urlsafe_b64decode(text)), 8
     fd = os.memfd_create("again")
     os.ftruncate(fd, int.from_bytes(found[:8], "little"))

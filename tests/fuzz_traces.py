@@ -55,7 +55,7 @@ MOST_BYTES = 500 << 20
 SLOWEST_S = 20.0
 WINDOW = RequestChoice(since_ns=0, until_ns=10**6)
 VIEWS_EACH = 5
-"""Of how many inputs the views are made once."""
+"""Number of inputs for each of which every view is made once."""
 
 JUNK: list[Any] = [
     None, True, False, 0, -1, 1, 1.5, -0.0, 7, 10**11, 10**12, 10**13, 2**31, 2**53, 2**62, 2**63 - 1, -(2**63), 2**63,
@@ -235,7 +235,7 @@ def changed_bytes(chance: random.Random, data: bytes) -> bytes:
 
 
 def facts(loaded: tuple[Trace, Tally]) -> Any:
-    """What was loaded, by value."""
+    """Return what was loaded, by value."""
     trace, tally = loaded
     ordered = sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
     spans = [[getattr(span, name) for name in Span.__slots__ if name != "site"] + [span.site.key] for span in ordered]

@@ -19,7 +19,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(disjoint: Iterable[Interval]) -> int:
-    """How long disjoint intervals are in all."""
+    """Return the length of disjoint intervals together."""
     return sum(end - start for start, end in disjoint)
 
 

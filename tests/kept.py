@@ -1,4 +1,4 @@
-"""What is kept of a recorder's requests, as the reader of its recording settles them."""
+"""The requests of a recorder that are kept, as the reader of its recording settles them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Kept:
 
     @property
     def counts(self) -> Counter[str]:
-        """What the first recording lost, by reason."""
+        """Return the losses of the first recording, by reason."""
         return Counter(self.rows.counts)
 
     def settle(self, **how: Any) -> dict[int, list[list[Span]]]:

@@ -23,7 +23,7 @@ from otlp_spans import SECOND
 from instrument.profile.model import Otlp
 
 Behave = Callable[["Handler", int], None]
-"""What a collector does with a request of so many spans."""
+"""The answer of a collector to a request with that number of spans."""
 
 
 class Collector(ThreadingHTTPServer):
@@ -126,7 +126,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def resource_id(resource: Any) -> str:
-    """Which process a resource is."""
+    """Return the id of the process that a resource describes."""
     return next((one.value.string_value for one in resource.attributes if one.key == "service.instance.id"), "")
 
 
@@ -206,7 +206,7 @@ def promise_more(handler: Handler, _: int) -> None:
 
 
 def first(count: int, behave: Behave, then: Behave = take) -> Behave:
-    """Misbehave for so many requests, then take them."""
+    """Misbehave for the first requests, then take them."""
     return lambda handler, spans: (behave if handler.server.tries <= count else then)(handler, spans)
 
 

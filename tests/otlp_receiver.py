@@ -140,7 +140,7 @@ def free_port() -> int:
 
 
 def _free_ports(count: int) -> list[int]:
-    """As many different ones: a port that was let go may be the next one that the system gives."""
+    """Return that number of different ports: a port that was closed may be the next one that the system gives."""
     with ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

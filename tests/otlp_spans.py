@@ -117,7 +117,7 @@ def said(value: Any) -> Any:
 
 
 def expected_attributes(of: Span) -> dict[str, Any]:
-    """What a collector must hold of a span that is no copy."""
+    """Return the attributes that a collector must have of a span that is no copy."""
     site = of.site
     found = {key: said(value) for key, value in (*site.attributes, *of.attributes.items())}
     candidates = {

@@ -35,10 +35,10 @@ KIND_OF_TYPE: Mapping[str, str] = {
 """Our kind of each type of event in the file; its only `UserDefined` is a copy."""
 
 COMM = {"c_allreduce_sum": "comm"}
-"""Kinds that a name alone tells."""
+"""The kinds that follow from the name alone."""
 
 DECLARED = {"infer_meta": "infer_shape", "compute": "compute"}
-"""What a phase whose name ends so is declared to be."""
+"""The declared kind of a phase whose name ends so."""
 
 
 def golden_trace(kinds: Mapping[str, str] = COMM, *, launches: bool = False) -> Trace:

@@ -46,7 +46,7 @@ class Elements(HTMLParser):
 
     @property
     def document(self) -> dict[str, Any]:
-        """What the page shows."""
+        """Return the data of the page."""
         data = next(text for tag, text in self.texts if tag == "script")
         found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(data, validate=True)))
         return found

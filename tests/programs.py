@@ -65,7 +65,7 @@ ASYNC = (
     *(("task group",) if sys.version_info >= (3, 11) else ()),
 )
 RUN_SYNC = ("to_thread", "executor", "call soon")
-"""Those of them whose body is a plain function."""
+"""The ways whose body is a plain function."""
 
 
 @dataclass
@@ -108,14 +108,14 @@ class Expected(Exception):
 
 @dataclass(eq=False)
 class Suspensions:
-    """How long what was awaited in a task was suspended, all in all."""
+    """The time for which awaited objects of a task were suspended, in all."""
 
     task: object = None
     sum_ns: int = 0
 
     @types.coroutine
     def of(self, awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
-        """What awaits it and measures."""
+        """Await an object and measure its suspensions."""
         self.task = asyncio.current_task()
         steps: Any = awaitable.__await__()
         value = thrown = None
@@ -447,7 +447,7 @@ class Machine:
             await self.give_to_worker(coroutine)
 
     async def give_to_worker(self, coroutine: Any) -> None:
-        """As a batcher does: the first that has a job starts the task that does the jobs of all."""
+        """Give work away as a batcher does: the first that has a job starts the task that does the jobs of all."""
         if self.jobs is None:
             self.jobs = asyncio.Queue()
             self.background.append(asyncio.create_task(self.work(self.jobs)))

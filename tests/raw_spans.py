@@ -126,7 +126,7 @@ def timed(span: Span, window: tuple[int, int] | None = None) -> list[tuple[int, 
 
 
 def lies_in(one: Span | DeviceInterval, window: tuple[int, int]) -> bool:
-    """Whether some of it lies in the window, or all of it if it has no length."""
+    """Return True if a part lies in the window, or all of one without length."""
     first, last = window
     inside = first <= one.start_ns and one.end_ns <= last
     return inside or (one.end_ns > first and one.start_ns < last)

@@ -1,4 +1,4 @@
-"""What a recorder has recorded, read from its memory by the mapped reader: the one way for tests."""
+"""The rows of a recorder, read from its memory by the mapped reader. All tests read them by it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def columns_in(recorder: Any = RECORDER, start_ns: int = 0, end_ns: int | None =
 
 
 def intervals_in(ring: IntervalRing, span_ids: Iterable[int]) -> dict[int, tuple[DeviceInterval, ...]]:
-    """The intervals of some spans by the ids of these, each span's by time."""
+    """Return the intervals of spans by the spans' ids, each span's in order of time."""
     ids = sorted(span_ids)
     work = device_intervals(cells_in(ring.packed()), np.array(ids, np.int64))
     found: dict[int, tuple[DeviceInterval, ...]] = {}
@@ -73,7 +73,7 @@ def rows_in(recorder: Any = RECORDER) -> list[Row]:
 
 
 def read_rows(cursor: Any) -> list[np.void]:
-    """What has come since the cursor's last read, as rows of the recording."""
+    """Return the rows since the cursor's last read, as rows of the recording."""
     return [row for ring in cursor.read() for row in ring.rows]
 
 

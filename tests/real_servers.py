@@ -71,7 +71,7 @@ def ask(port: int, path: str, body: object, headers: Mapping[str, str] = Mapping
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a server under a profile: its output, and the recordings of its processes as one."""
+    """The output of a server under a profile, and the recordings of its processes as one."""
 
     folder: Path
     output: str
@@ -101,7 +101,7 @@ class Served:
         return lives
 
     def names_of(self, key: str) -> Counter[str]:
-        """How many spans of each name are of the request of a key, the batches that served it among them."""
+        """Return the spans of the request of a key by name, with the batches that served it."""
         (place,) = (place for place, its in self.joined.keys.items() if key in its)
         batches = np.unique(self.joined.served.batch[self.joined.served.request == place])
         own = np.setdiff1d(np.flatnonzero(self.joined.of == place), self.joined.served.batch)
@@ -109,11 +109,11 @@ class Served:
         return Counter(self.trace.sites[self.trace.site[row]].name for row in rows)
 
     def names(self) -> Counter[str]:
-        """How many spans of each name there are."""
+        """Return the spans by name."""
         return Counter(self.trace.sites[number].name for number in self.trace.site.tolist())
 
     def report(self, *words: str) -> str:
-        """What `instrument report` prints of the recordings."""
+        """Return the report that `instrument report` prints of the recordings."""
         command = [sys.executable, "-m", "instrument", "report", str(self.folder / "traces"), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 

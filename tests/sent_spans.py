@@ -36,7 +36,7 @@ def sent_to(collector: Collector) -> list[SentSpan]:
 
 
 def converted(folder: Path) -> list[SentSpan]:
-    """What `instrument convert` makes of the recordings in a folder."""
+    """Return the spans that `instrument convert` makes of the recordings in a folder."""
     path = folder.with_name("spans.jsonl")
     command = [sys.executable, "-m", "instrument", "convert", str(folder), "--to", "otlp", "-o", str(path)]
     subprocess.run(command, capture_output=True, timeout=120, check=True)

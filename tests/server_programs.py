@@ -19,21 +19,21 @@ from instrument import chrome
 from instrument.recording.spans import Span
 
 SERVED = Path(__file__).parent / "served"
-"""Where the apps are."""
+"""The folder of the apps."""
 
 START_LIMIT_S, END_LIMIT_S = 240.0, 120.0
 
 
 @dataclass
 class Program:
-    """What has come of a server program, once it has ended."""
+    """The exit code and the output of a server program, once it has ended."""
 
     code: int | None = None
     output: str = ""
 
 
 def answers(path: str) -> Callable[[int], bool]:
-    """Whether the server at a port answers a path over HTTP with status 200."""
+    """Return a function that returns True if the server at a port answers a path over HTTP with status 200."""
 
     def is_ready(port: int) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)

@@ -47,14 +47,14 @@ class Done:
         return replace(self, begin=begin, end=end)
 
     def can_be(self, begin: int, end: int, slack: int) -> bool:
-        """Whether it can have been done from when to when, for who reads a clock that differs by so much."""
+        """Return True if it can have lasted from `begin` to `end` by a clock that differs by `slack`."""
         times = ((begin, self.begun), (end, self.ended))
         return all(first - slack <= at <= last + slack for at, (first, last) in times)
 
 
 @dataclass
 class LoggedRequest:
-    """What the log has of one request: when it was there, what was done for it, and the batches that served it."""
+    """The log's entries of one request: its whole time, the work for it, and the batches that served it."""
 
     whole: Done
     work: list[Done] = field(default_factory=list)
@@ -62,7 +62,7 @@ class LoggedRequest:
 
     @property
     def wall(self) -> int:
-        """How long it took."""
+        """The length of the request."""
         return self.whole.end - self.whole.begin
 
 
@@ -95,7 +95,7 @@ def read_log(path: Path) -> dict[str, LoggedRequest]:
 
 
 def parts_of(request: LoggedRequest) -> Counter[str]:
-    """What the wall of a request was spent on, in ns: at each instant what began last of all that went on then."""
+    """Return the parts of a request's wall time in ns: each instant counts for the newest part under way."""
     first, last = request.whole.begin, request.whole.end
     spans = [(one.begin, one.end, PHASES[one.what], None) for one in request.work]
     spans += [(one.begin, one.end, "", one) for one in request.batches]

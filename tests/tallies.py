@@ -72,7 +72,7 @@ class Tally:
             totals.probe_ns = round(totals.calls * outside_ns(path[-1]))
 
     def made(self) -> product.Tally:
-        """What the product has for these totals."""
+        """Return these totals as the product has them."""
         lines, buckets = np.zeros(len(self), TOTALS), list[tuple[int, int, int]]()
         for number, ((_, thread_id), totals) in enumerate(self._totals.items()):
             for known in fields(Totals):

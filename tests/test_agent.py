@@ -1,4 +1,4 @@
-"""The agent of a run: who joins it, how it hears of those that leave and vanish, and what it leaves behind: nothing."""
+"""The agent of a run: its processes join, leave and vanish, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if "IMPATIENT" not in os.environ and "instrument.sessions.membership" in sys.mod
     membership.ALIVE_S = gauge_watch.LAST_READING_S = handover.LAST_READ_S = 60
     leaving.EXIT_LIMIT_NS = 60 * 10**9
 """
-"""What all processes of a test's runs begin with: a machine with other work is no agent that is slow or gone."""
+"""The first lines of all processes of a test's runs: other work on the machine makes no agent slow or gone."""
 
 ENGINE = """
 import time
@@ -99,7 +99,7 @@ def is_agent(pid: int | None) -> bool:
 
 
 def until(found: Callable[[], Any], wait_s: float = 240) -> Any:
-    """What is found once it is true."""
+    """Return the answer of a function once it is true."""
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
         answer = found()
@@ -160,7 +160,7 @@ def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
 
 
 def processes() -> list[dict[str, Any]]:
-    """What the agent of the only run says of its processes."""
+    """Return the processes of the only run, as its agent reports them."""
     (folder,) = run_folder.found()
     return [one["process"] for one in asked(folder, {"ask": "processes"}) if "process" in one]
 

@@ -24,7 +24,7 @@ from instrument.trace import file
 __all__ = ["folder"]
 
 ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-"""What gives a command a namespace of processes, in which it is the first."""
+"""The words that give a command a namespace of processes, in which it is the first."""
 
 
 def has_namespaces() -> bool:

@@ -1,4 +1,4 @@
-"""What the agent of a run exports of processes that time a device: the same as they would send themselves."""
+"""The agent of a run exports of processes that time a device what they would send themselves."""
 
 from __future__ import annotations
 

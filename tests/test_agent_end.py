@@ -1,4 +1,4 @@
-"""The end of a run's agent, whatever its collector and its processes do: soon, and with all that is lost told."""
+"""A run's agent ends soon and reports all losses, in spite of its collector and its processes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def dripping() -> Iterator[int]:
 
 
 def passes_within(limit_s: float, is_true: Callable[[], bool]) -> bool:
-    """Whether it comes true so soon, by a clock that stands still while the machine does, or has no time for us."""
+    """Return True if it comes true in time, by a clock that stops while the machine has no time for the test."""
     for _ in range(round(limit_s / 0.01)):
         if is_true():
             return True
@@ -83,7 +83,7 @@ def passes_within(limit_s: float, is_true: Callable[[], bool]) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, though whoever is to may not have reaped it yet."""
+    """Return True if a process has ended, even if it has not been reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""What the agent of a run exports for its processes: every span once or counted, whoever is killed in between."""
+"""The agent of a run exports every span of its processes once or counts it, in spite of kills in between."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def collector() -> Iterator[Collector]:
 
 
 PATIENTLY = ", timeout: 200s"
-"""So long a collector has to answer that has a machine with other work: what it answers later is sent again."""
+"""The time for an answer of a collector on a machine with other work. A later answer would be sent again."""
 
 
 def profile(server: Collector, more: str = "", timeout: str = "") -> None:
@@ -351,16 +351,16 @@ def conserved(service: subprocess.Popen[str], collector: Collector) -> Counter[s
 
 
 EXPORTED = 500
-"""So many spans each agent exports before it is killed."""
+"""Spans that each agent exports before it is killed."""
 
 
 def exported() -> int:
-    """How many spans have been exported, as the recordings have it."""
+    """Return the number of exported spans, as the recordings have it."""
     return sum(place.read().fates["exported"] for place, _ in recordings())
 
 
 def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> Counter[str]:
-    """The fates of all spans of a service whose agent is killed so many times."""
+    """Return the fates of all spans of a service whose agent is killed `times` times."""
     (agent,) = until(agents)
     for number in range(times):
         before = exported()

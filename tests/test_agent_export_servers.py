@@ -1,4 +1,4 @@
-"""What the agent exports of servers, wherever it stands: every request once, of the process that served it."""
+"""The agent exports every request of servers once, with the process that served it."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def changed(_: int) -> None:
 class Case:
     """A server and how it is asked; `reload` has it serve with other processes than before. A pool asks itself.
 
-    So many `workers` answer. The agent is the run's own, or one `beside` it; the service is in a `container` of its
-    own, and so is the agent where they are `apart`.
+    `workers` processes answer. The agent is the run's own, or for `beside` another one. The service may be in a
+    `container` of its own, and the agent in another one if they are `apart`.
     """
 
     words: list[str]
@@ -236,7 +236,7 @@ def collector() -> Iterator[Collector]:
 
 
 def asked_by_many(ask: Callable[[], int], times: int) -> Counter[int]:
-    """How often each process answered so many requests, eight at a time."""
+    """Return the number of requests that each process answered, of `times` asked eight at a time."""
     answers: list[int] = []
     threads = [threading.Thread(target=lambda: answers.extend([ask() for _ in range(times // 8)])) for _ in range(8)]
     for thread in threads:
@@ -247,7 +247,7 @@ def asked_by_many(ask: Callable[[], int], times: int) -> Counter[int]:
 
 
 def is_sent_once(collector: Collector, case: Case, answered: Counter[int]) -> None:
-    """Whether each request is at the collector once, of the process that answered it, and in the one report."""
+    """Check that each request is at the collector once, with the process that answered it, and in the one report."""
     spans = [(instance, span) for instance, of in collector.spans.items() for span in of]
     assert len({span.span_id for _, span in spans}) == len(spans)
     requests = [(instance, span) for instance, span in spans if span.name.startswith(case.name)]

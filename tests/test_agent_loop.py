@@ -1,4 +1,4 @@
-"""What an agent hears and sees of processes, in which order, however late it comes to it."""
+"""An agent hears of processes and sees them in the right order, even if it is late."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from instrument.runtime import packets, run_folder
 
 
 class Agent:
-    """Runs and their loop, which turns when it is told to, in a folder of its own."""
+    """Runs and their loop, which turns on command, in a folder of its own."""
 
     def __init__(self, folder: Path, says: Callable[[str], object] | None = None) -> None:
         self.path = folder / run_folder.SOCKET

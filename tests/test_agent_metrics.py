@@ -1,4 +1,4 @@
-"""What the agent of a run tells of its processes' metrics: all that was counted, once, whoever is killed in between."""
+"""The agent of a run reports all counts of its processes' metrics once, in spite of kills in between."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_the_next_exporter_continues_the_counts_of_a_killed_one(collector: Colle
 
 
 def readings(collector: Collector) -> list[int]:
-    """The times of all readings of the memory that were told."""
+    """Return the times of all reported readings of the memory."""
     its = [metric for metric in collector.metrics if metric.name == "process.memory.usage"]
     return [point.time_unix_nano for metric in its for point in metric.sum.data_points]
 

@@ -69,7 +69,7 @@ def check(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def states(text: str) -> dict[str, str]:
-    """What `check` printed: state by target, or by rule where it names none."""
+    """Return the state by target that `check` printed, or by rule if it names no target."""
     lines = [line.strip() for line in text.partition("rules: ")[2].splitlines()[1:]]
     parts = [line.partition(" (")[0].rpartition(": ") for line in lines]
     return {subject: state for subject, _, state in parts}

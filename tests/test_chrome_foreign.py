@@ -122,7 +122,7 @@ def test_whatever_events_there_are_they_are_read_alike_in_blocks_of_any_size(
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 2)), max_size=40))
 def test_a_slice_is_in_the_newest_slice_around_it(tmp_path: Path, slices: list[tuple[int, int, int]]) -> None:
-    """Whatever crosses what, and so in a copy of the file that we write."""
+    """The rule also holds for slices that cross each other, and in a copy of the file that we write."""
     path = tmp_path / "drawn.json"
     found = [{"ph": "X", "name": "f", "pid": 9, "tid": tid, "ts": at, "dur": dur} for at, dur, tid in slices]
     path.write_text(json.dumps(found))
@@ -444,7 +444,7 @@ def test_attributes_may_be_read_while_they_are_read(tmp_path: Path) -> None:
 def test_operations_count_for_the_outermost_that_reports_them(
     tmp_path: Path, outer: Any, inner: Any, told: list[int]
 ) -> None:
-    """Where torch tells shapes; a file in which nothing but arguments tells some is taken as it is."""
+    """It holds where torch reports shapes. A file in which only arguments report some is taken as it is."""
     path = tmp_path / "torch.json"
     events = [
         {"ph": "X", "cat": "cpu_op", "pid": 9, "tid": 7, "ts": at, "dur": 10 - 2 * at, "name": name,
@@ -467,7 +467,7 @@ def test_more_slices_than_may_be_are_refused(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("events", [torch_like(), [*torch_like(), 5]], ids=["read", "refused"])
 def test_a_reader_goes_when_it_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Any]) -> None:
-    """What the scanner asks the reader would keep it for ever, if that had the scanner."""
+    """The scanner's callbacks would keep the reader for ever if the reader kept the scanner."""
     path = tmp_path / "torch.json"
     path.write_text(json.dumps(events))
     readers: list[weakref.ref[Slices]] = []

@@ -115,7 +115,7 @@ def test_the_host_gets_its_own_arguments_and_the_flags_of_our_interpreter(
 
 
 def test_a_source_tree_in_the_current_folder_gives_way_to_the_installed_package(folder: Path) -> None:
-    """As after `pip install .`: the tree has no recorder in C."""
+    """After `pip install .` the tree has no recorder in C."""
     package = Path(instrument.__file__).parent
     shutil.copytree(package, folder / "instrument", ignore=shutil.ignore_patterns("*.so", "__pycache__", "docs"))
     write(folder / "main.py", "import work, instrument\nwork.step(1)\nprint(instrument.__file__)")

@@ -127,7 +127,7 @@ Told = list[dict[str, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What two processes under `instrument run` tell of themselves, by the parts of their program."""
+    """Return the reports of two processes under `instrument run`, by the parts of their program."""
     folder = tmp_path_factory.mktemp("comm")
     (folder / "profile.yaml").write_text("comm: auto")
     (folder / "both.py").write_text(BOTH)

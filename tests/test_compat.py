@@ -790,7 +790,7 @@ def test_every_line_of_the_tables_runs_in_our_words(system: str, capsys: pytest.
 def test_every_old_line_of_the_tables_runs_through_its_face_or_is_marked(
     system: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of an import line nothing but the face is taken; a line that is marked is refused, and ours stands in for it."""
+    """Only the face is taken of an import line. A marked line is refused, and ours replaces it."""
     names: dict[str, Any] = {"work": work, "x": object(), "y": work}
     (first, ours, _), *rows = dict(migration_rows())[system]
     face = ours.rpartition("; ")[2]

@@ -1,4 +1,4 @@
-"""gzip by ISA-L and by zlib: each reads what the other writes, and both tell of damage."""
+"""gzip by ISA-L and by zlib: each reads the output of the other, and both report damage."""
 
 from __future__ import annotations
 

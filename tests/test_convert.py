@@ -196,7 +196,7 @@ def test_without_duckdb_the_extra_is_named(
 def test_loaded_traces_are_data_frames_of_spans_and_of_requests(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of DuckDB's own relations here; libraries of data frames are taken as they are installed."""
+    """The test has DuckDB's own relations; libraries of data frames are tested if they are installed."""
     monkeypatch.setattr("instrument.trace.tables.as_pandas", lambda found: found)
     loaded = instrument.load(traces, frames="pandas")
     assert len(loaded.spans.fetchall()) == 21

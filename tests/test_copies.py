@@ -63,7 +63,7 @@ def test_copies_to_and_from_a_real_gpu(recorder: Recorder) -> None:
 
 
 class Tensor(NamedTuple):
-    """As much of a torch tensor as tells where it lies."""
+    """The part of a torch tensor that says on which device it is."""
 
     device: Any
 

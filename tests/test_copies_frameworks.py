@@ -55,7 +55,7 @@ assert left == [], left
 
 
 def run(framework: str, program: str, **environ: str) -> str:
-    """What a program copies, a line each: direction, bytes, what is not the usual, and the call that made it."""
+    """Return the copies of a program, a line each: direction, bytes, unusual facts, and the call that made it."""
     text = START.format(framework=framework, here=HERE) + textwrap.dedent(program) + END.format(framework=framework)
     done = subprocess.run(
         [sys.executable, "-c", text],

@@ -1,4 +1,4 @@
-"""How long a session's end takes, whoever it waits for: one limit, of which each wait leaves some to those after it."""
+"""The end of a session has one time limit. Each wait leaves the rest of it to those after it."""
 
 from __future__ import annotations
 

@@ -77,14 +77,14 @@ class Bench:
         return made
 
     def use(self, device: int) -> None:
-        """What the service's thread works on from now on."""
+        """Choose the device that the service's thread works on from now on."""
         if self.torch:
             self.torch.cuda.set_device(device)
         else:
             value(cuda.cuCtxSetCurrent(self.contexts[device]))
 
     def errors(self, code: int, device: int = 0) -> int:
-        """How many of them were counted."""
+        """Return the number of these errors that were counted."""
         return self.resolver.counts[f"device {device}: {self.driver.name(code)}"]
 
     def begin(self, stream: int | None = None, device: int = 0) -> tuple[Any, Span]:
@@ -493,7 +493,7 @@ def test_a_slewed_host_clock_is_part_of_the_uncertainty(bench: Bench, slew_ppm: 
 
 
 def test_a_device_too_busy_for_an_anchor_is_asked_at_a_walk(bench: Bench) -> None:
-    """Where streams share a queue, an event of ours waits behind the service's work."""
+    """If streams share a queue, an event of ours waits behind the service's work."""
     bench.fake.set_device(0, shared=True)
     stream = bench.stream()
     bench.driver.new_stream = lambda: (0, stream)  # type: ignore[method-assign]
@@ -558,7 +558,7 @@ def test_an_interval_never_begins_before_the_host_had_asked_for_it(bench: Bench)
 
 
 def test_a_thread_without_a_context_is_lent_one_for_the_moment(bench: Bench) -> None:
-    """For good where torch records the event, as with anything else that a thread asks of torch."""
+    """If torch records the event, the context stays, as with any other call of torch on a thread."""
     bench.span(MS)
     found: list[Any] = []
 
@@ -643,7 +643,7 @@ def test_the_context_of_another_device_is_not_taken_for_a_devices_own(
 
 
 def test_a_named_stream_is_timed_on_its_own_device(bench: Bench) -> None:
-    """Whatever device is current: the driver knows where a stream belongs."""
+    """The current device does not matter: the driver knows the device of a stream."""
     if bench.torch:
         pytest.skip("torch does not tell whose a handle is that it has not made")
     stream = bench.stream(device=1)
@@ -916,7 +916,7 @@ def test_intervals_keep_the_newest_in_the_memory_that_they_have() -> None:
 
 @st.composite
 def timelines(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    """What a host does: open a span on one of three streams, launch work, close the newest span, let time pass."""
+    """Draw the steps of a host: open a span on one of three streams, launch work, close the newest span, wait."""
     steps = []
     for _ in range(draw(st.integers(1, 40))):
         what = draw(st.sampled_from(["open", "open", "launch", "launch", "close", "wait", "look"]))
@@ -1019,7 +1019,7 @@ def test_a_hundred_thousand_spans_leave_nothing_behind(bench: Bench) -> None:
 
 
 def test_a_clock_that_jumped_ahead_moves_no_later_span(bench: Bench) -> None:
-    """As after a suspended machine, whose device's clock may have gone on."""
+    """The clock of a suspended machine's device may have gone on."""
     bench.span(MS)
     bench.settle(2 * MS)
     bench.fake.set_clock(0, offset_ns=3600 * 10**9)
@@ -1073,7 +1073,7 @@ def test_a_fault_while_a_span_is_taken_spoils_no_other(bench: Bench, monkeypatch
 
 
 class Interruption(BaseException):
-    """What a signal handler of the host raises."""
+    """An exception that a signal handler of the host raises."""
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
@@ -1197,7 +1197,7 @@ def test_the_first_of_several_idle_streams_is_reported(bench: Bench) -> None:
 
 
 def test_a_span_that_names_its_framework_and_devices_is_timed_there(bench: Bench) -> None:
-    """A model that lies on both devices, called while device 0 is current."""
+    """A model is on both devices, and is called while device 0 is current."""
     streams = {0: bench.stream(0), 1: bench.stream(1)}
     bench.timer.sources[:] = [lambda: (0, bench.stream())]
     bench.timer.frameworks["torch"] = lambda device=None: (device or 0, streams[device or 0])

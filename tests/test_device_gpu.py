@@ -1,4 +1,4 @@
-"""Device time on a card: the same on a real one (`pytest -m gpu`) and on the fake driver's, and what only one can tell.
+"""Device time on a card: a real one (`pytest -m gpu`) and one of the fake driver behave alike.
 
 Nothing is measured against a length that was asked for, for the clocks of a card ramp: plain events around the same
 work tell how long it took, and a gate that the host opens tells when it can have begun.
@@ -42,7 +42,7 @@ NOT_BLOCKING, GLOBAL, SLACK_NS = 1, 0, 5_000
 
 
 def has_card(count: int = 1) -> bool:
-    """Whether torch is there and has so many devices."""
+    """Return True if torch is installed and has that number of devices."""
     if not HAS_TORCH or not Path("/dev/nvidiactl").exists():  # to import torch for it takes seconds
         return False
     if fake_plugin._loaded is not None:  # which stands for the driver of this process
@@ -66,7 +66,7 @@ CARDS_TO_WAIT_ON = [
     *CARDS[:3],
     pytest.param(*CARDS[3].values, marks=[*CARDS[3].marks, pytest.mark.slow], id=CARDS[3].id),
 ]
-"""For tests that take their time: of the two that are no card, one is enough where it is short."""
+"""The cards of tests that take long. Of the two fake ones, one is enough where it is short."""
 
 BY_BINDINGS = [CARDS[0], CARDS[2]]
 
@@ -268,7 +268,7 @@ def test_a_device_that_gives_no_anchors_is_read_by_the_ends_of_its_work(card: Ca
 
 @pytest.mark.parametrize("card", CARDS, indirect=True)
 def test_host_functions_in_python_and_records_do_not_wait_for_each_other(card: Card, session: Any) -> None:
-    """Who kept the interpreter's lock in a record would wait for ever for a function that wants it."""
+    """A record that keeps the interpreter's lock would wait for ever for a function that wants it."""
     running = session()
     calls: list[int] = []
 
@@ -449,7 +449,7 @@ def test_a_child_that_does_not_use_the_device_lives_on(card: Card, session: Any)
 
 @pytest.mark.parametrize("card", CARDS, indirect=True)
 def test_a_pair_of_events_costs_what_the_report_says(card: Card, session: Any) -> None:
-    """Told with the summary, as the best of some rounds: no less than that is seen, and not another order of size."""
+    """The summary has the best of some rounds. The cost seen here is no less, and of the same order."""
     running = session()
 
     def spent_ns(count: int = 200) -> float:

@@ -64,7 +64,7 @@ def session(torch: Any) -> Iterator[Callable[..., Session]]:
 
 
 def settled(running: Session) -> Any:
-    """What the session holds once the device times of everything up to now are known."""
+    """Return the contents of the session once all device times up to now are known."""
     timing = running.recorded.timing
     assert timing is not None
     end = time.monotonic() + 240
@@ -400,7 +400,7 @@ def test_a_signal_at_the_end_of_a_span_leaves_no_pair_under_way(torch: Any, sess
 
 
 def test_a_child_is_timed_that_uses_the_device_first(torch: Any, session: Any, fake_driver: FakeDriver) -> None:
-    """As workers do that are forked by a parent which has imported torch and leaves the device to them."""
+    """A parent imports torch, forks workers, and leaves the device to them."""
     running = session()
     with instrument.scope("parent", device=True):
         pass

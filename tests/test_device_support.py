@@ -1,4 +1,4 @@
-"""What a machine lacks to take device times, as `check` and a session's notes say it: one sentence, and the cure."""
+"""`check` and the notes of a session say in one sentence why a machine takes no device times, with the cure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NO_BINDINGS = {
         "metadata.version = version\n"
     ),
 }
-"""What makes an interpreter one without cuda-bindings, where the machine has them."""
+"""Files that hide the cuda-bindings of the machine from an interpreter."""
 
 Run = Callable[..., str]
 
@@ -121,7 +121,7 @@ def test_the_document_of_check_has_the_same_content(run: Run) -> None:
 
 
 def test_without_a_driver_check_says_so(run: Run, tmp_path: Path) -> None:
-    """Where the machine has one, a library that is none stands in its place."""
+    """A library that is no driver replaces the machine's own, if it has one."""
     (tmp_path / "libcuda.so.1").write_text("")
     line = device_line(run(*CHECK, LD_LIBRARY_PATH=str(tmp_path)))
     assert line.startswith("no CUDA driver: ")

@@ -34,7 +34,7 @@ class Device(NamedTuple):
 
 
 class Tensor:
-    """As much of a torch tensor as tells where it lies."""
+    """The part of a torch tensor that says on which device it is."""
 
     def __init__(self, index: int | None = None) -> None:
         self.device = Device("cpu" if index is None else "cuda", index)
@@ -45,7 +45,7 @@ class Tensor:
 
 
 class Module:
-    """As much of a torch module."""
+    """The part of a torch module that has tensors and children."""
 
     def __init__(self, *tensors: Tensor, buffers: tuple[Tensor, ...] = (), **children: Module) -> None:
         self.own, self.own_buffers = list(tensors), list(buffers)
@@ -74,14 +74,14 @@ class Torch(SimpleNamespace):
 
 @pytest.fixture
 def timed(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A recorder of which a device timer is asked, beside a torch with two devices."""
+    """Return a recorder that asks a device timer, with a torch that has two devices."""
     monkeypatch.setitem(sys.modules, "torch", Torch())
     recorder.begin_device = lambda site, attributes, span_id: None
     return recorder
 
 
 def devices(work: CallWork, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-    """What a call is said to work on."""
+    """Return the devices that a call works on."""
     told = work(args, kwargs)
     return () if told is None else told[STREAM].devices
 
@@ -265,14 +265,14 @@ def settled(running: Session) -> Any:
 
 
 def run_on(torch: Any, device: int, ms: int) -> None:
-    """As torch's device guard around an operator does."""
+    """Run work as torch's device guard around an operator does."""
     before = torch._C._cuda_exchangeDevice(device)
     torch.work(ms * MS)
     torch._C._cuda_maybeExchangeDevice(before)
 
 
 class Engine:
-    """A service whose model lies on another device than the current one, or on both."""
+    """A service whose model is on another device than the current one, or on both."""
 
     def __init__(self, torch: Any, *on: int) -> None:
         self.torch = torch

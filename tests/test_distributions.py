@@ -1,4 +1,4 @@
-"""What is published: a wheel and a source distribution, each installed where nothing else is."""
+"""The published wheel and source distribution, each installed into an empty environment."""
 
 from __future__ import annotations
 

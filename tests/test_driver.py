@@ -31,7 +31,7 @@ INI = "[pytest]\nmarkers =\n    fake_driver: x\nfilterwarnings = error\n"
 
 
 def outcomes(folder: Path, program: str, *options: str, **environ: str) -> tuple[list[str], str]:
-    """What became of each test of a module, in order, and everything that pytest wrote."""
+    """Return the outcome of each test of a module, in order, and everything that pytest wrote."""
     folder.joinpath("conftest.py").write_text(CONFTEST)
     folder.joinpath("pytest.ini").write_text(INI)
     folder.joinpath("test_it.py").write_text(PRELUDE + textwrap.dedent(program))

@@ -51,7 +51,7 @@ def test_a_log_handler_that_raises_does_not_carry_a_fault_into_the_service(monke
 
 
 def test_a_fault_inside_the_count_of_another_on_the_same_thread_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a finaliser does that the garbage collector runs while the count is held."""
+    """The garbage collector can run a finaliser that notes a fault while the count is locked."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     faults = Faults()
 

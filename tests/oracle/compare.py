@@ -63,7 +63,7 @@ FEW = (PLAIN, "text", "OpDetail", "state GPU", "full on devices", "full on the h
 """The options of large traces."""
 
 SHOWN, SHOWN_CHARACTERS = (PLAIN, "full on devices", "full on the host"), 60_000
-"""The options whose texts are kept, and the longest of these."""
+"""The options whose texts are kept, and the longest of those texts."""
 
 
 def through_recording(path: Path) -> Recording:
@@ -81,7 +81,7 @@ WAYS: dict[str, Callable[[Path], Recording]] = {
     "chrome": lambda path: Recording.of_saved(chrome.read(path)),
     "recording": through_recording,
 }
-"""How a trace comes into a report."""
+"""The ways in which a trace comes into a report."""
 
 
 def written(name: str, made: Made, folder: Path) -> Path:
@@ -98,7 +98,7 @@ def written(name: str, made: Made, folder: Path) -> Path:
 
 
 def answer(recording: Recording, view: str, option: str) -> str:
-    """What a view says, as text; of one that fails what it raises."""
+    """Return the answer of a view as text, or the error that it raises."""
     options = Options.of(OPTIONS[option])
     try:
         if option == "text":
@@ -149,7 +149,7 @@ def difference(before: str | None, now: str) -> str:
 def differences(
     folder: Path, names: Sequence[str], views: Sequence[str] = tuple(VIEWS), way: str = "chrome", few: bool = False
 ) -> list[tuple[str, str, str, str]]:
-    """Trace, view, option and the new answer, of those that are not as before."""
+    """Return trace, view, option and new answer of each answer that has changed."""
     kept = json.loads(DIGESTS.read_text())
     return [
         (name, view, option, text)
@@ -173,7 +173,7 @@ def update(folder: Path) -> None:
 
 
 def by_every_way(folder: Path, count: int) -> int:
-    """How many answers differ between the ways in which a trace of so many spans is read."""
+    """Return the number of answers that differ between the ways in which a trace of that size is read."""
     path = folder / "bench.json.gz"
     chrome.dump(path, bench(count))
     found: dict[tuple[str, str], set[str]] = {}

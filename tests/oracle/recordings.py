@@ -104,7 +104,7 @@ BELOW = {
     "user": ("user", "op", "phase", "copy"),
     "op": ("op", "copy"),
 }
-"""What kinds are called by each kind; those without an entry call nothing."""
+"""The kinds that each kind calls. Those without an entry call nothing."""
 
 
 class Program:
@@ -156,7 +156,7 @@ class Program:
             at_ns = until_ns if chance.random() < 0.93 else begin_ns  # two at once, as generators are
 
     def describe(self, span: Span) -> None:
-        """What stands beside a span's times."""
+        """Draw the facts of a span other than its times."""
         chance, site = self.chance, span.site
         if site.suspends:
             span.active_ns = chance.randrange(1 + span.total_ns)
@@ -217,7 +217,7 @@ class Program:
 
 
 def program(seed: int, count: int, *, facts: bool = True) -> Trace:
-    """A trace of a program, and what a session knows beside its spans."""
+    """Return the trace of a program, with the facts that a session knows of it."""
     spans = Program(seed, count).drawn()
     chance = random.Random(seed + 1000)
     last_ns = max(span.end_ns for span in spans)
@@ -306,7 +306,7 @@ def deep(levels: int) -> Trace:
 
 
 def wide(count: int) -> Trace:
-    """One request with so many calls right below it, some of them on another thread, and phases in all of it."""
+    """Return one request with that number of calls right below it, some on another thread, and phases in all of it."""
     chance = random.Random(3)
     root = Span(SITES["request"][0], 1, 0, 1, 1, 0, 0, 1_000 * count, 1_000 * count, 0)
     spans = [root]
@@ -333,7 +333,7 @@ def bench(count: int) -> Trace:
 
 
 def write_viztracer(path: Path) -> None:
-    """What VizTracer writes of calls in one another on two threads, with a counter and an instant event."""
+    """Write a trace as VizTracer does: nested calls on two threads, a counter and an instant event."""
     chance = random.Random(5)
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 77, "tid": 77, "name": "process_name", "args": {"name": "MainProcess"}},
@@ -362,7 +362,7 @@ def write_viztracer(path: Path) -> None:
 
 
 def write_kineto(path: Path) -> None:
-    """What torch.profiler writes with a device: operators, launches, kernels, copies, memory, steps."""
+    """Write a trace as torch.profiler does with a device: operators, launches, kernels, copies, memory, steps."""
     from kineto import Kineto
 
     chance, file = random.Random(9), Kineto()

@@ -117,7 +117,7 @@ def fill(function: Function) -> None:
 
 
 def held() -> dict[str, Any]:
-    """What each place holds for the function."""
+    """Return the function that each place refers to."""
     return {
         "dict": TABLE["f"],
         "dict by enum": TABLE[Verb.GET],
