@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (323, 4),
-    "agent": (4_609, 17),
+    "agent": (4_610, 17),
     "chrome": (3_182, 9),
     "cli": (2_970, 16),
     "compat": (1_181, 6),
@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (137, 1),
     "instrumentors": (12_846, 51),
     "native": (9_040, 28),
-    "otlp": (5_319, 20),
+    "otlp": (5_326, 20),
     "profile": (2_615, 8),
     "proposal": (1_403, 5),
     "recorder": (2_758, 11),

@@ -109,30 +109,98 @@ def started(command: list[str], folder: Path, **environ: str) -> Iterator[subpro
                 process.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed")
-def test_no_panel_is_empty_over_the_demonstration(tmp_path: Path, library: Path) -> None:
+@contextmanager
+def demonstration(folder: Path, library: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    """The demonstration with a GPU that is none, and a ring so small that spans are lost.
+
+    Yields the port of its scrapes, and a function that loads it.
+    """
     for name in ("torch", "httpx", "starlette", "uvicorn"):
         pytest.importorskip(name)
-    assert PROMETHEUS is not None
-    (tmp_path / "script").write_text(FULL.replace("\n    ", "\n"))
-    listen, port, serve = free_port(), free_port(), free_port()
+    (folder / "script").write_text(FULL.replace("\n    ", "\n"))
+    listen, serve = free_port(), free_port()
     profile = (
         (ROOT / "configs/chat.yaml")
         .read_text()
-        .replace("  host: 1s\n", "  host: 1s\n  nvml: 1s\nlimits: {blocked: 100us}\n")
+        .replace("  host: 1s\n", "  host: 1s\n  nvml: 1s\nlimits: {blocked: 100us, ring: 128KiB}\n")
     )
     profile = profile.replace("\nexport:\n", f"\nexport:\n  prometheus: {{listen: '127.0.0.1:{listen}'}}\n")
-    (tmp_path / "profile.yaml").write_text(profile)
-    config = (ROOT / "examples/prometheus/prometheus.yml").read_text().replace("localhost:9464", f"127.0.0.1:{listen}")
-    config = config.replace("15s", "1s").replace("alerts.yaml", str(ROOT / "examples/prometheus/alerts.yaml"))
-    (tmp_path / "prometheus.yml").write_text(config)
+    (folder / "profile.yaml").write_text(profile)
     environ = {
         "PYTHONPATH": str(ROOT / "examples"), "LD_LIBRARY_PATH": str(library),
-        "FAKE_NVML": str(tmp_path / "script"), "FAKE_NVML_LOG": str(tmp_path / "calls"),
+        "FAKE_NVML": str(folder / "script"), "FAKE_NVML_LOG": str(folder / "calls"),
     }  # fmt: skip
     run = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "-m", "chat.server"]
     load = [sys.executable, "-m", "chat.load", "--url", f"http://127.0.0.1:{serve}", "--requests", "20"]
+
+    def serves() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", serve)) == 0
+
+    with started([*run, "--port", str(serve)], folder, **environ):
+        until(serves)
+        yield (
+            listen,
+            lambda: subprocess.run(load, check=True, timeout=120, env={**os.environ, **environ}, capture_output=True),
+        )
+
+
+OF_PROMETHEUS = {"job", "instance"}
+"""The labels that Prometheus adds."""
+
+OF_FAILURES = {"error_type"}
+"""The labels that only failed requests have."""
+
+
+def asked() -> set[tuple[str, str]]:
+    """Return the metrics of all panels and alerts with each label that they use, "" for none."""
+    alerts = [expr for expr, _, _ in made().ALERTS.values()]
+    number = r"(?:(?:rate|increase)\()?"
+    pairs: set[tuple[str, str]] = set()
+    for expr in [*expressions(), *alerts]:
+        for labels, name, where in re.findall(rf"(?:by \(([^)]*)\) \({number})?\b(\w+)(?:\{{([^}}]*)\}})?", expr):
+            if name in exported() - {"up"}:
+                matched = re.findall(r"(\w+)(?:=|!)", where)
+                pairs |= {(name, label.strip()) for label in ["", *labels.split(","), *matched]}
+    return {(name, label) for name, label in pairs if label not in OF_PROMETHEUS | OF_FAILURES}
+
+
+@pytest.mark.slow
+def test_a_scrape_of_the_demonstration_has_each_metric_and_label_that_panels_and_alerts_use(
+    tmp_path: Path, library: Path
+) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    pairs = asked()
+    assert len({name for name, _ in pairs}) > 20
+    assert {"le", "http_route", "hw_name", "instrument_reason"} <= {label for _, label in pairs}
+
+    def scraped(port: int) -> set[tuple[str, str]]:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                families = list(parser.text_string_to_metric_families(answer.read().decode()))
+        except URLError:
+            return set()
+        return {
+            (sample.name, label)
+            for family in families
+            for sample in family.samples
+            for label in ["", *(label for label, value in sample.labels.items() if value)]
+        }
+
+    with demonstration(tmp_path, library) as (listen, load):
+        until(lambda: scraped(listen))
+        for _ in range(10):
+            load()
+            if not (missing := pairs - scraped(listen)):
+                break
+        assert not missing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed")
+def test_no_panel_is_empty_over_the_demonstration(tmp_path: Path, library: Path) -> None:
+    assert PROMETHEUS is not None
+    port = free_port()
     url = f"http://127.0.0.1:{port}/api/v1/query"
 
     def values(expr: str) -> list[Any]:
@@ -144,22 +212,21 @@ def test_no_panel_is_empty_over_the_demonstration(tmp_path: Path, library: Path)
             return []
         return [one for one in found if one["value"][1] != "NaN"]
 
-    def serves() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", serve)) == 0
-
+    config = (ROOT / "examples/prometheus/prometheus.yml").read_text()
+    config = config.replace("15s", "1s").replace("alerts.yaml", str(ROOT / "examples/prometheus/alerts.yaml"))
     prometheus = [PROMETHEUS, "--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{port}"]
-    with started([*run, "--port", str(serve)], tmp_path, **environ), started(prometheus, tmp_path):
-        until(serves)
-        until(lambda: values("instrument_processes"))
-        empty = set(expressions())
-        for _ in range(10):  # counters count from their first value on
-            subprocess.run(load, check=True, timeout=120, env={**os.environ, **environ}, capture_output=True)
-            empty = {expr for expr in empty if not values(expr)}
-            if not empty:
-                break
-            time.sleep(1.5)
-        assert not empty
+    with demonstration(tmp_path, library) as (listen, load):
+        (tmp_path / "prometheus.yml").write_text(config.replace("localhost:9464", f"127.0.0.1:{listen}"))
+        with started(prometheus, tmp_path):
+            until(lambda: values("instrument_processes"))
+            empty = set(expressions())
+            for _ in range(10):  # counters count from their first value on
+                load()
+                empty = {expr for expr in empty if not values(expr)}
+                if not empty:
+                    break
+                time.sleep(1.5)
+            assert not empty
 
 
 HOUR = 60

@@ -203,6 +203,7 @@ class ExportLoop:
         settings, run = message["settings"]["parquet"], str(message["run"])
         place = run, repr(settings)
         if place not in self._datasets:
+            dataset_export.limit_pyarrow()
             self._datasets[place] = dataset_export.DatasetExport(
                 dataset_export.settings_from(settings), run, int(message.get("disk_bytes") or 0)
             )

@@ -3,6 +3,9 @@
 `python tests/bench/fleet.py --hosts 20` writes the recordings of so many hosts, at once and each by a process of its
 own, through the S3 protocol of moto's server. Then DuckDB, Polars, pyarrow, chDB, Spark and Ray answer the questions of
 `examples/fleet`, as far as they are installed, and each answer is compared with the numbers of the report.
+
+`--rates 10000 50000` measures `export: {parquet: }` instead: the exporter of a service with so many spans a second,
+which sends them to a collector, with and without the dataset.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -238,13 +243,124 @@ def by_ray(folder: str) -> Mapping[str, Any]:
     return {"parts": parts_of(lambda name: [row[name] for row in rows])}
 
 
+SERVICE = """
+import sys, time
+import engine
+
+rate, end = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+began, count = time.monotonic(), 0
+while time.monotonic() < end:
+    while count < (time.monotonic() - began) * rate:
+        engine.serve(count)
+        count += 10
+    time.sleep(0.002)
+"""
+ENGINE = """
+def step(x):
+    return x
+
+def serve(x):
+    for _ in range(9):
+        step(x)
+"""
+EXPORTS = {"without": "", "with": ", parquet: {path: data/, every: 10s}"}
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes everything."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def measure_writer(rate: int, seconds: float, port: int) -> None:
+    """Print what the dataset costs the exporter of a service with so many spans a second."""
+    costs = {}
+    server = ThreadingHTTPServer(("127.0.0.1", port), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    otlp = f"otlp: {{endpoint: 'http://127.0.0.1:{server.server_port}', compression: none}}"
+    for name, export in EXPORTS.items():
+        with tempfile.TemporaryDirectory() as place:
+            rules = "functions: [{match: 'engine:serve', kind: request}, {match: 'engine:step'}]"
+            for file, text in (("main.py", SERVICE), ("engine.py", ENGINE),
+                               ("p.yaml", f"service: s\n{rules}\nexport: {{{otlp}{export}}}\n")):  # fmt: skip
+                Path(place, file).write_text(text, "utf-8")
+            words = [sys.executable, "-m", "instrument", "run", "--profile", "p.yaml", "--", sys.executable, "main.py"]
+            environ = {**os.environ, "TMPDIR": place, "XDG_RUNTIME_DIR": place}
+            with subprocess.Popen([*words, str(rate), str(seconds)], cwd=place, env=environ) as service:
+                readings = [(0, 0, 0.0)]
+                while service.poll() is None:
+                    readings += filter(None, [reading_of(place)])
+                    time.sleep(0.2)
+                while reading := reading_of(place):
+                    readings.append(reading)
+                    time.sleep(0.2)
+            files = list(Path(place, "data", "spans").rglob("*.parquet"))
+            rows = rows_of(files)
+            costs[name] = *(max(column) for column in zip(*readings, strict=True)), rows
+            if rows:
+                print_losses(place)
+                print(f"  {sum(path.stat().st_size for path in files) / rows:.1f} bytes a span in {len(files)} files")
+    server.shutdown()
+    server.server_close()
+    spans = costs["with"][3]
+    private, resident, used_s = (costs["with"][at] - costs["without"][at] for at in range(3))
+    print(f"{rate} spans/s: {spans} spans, {used_s / spans * 1e6:.1f} us of processor a span beyond OTLP's")
+    print(
+        f"  {private / 1e6:.0f} MB of private memory beyond, {resident / 1e6:.0f} MB with shared libraries", flush=True
+    )
+
+
+def print_losses(place: str) -> None:
+    from pyarrow import dataset
+
+    losses = dataset.dataset(f"{place}/data/losses").to_table(columns=["reason", "count"]).to_pylist()
+    print("  losses:", *({row["reason"]: row["count"] for row in losses}.items() or ["none"]))
+
+
+def reading_of(place: str) -> tuple[int, int, float] | None:
+    """Return the private and resident bytes and the seconds of the processor of an exporter, None without one."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if (path / "comm").read_text("ascii").strip() != "instr-exporter":
+                continue
+            if place.encode() not in (path / "environ").read_bytes():
+                continue
+            lines = (path / "status").read_text("ascii").splitlines()
+            sizes = {
+                line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith(("Rss", "VmHWM"))
+            }
+            fields = (path / "stat").read_text("ascii").rpartition(")")[2].split()
+            return sizes["RssAnon"], sizes["VmHWM"], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, KeyError):
+            continue
+    return None
+
+
+def rows_of(files: list[Path]) -> int:
+    from pyarrow import parquet
+
+    return sum(parquet.read_metadata(path).num_rows for path in files)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=5, help="of each host")
     parser.add_argument("--port", type=int, default=25801)
     parser.add_argument("--engines", nargs="*", default=["pyarrow", "polars", "duckdb", "chdb", "spark", "ray"])
+    parser.add_argument("--rates", type=int, nargs="*", default=[], help="measure export: parquet at so many spans/s")
     options = parser.parse_args()
+    for rate in options.rates:
+        measure_writer(rate, options.seconds, options.port)
+    if options.rates:
+        return 0
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{options.port}", "AWS_ACCESS_KEY_ID": "x",
                    "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}  # fmt: skip
     words = [sys.executable, "-m", "moto.server", "-p", str(options.port)]
