@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_403, 5),
     "recorder": (2_758, 11),
     "recording": (4_179, 20),
-    "report": (14_704, 50),
+    "report": (14_700, 50),
     "runtime": (2_779, 18),
     "sessions": (6_776, 25),
     "trace": (10_636, 37),

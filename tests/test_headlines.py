@@ -84,7 +84,7 @@ PARTS: dict[str, tuple[list[Piece], str]] = {
     "executor queue": ([(phase("queue (executor)"), 2, 9)], "in the queue of a thread pool (7 of 10 ms): give"),
     "share": ([(step("r"), 1, 9)], "80.0% of its time in its own share of batches (8 of 10 ms)"),
     "waiting": ([(step("rxyz"), 1, 9)], "60.0% of its time on others in its batches (6 of 10 ms): "
-                "batches of engine.step are 4.0 of 4 full; smaller ones"),
+                "batches of engine.step have 4.0 requests, at most 4; smaller ones"),
     "stall": ([(step("r"), 0, 1), (step("r"), 9, 10)], "80.0% of its time between two batches"),
     "transport": ([(phase("parse"), 0, 1), (Site("take", "phase", "worker"), 8, 8.5), (step("r"), 8.5, 10)],
                   "70.0% of its time between threads and processes (7 of 10 ms)"),
@@ -113,15 +113,15 @@ def test_a_second_sentence_names_the_part_that_is_longer_in_the_slowest_requests
     pieces: list[Piece] = [(phase("parse"), 0, 1), (step("r"), 6, 10)]
     texts = sentences([*spans_of(100, pieces, 3.0)])
     assert texts[1].startswith("p99 of POST /chat is 30")
-    assert texts[1].endswith("the slowest 5 of 100 spend 15 ms in the queue, against 5.5 in the mean of all.")
+    assert texts[1].endswith("the slowest 5 of 100 spend 15 ms in the queue; the mean of all requests is 5.5.")
     assert not any(text.startswith("p99") for text in sentences([*spans_of(99, pieces, 3.0)]))
     assert not any(text.startswith("p99") for text in sentences([*spans_of(100, pieces)]))
 
 
 def test_the_sentence_on_a_queue_distinguishes_full_batches_from_batches_with_room() -> None:
     room = sentences([*spans_of(40, [(step("r"), 8, 9)]), *later(span(9_000, Site("engine.step", "step"), 500, 501))])
-    assert " full: find out what they wait for" in room[0]
-    assert "0 of 1 full: shorten its steps, or add an engine" in sentences([*spans_of(40, [(step("r"), 8, 9)])])[0]
+    assert ", at most 12: find out what they wait for" in room[0]
+    assert "at most 1: shorten its steps, or add an engine" in sentences([*spans_of(40, [(step("r"), 8, 9)])])[0]
 
 
 def later(batch: Span) -> Iterator[Span]:

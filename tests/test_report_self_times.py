@@ -247,7 +247,7 @@ def test_the_sum_of_rows_is_shown_if_it_differs_from_the_time_of_the_calls() -> 
     at = its.lines().index("Time in 1 call to /a (request): 10")
     assert its.lines()[at + 3 : at + 6] == [
         "Time of all rows, which Time% is of: 18",
-        "(spans on other threads and tasks, in calls not ended, and across other spans are in it)",
+        "(it includes spans on other threads and tasks, in calls not ended, and across other spans)",
         "(work on several threads is summed, so it may exceed the calls)",
     ]
 

@@ -94,9 +94,9 @@ class BatchTimes(View):
                 "name=Batch|batches=Count|items=Items|mean_size=Mean|p50_size=p50|max_size=Max|fill=Fill|weight=Weight|"
                 "uneven=Uneven|unbound=Unbound",
                 (
-                    "Fill: the mean size over the largest one. Uneven: of the heaviest item's weight times the size,",
-                    "what no item had: padding where the engine pads to the heaviest item, no waste where it does not.",
-                    "Unbound: items with keys that no request is known by.",
+                    "Fill: mean size / largest size. Uneven: the share of padding, if the engine pads the items of a",
+                    "batch to the heaviest one. If it does not pad, nothing is wasted.",
+                    "Unbound: items whose key belongs to no recorded request.",
                 ),
             ),
             Section(

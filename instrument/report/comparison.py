@@ -210,8 +210,8 @@ class Comparison(View):
         looked_at = [change for change in self.changes if change.ratio is not None]
         if not lines and looked_at:
             lines.append(
-                f"No call path of {len(looked_at)} changed on like work. In the mean a change of "
-                f"{self.detectable_ratio or 0:.1%} would have been seen."
+                f"No call path of {len(looked_at)} changed on like work. On average a change of "
+                f"{self.detectable_ratio or 0:.1%} would have been detected."
             )
         unsure = sum(change.verdict == INCONCLUSIVE for change in self.changes)
         if unsure:
@@ -271,10 +271,10 @@ class Comparison(View):
                 "name=Call path|verdict=Verdict|change=Change|limits=Between|cost_ns=Cost|detectable_ratio=Seen from|"
                 "matched_ratio=Alike|share_ratio=Of all|+calls_before=Calls before|+calls_after=Calls after",
                 (
-                    "Change: of the time that like calls ran. Cost: what it makes for a request, or a call where there",
-                    "are no requests. Seen from: the smallest change that would have been seen. Alike: the share of",
-                    "the time after that has calls like it before. Of all: of the time after. All limits hold at once",
-                    "with 99%.",
+                    "Change: of the time of similar calls. Cost: the change for each request, or for each call if",
+                    "there are no requests. Seen from: the smallest change that would be detected. Alike: the share",
+                    "of the time after that has similar calls before. Of all: the share of the time after. All limits",
+                    "hold together with a probability of 99%.",
                 ),
             ),
             Section(
@@ -293,7 +293,7 @@ class Comparison(View):
                 "name=Request, and its parts|requests_before=Before|requests_after=After|a_second_before=A second|"
                 "a_second_after=After|mean_before_ns=Mean before|mean_after_ns=After|p99_before_ns=p99 before|"
                 "p99_after_ns=After",
-                ("Not matched: what requests took as they came. It follows from load as from work.",),
+                ("These times are not matched by work: they change with the load and with the code.",),
                 texts={
                     "a_second_before": lambda row, unit: f"{row.a_second_before:.4g}",
                     "a_second_after": lambda row, unit: f"{row.a_second_after:.4g}",
@@ -305,8 +305,8 @@ class Comparison(View):
                 "name=Request|requests_before=Before|p99_before_ns=p99|limits_before_ns=Between|requests_after=After|"
                 "p99_after_ns=p99|limits_after_ns=Between|differs=Differs",
                 (
-                    "Between: the requests between which the p99 is with 95 %, were requests independent. Below some",
-                    "370 requests there is no upper limit. Not matched: the load may have done it.",
+                    "Between: the limits of the p99 with a probability of 95 %, for independent requests. Below some",
+                    "370 requests there is no upper limit. Not matched by work: the load may be the cause.",
                 ),
                 texts={
                     "limits_before_ns": lambda row, unit: _limits(row.limits_before_ns, unit),

@@ -36,7 +36,7 @@ COLUMN_WIDTH = 9
 
 NO_COPY = (
     "No copy was recorded. `copies:` in the profile records those of torch and other frameworks; "
-    "what its rules did not observe, and why, is said with the cost of the instrumentation."
+    "the lines `Not observed:` below name what its rules did not record, and why."
 )
 
 

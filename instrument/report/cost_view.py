@@ -136,7 +136,7 @@ class InstrumentationCost(View):
         return [*wrapped(by), f"Time unit: {self._options.unit}"]
 
     def sections(self) -> list[Section]:
-        note_on_each = "" if self.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
+        note_on_each = "" if self.is_each_known else ". Each: the mean of all sites, as a saved trace has no other"
         whole = [] if self.cost is None else [CostPart("in all", self.cost.total_ns, self.ratio)]
         missed = [part for note in self.notes for part in wrapped(f"- {safe(note)}")]
         return [
@@ -148,7 +148,7 @@ class InstrumentationCost(View):
             Section(
                 "Probes", self.sites,
                 "label=Site|kind=Kind|calls=Calls|each_ns=Each, ns|cost_ns=Cost|ratio=Of cost|burden=Of calls",
-                wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{note_on_each}."),
+                wrapped(f"Of cost: of the cost of all sites. Of calls: cost / host time of the calls{note_on_each}."),
                 {"each_ns": lambda row, unit: number(row.each_ns)},
             ),
             Section("Kept spans", (), "", empty=[*self.coverage.lines(), *_kept_lines(self)]),

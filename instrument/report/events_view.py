@@ -207,8 +207,8 @@ def _heading(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
         f"Time unit: {options.unit}",
         f"Sorted by {ORDERS[options.sorted_by]}{'' if merged else ' in the same thread'}",
         *([] if view.window_ns is None else [f"Window: {in_unit(view.window_ns, options.unit)}"]),
-        f"Ratio: of {base}, the sum of the top rows; work that ran side by side is",
-        "  summed, so it may exceed the time on the clock",
+        f"Ratio: of {base}, the sum of the top rows; work at the same time is",
+        "  summed, so it may be longer than the window",
     ]
     if view.probes_ns is not None:
         cost_text = f"less what their probes cost ({in_unit(view.probes_ns, options.unit)} in all)"
@@ -232,7 +232,7 @@ def _sections(view: Events) -> list[str]:
         _summary_line("  Framework overhead", split.total_ns, split.framework_ns, unit),
     ]
     if split.waiting_ns is not None:
-        lines.append("  (waiting: queues, and coroutines that stand still, for I/O or their turn on the event loop)")
+        lines.append("  (waiting: queues and suspended coroutines, which wait for I/O or for the event loop)")
     if split.computation_ns is None:
         lines.append("  (nothing is declared as computation: layers are, and rules with `phase: compute`)")
     elif split.framework_ns is None:

@@ -220,7 +220,7 @@ class Explanation(View):
             Section(
                 "Causes", rows if self.excess_ns > 0 else (),
                 "title=Cause|time_ns=In it|typical_ns=Typical|accounted_ns=Accounts for|ratio=Of excess",
-                ("Of excess: of the time beyond the typical time. Causes add up to it with what is unexplained.",),
+                ("Of excess: share of the time beyond the typical time. Causes and unexplained add up to it.",),
             ),
             Section(
                 "Parts of its time", self.parts, "name=Part|time_ns=In it|typical_ns=Typical|excess_ns=Excess",

@@ -165,7 +165,7 @@ def _meaning(part: str) -> PartMeaning:
 
 def _batch_advice(batch: NamedBatches, part: str) -> str:
     """Return the meaning of a large queue, or of a large wait in batches, given the sizes of the batches."""
-    members = f"batches of {_name(batch.name)} are {batch.mean_size:.1f} of {batch.max_size} full"
+    members = f"batches of {_name(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
     if part == WAITING:
         return f"{members}; smaller ones shorten it"
     if (batch.fill or 0.0) >= FULL:
@@ -213,7 +213,7 @@ def _of_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> 
     )
     text = (
         f"p99 of {_name(endpoint.name)} is {p99} {unit}, and p50 is {p50}: the slowest {count} of {endpoint.requests} "
-        f"spend {slow} {unit} {_meaning(part).place}, against {usual} in the mean of all."
+        f"spend {slow} {unit} {_meaning(part).place}; the mean of all requests is {usual}."
     )
     return [Headline(text, part, ratio, count, "requests")]
 

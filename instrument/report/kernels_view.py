@@ -153,7 +153,7 @@ class Kernels(View):
         source = (
             "From: a profiler that saw every kernel"
             if self.source == KERNELS
-            else "From: pairs of events around instrumented calls; a row is a call's stretch of its stream, no kernel"
+            else "From: CUDA events around recorded calls; a row is a call's stretch of its stream, not a kernel"
         )
         return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {_sorting(self._options)}"]
 

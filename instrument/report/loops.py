@@ -30,7 +30,7 @@ class Loops(View):
 
     def head(self) -> list[str]:
         coverage = [] if self.coverage is None else self.coverage.lines()
-        return [*coverage, f"Time unit: {self._options.unit}; ips: in a second"]
+        return [*coverage, f"Time unit: {self._options.unit}; ips: items per second"]
 
     def nothing(self) -> list[str]:
         complete = self.coverage is None or self.coverage.complete

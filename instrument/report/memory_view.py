@@ -312,9 +312,7 @@ class MemoryView(View):
                     about = f"{mebibytes(allocator.earlier_bytes)} MiB of {device_name(allocator.device)}"
                     lines.append(f"Freed of what had been allocated before: {about}")
         if self.gauged:
-            lines.append(
-                "Most: of the readings. Peak: the greatest since the process or torch began, also between them."
-            )
+            lines.append("Most: the largest reading. Peak: the largest value since the process or torch began.")
         if self.outside:
             lines.append(f"Outside of the time that was watched, and not counted: {self.outside}")
         return [part for line in lines for part in wrapped(line)]

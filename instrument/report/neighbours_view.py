@@ -111,8 +111,8 @@ class NeighbourBill(View):
                 "name=Value|requests=Requests|mean_ns=Each|suffered_ns=Suffered|by_others_ns=By others|"
                 "by_itself_ns=By itself|by_nobody_ns=By nobody|inflicted_ns=Inflicted",
                 (
-                    "Each: the wait of a request for others: in queues, in batches, between batches, and for blocked",
-                    "loops. Suffered: its sum. By nobody: no recorded batch ran. Inflicted: on all, itself included.",
+                    "Each: how long a request waited for others: in queues, in batches, between batches, for blocked",
+                    "loops. Suffered: the sum. By nobody: no recorded batch ran. Inflicted: on all groups, itself too.",
                 ),
             ),
             Section(
@@ -120,8 +120,8 @@ class NeighbourBill(View):
                 "name=Waited|cause=For|mean_ns=Each|summed_ns=Sum|ratio=Of waits|queued_ns=Queue|shared_ns=In a step|"
                 "between_ns=Between|blocked_ns=Loop",
                 (
-                    "Queue: behind batches of the cause. In a step: their part of a batch with both. Between: a",
-                    "batch without the one that waited, after its first. Loop: they blocked its event loop.",
+                    "Queue: before the first batch, while batches of For ran. In a step: the part of For in a common",
+                    "batch. Between: later, while other batches of For ran. Loop: For blocked the event loop.",
                 ),
             ),
             Section(

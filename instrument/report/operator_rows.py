@@ -257,7 +257,7 @@ def _is_among(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
     return above is not None
 
 
-REMAINING = "Ratio of the remaining ones: of their calls that are within no other of them."
+REMAINING = "Ratio of the remaining rows: without calls that are inside each other."
 
 
 def note_of_rest(blocks: Iterable[CallBlock]) -> list[str]:

@@ -337,8 +337,8 @@ class Operators(View):
         return [
             *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
-            "Ratio: of the sum over operators that lie in no other one; of a row below an operator: of that",
-            "operator. Work side by side counts for each.",
+            "Ratio: 100 % is the sum of all operators that are inside no other one. For a row below an operator,",
+            "100 % is that operator. Work at the same time counts for each.",
             *note_of_rest(self.blocks),
         ]
 
@@ -512,7 +512,7 @@ class User(View):
         return [
             *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
-            "Ratio: of the window, as far as all its spans are kept; parallel work counts for each.",
+            "Ratio: of the window, or of its part with all spans; work at the same time counts for each.",
             *note_of_rest(self.blocks),
         ]
 

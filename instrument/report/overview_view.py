@@ -94,7 +94,7 @@ class Overview(View):
         return [
             Section(
                 "By kind", [window, *self.kinds], f"kind=Kind|calls=Calls|time_ns=Time|ratio=Of window{steps}",
-                ("Unions of time: what ran side by side counts once, and rows may be within each other.",),
+                ("Time in which at least one span of the kind ran. Rows overlap, so they do not add up.",),
                 {
                     "kind": lambda use, unit: use.kind if use is window else f"  {use.kind}",
                     "calls": lambda use, unit: "" if use is window else str(use.calls),

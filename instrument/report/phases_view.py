@@ -214,8 +214,8 @@ ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
 OTHERS = "others"
 
 BASE_NOTE = (
-    "Each instant counts for the phase that is under way: the rows add up to the first one, of which",
-    "ratios are.",
+    "A moment belongs to the open phase that began first. So the rows add up to the first row, which is",
+    "100 % of the ratios.",
 )
 DEVICE_NOTE = ("", "Device: sums over streams of what each phase put there; stretches, in which a stream may wait.")
 

@@ -124,7 +124,7 @@ class RequestLife:
         lines += ["", *section_title("Turn by turn")]
         for turn in self.turns:
             lines.append(self._bar(turn, unit))
-        return [*lines, "", "Each instant is the turn of what began last; a bar is the turn's place in the wall.", ""]
+        return [*lines, "", "A bar is the part's place. 25% its own of 4: its share of batches of 4 requests.", ""]
 
     def _repr_html_(self) -> str:
         """Return the turns as a waterfall for a notebook."""

@@ -166,7 +166,7 @@ class RequestTimes(View):
                 f"name=Request|{'counted=Ended|requests=Kept' if self.is_part else 'requests=Count'}|"
                 f"errors=Errors{cancelled}|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
-                ("Of all: of the sum of the walls of all requests.",),
+                ("Of all: the endpoint's share of the time of all requests.",),
             ),
             Section(
                 f"By {self._options.requests_by}", self.groups,
@@ -180,9 +180,8 @@ class RequestTimes(View):
                 "streams.first_p99_ns=First p99|streams.item_p50_ns=Item p50|streams.item_p99_ns=Item p99|"
                 "streams.longest_gap_ns=Longest",
                 (
-                    "First: from the begin of the request to its first item. Item: from the first to the last one, for "
-                    "each",
-                    "after the first. Longest: between two items that came one by one.",
+                    "First: from the begin of the request to its first item. Item: the time from the first to the last",
+                    "item / the items after the first. Longest: the longest time between two items.",
                 ),
             ),
             Section(
@@ -196,10 +195,9 @@ class RequestTimes(View):
                 "name=Event loops, and by what|stretches=Count|summed_ns=Sum|longest_ns=Longest"
                 + "|at=Mostly at" * any(blocker.at for blocker in blocked),
                 (
-                    "One callback or step of a task each, while which no request on its loop could go on: by the "
-                    "innermost",
-                    "span that was there for most of it, or else its function. Mostly at: the innermost line of the",
-                    "service's own code, seen from the second stretch of a process on.",
+                    "Count: callbacks, or steps of tasks, that ran so long that the other requests of their loop had",
+                    "to wait. They have the name of the innermost span that took most of the time, or of the function.",
+                    "Mostly at: the innermost line of the service's own code, from the second time on.",
                 ),
             ),
             *(by_endpoint(f"Device {device.device}", device.endpoints) for device in self.devices),
@@ -225,7 +223,7 @@ class RequestTimes(View):
             if shown
             else (),
             "|".join(f"{place}={heading}" for place, heading in enumerate(["Request", "A second", *shown])),
-            ("A second: from the begin of the first request to the end of the last one. 4xx is no error.",),
+            ("A second: requests per second, from the first begin to the last end. 4xx is no error.",),
         )
 
     @property
@@ -401,9 +399,9 @@ def _slow_request(
 
 
 PARTS_NOTE = (
-    "An instant of a request belongs to the phase that began last among the open ones, on any thread or",
-    "task of the request, so the parts add up to the wall, of which ratios are. Mean, p50 and p99 of a",
-    "phase: over the requests that had it, which Requests counts.",
+    "A moment of a request belongs to the part that began last among the open ones, on any thread or",
+    "task. So the parts add up to the time of the requests, which is 100 % of Of wall. Mean, p50 and p99",
+    "of a part are over the requests that had it: the column Requests counts them.",
 )
 
 

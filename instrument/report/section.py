@@ -317,5 +317,5 @@ def uncached(cost: Cost, base_ns: int) -> str:
         return ""
     return (
         f"; up to {number(cost.most_ns / 1e9)} s ({number(cost.cold_call_ns)} ns a call), "
-        f"{percent(cost.most_ns, base_ns)}, as far as other work uses the processor's caches between the calls"
+        f"{percent(cost.most_ns, base_ns)}, if other work uses the processor's caches between the calls"
     )

@@ -153,7 +153,7 @@ class SelfTimes(View):
         less = ", less what the probes of the spans below cost" if self.corrected else ""
         return [
             f"Time unit: {self._options.unit}; times are self times{less}",
-            "Time%: of the self times of all rows of the function, which add up to 100%",
+            "Time%: 100% is the sum of the self times of all rows of the table",
         ]
 
     def nothing(self) -> list[str]:
@@ -170,9 +170,9 @@ class SelfTimes(View):
         wheres = {row.where for function in self.functions for row in function.rows}
         if WAITING in wheres:
             lines += [
-                "On waiting: self time in which coroutines were suspended, for I/O, in a queue or until it was their",
-                "turn on the event loop; what they ran is a row of its own. A scope that is in no coroutine with a",
-                "span and in no request has no known time of suspension: all its self time is on host.",
+                "On waiting: self time in which coroutines were suspended: for I/O, in a queue, or until their turn",
+                "on the event loop. The code that they ran has rows of its own. A scope outside of recorded",
+                "coroutines and requests cannot detect suspensions: all its self time is on host.",
             ]
         if wheres & {"device", "both"}:
             lines.append("On device: the host's part, in which work was launched that the device does on its own time.")
@@ -212,7 +212,7 @@ class SelfTimes(View):
         if function.time_ns != function.outer_ns:
             lines.append(f"Time of all rows, which Time% is of: {in_unit(function.time_ns, unit)}")
         if function.time_ns > function.outer_ns:
-            lines.append("(spans on other threads and tasks, in calls not ended, and across other spans are in it)")
+            lines.append("(it includes spans on other threads and tasks, in calls not ended, and across other spans)")
         if function.work_ns > function.outer_ns:
             lines.append("(work on several threads is summed, so it may exceed the calls)")
         return lines

@@ -232,21 +232,21 @@ class StartupView(View):
         return [
             *why,
             *([older] if self.is_late_partial else []),
-            f"Each place that was called had run once after {in_unit(self.ran_ns, unit)} {unit}; the last: {ran}",
+            f"Each function that was called had run once after {in_unit(self.ran_ns, unit)} {unit}; the last: {ran}",
         ]
 
     def foot(self) -> list[str]:
         lines = []
         if self.way:
-            lines.append("Parts of the way are sums over threads, without what went by within requests.")
+            lines.append("The parts are sums over threads. Time within requests is not included.")
         if self.imports:
-            lines.append("Self: modules of the package. Total: with all their imports. Imported: by other packages.")
+            lines.append("Self: without the imports inside. Total: with them. Imported: how often others imported it.")
             if any(package.package.startswith("instrument (") for package in self.imports):
-                lines.append("instrument (package): what the instrumentation imported for itself, not the service.")
+                lines.append("instrument (package): imports of the instrumentation itself, not of the service.")
         if self.preparations:
-            lines.append("Total of what loads and compiles includes its callees; In requests: somebody waited for it.")
+            lines.append("Total: with the calls inside. In requests: the time in which a request waited for it.")
         if self.warm_ups:
-            lines.append("Extra: what a first call took beyond the median of the others, calls below it included.")
+            lines.append("Extra: the first call minus the median of the others, with the calls inside.")
         return lines
 
 
