@@ -70,7 +70,7 @@ def every_place(root: Place) -> Iterator[Place]:
 
 
 class _Below:
-    """What calls have at and below them on their lines, each stretch held once, however deep it lies.
+    """The intervals of calls and of what is below them on their lines, each interval once, at any depth.
 
     `above` are spans by id, those that may be calls or around some; `is_call` tells of an id whether it is of a call.
     """

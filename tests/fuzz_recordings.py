@@ -197,7 +197,7 @@ def read_all(inputs: Inputs, count: int, reached: mmap.mmap) -> None:
 
 
 def main(count: int, seed: int) -> int:
-    """Read so many, in a child: whatever that does, what it was reading is still there. Returns the exit code."""
+    """Read inputs in a child, so that the number of the current input survives its crash. Return the exit code."""
     fds, reached = recorded(), mmap.mmap(-1, 8)
     child = os.fork()
     if not child:

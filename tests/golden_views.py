@@ -30,7 +30,7 @@ def of_tally(tally: Tally, window_ns: int | None = None) -> Recording:
 
 
 def is_golden(name: str, text: str) -> bool:
-    """Whether the text is that of `golden/views/{name}.txt`, and no line of it wider than may be."""
+    """Return True if the text is that of `golden/views/{name}.txt`, and no line of it is too wide."""
     assert [line for line in text.splitlines() if columns(line) > LINE] == []
     path = FOLDER / f"{name}.txt"
     if os.environ.get("GOLDEN_VIEWS") == "write":

@@ -136,7 +136,7 @@ def started() -> subprocess.Popen[str]:
 
 
 def counted(metrics: Sequence[Metric], name: str, preference: str, label: str = "") -> dict[Any, int]:
-    """How many of each a collector has of a metric of one process, by a label; each point follows the one before."""
+    """Return a collector's counts of a metric of one process, by a label. Each point follows the one before."""
     found: Counter[Any] = Counter()
     starts: dict[Any, set[int]] = {}
     ends: dict[Any, int] = {}

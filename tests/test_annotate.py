@@ -1,4 +1,4 @@
-"""What a service says of a span while it is open: attributes, another name, how it ended."""
+"""A service changes an open span: attributes, another name, its outcome."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from instrument.trace.trace import Trace
 
 
 def attributes(recorder: Any) -> dict[str, dict[str, object]]:
-    """Those of each span, without what a generator's own items tell."""
+    """Return the attributes of each span, without the facts of a generator's items."""
     items = {ITEMS, FIRST_ITEM, LAST_ITEM, LONGEST_GAP}
     return {
         span.site.name: {name: value for name, value in span.attributes.items() if name not in items}
@@ -269,7 +269,7 @@ def test_names_that_are_none_and_mappings_that_raise_are_counted(recorder: Any) 
 
 
 class Lazy:
-    """As Django's `request.user`: whoever asks for its class, as `isinstance` does, has it loaded."""
+    """An object like Django's `request.user`: who asks for its class, as `isinstance` does, has it loaded."""
 
     @property
     def __class__(self) -> Any:

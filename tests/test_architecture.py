@@ -31,7 +31,7 @@ FLOORS: list[set[str]] = [
 """The rooms, from the lowest floor up. A room that does not stand yet has its place all the same."""
 
 BENEATH, ABOVE = {"errors", "clock"}, {"", "__main__"}
-"""The modules of the root itself: on the first two the whole house stands, the others are its doors."""
+"""The modules of the root itself: all others may import the first two, and none imports the last two."""
 
 MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py"))
 
@@ -113,7 +113,7 @@ def test_every_room_has_a_floor_and_the_root_holds_what_a_user_types() -> None:
 
 
 def test_no_two_modules_have_one_name() -> None:
-    """So that a name in a traceback, a search or a comment is one place."""
+    """A name in a traceback, a search or a comment is then one place."""
     named = defaultdict(list)
     for name in NAMES:
         named[name.rpartition(".")[2]].append(name)

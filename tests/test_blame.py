@@ -21,7 +21,7 @@ STEP, PREFILL = Site("engine.step", "step"), Site("engine.prefill", "step")
 CHECKPOINT, RENDER, LOAD_LORA = Site("save_checkpoint"), Site("render_page"), Site("load_lora", "op")
 REGEX, COPY_IN = Site("compile_regex"), Site("memcpy h2d", "copy", attributes=(("direction", "h2d"),))
 SLOW = 1000
-"""How long what is planted takes; all of a typical request takes 500."""
+"""The length of a planted delay. All of a typical request takes 500."""
 
 
 class Service:

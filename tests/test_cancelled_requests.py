@@ -1,4 +1,4 @@
-"""Clients that go away, and a service that is stopped, are told apart from failures, and everywhere alike."""
+"""Clients that go away and a service that is stopped differ from failures, in every report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ START = {"type": "http.response.start", "status": 200, "headers": []}
 
 
 class ClientDisconnect(Exception):
-    """As starlette has it, for who reads the body of a client that has gone."""
+    """The exception that starlette raises for a reader of the body if its client has gone."""
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ TIMES = {
 ENDED = Counter(
     {("", ""): 8, ("", "client gone"): 5, ("", "cancelled"): 5, ("ValueError", ""): 2, ("TimeoutError", ""): 1}
 )
-"""How many there are by their error, and by what they were broken off."""
+"""The ended requests by error and by the reason for which they were broken off."""
 
 
 def test_metrics_reports_and_live_agree_on_what_has_failed_and_what_was_cancelled(collector: Collector) -> None:

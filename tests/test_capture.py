@@ -1,4 +1,4 @@
-"""Which requests are kept in full, and that everything else is counted."""
+"""Slow and failed requests are kept in full, and everything else is counted."""
 
 from __future__ import annotations
 

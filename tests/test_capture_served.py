@@ -53,12 +53,12 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "big copy": ({"side": 4_096}, "memcpy h2h"),
     "error": ({"rows": 0}, ""),
 }
-"""What is asked of a request that is slow, and the span below it that is to blame."""
+"""The body of a slow request of each kind, and the span below it that is to blame."""
 
 REQUESTS, EACH = 1_500, 2
 
 PARTS = ["tokenize", "wait_for_turn", "memcpy h2h", "Linear", "Attention", "Linear"]
-"""What a request consists of, in order; one that fails gets as far as its turn."""
+"""The parts of a request, in order. A failing one ends with its turn."""
 
 
 def ask_all(port: int, planted: dict[int, str]) -> dict[int, str]:

@@ -149,7 +149,7 @@ def test_work_that_is_asked_for_while_another_waits_belongs_to_its_own_request(c
 
 def test_a_request_that_has_ended_is_not_kept_alive_by_a_pool(carrying: Any) -> None:
     class Body:
-        """What the request works on."""
+        """The body of a request."""
 
     with ThreadPoolExecutor(1) as pool:
         body = Body()

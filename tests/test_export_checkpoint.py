@@ -1,4 +1,4 @@
-"""What is written of a recording's metrics, and what is read of it after an end in the middle of writing."""
+"""The metrics of a recording are written, and read after an end in the middle of a write."""
 
 from __future__ import annotations
 

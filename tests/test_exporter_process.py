@@ -45,7 +45,7 @@ class Table:
         self._folder = folder
 
     def leave(self, process: Process, message: packets.Message) -> None:
-        """Hear that a process is told of no export."""
+        """Note that a process was informed of no export."""
         assert message == {"unexported": True}
         self.left.append(process)
 

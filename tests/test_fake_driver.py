@@ -68,7 +68,7 @@ def status(on: Any) -> int:
 
 
 def elsewhere(function: Callable[[], Any]) -> Any:
-    """What a thread of its own makes of it."""
+    """Return the result of a function on a thread of its own."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()

@@ -1,4 +1,4 @@
-"""Runs whose processes come and go: what the report tells of many, and what is kept of those that ended long ago."""
+"""Runs with processes that come and go: the report covers many, and those that ended long ago are kept folded."""
 
 from __future__ import annotations
 

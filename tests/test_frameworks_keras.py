@@ -1,4 +1,4 @@
-"""Keras 3 models: their layers by the profile's layer rules, whatever the backend, and otherwise as they were."""
+"""Keras 3 models: the profile's layer rules record their layers with any backend, and all else is unchanged."""
 
 from __future__ import annotations
 

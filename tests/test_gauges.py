@@ -77,7 +77,7 @@ def values(gauges, name, device=0):
 
 
 class Ran:
-    """What a program wrote, and the calls of NVML by name in each of its processes, the first one first."""
+    """The output of a program, and the calls of NVML by name in each of its processes, the first one first."""
 
     def __init__(self, output: str, log: Path) -> None:
         self.output = output
@@ -524,7 +524,7 @@ def test_bindings_that_are_too_old_are_named_with_what_to_install(run: Run, tmp_
 
 
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A machine without an NVIDIA driver, whatever this one is; returns the libraries that were asked for."""
+    """Take the NVIDIA driver away, if there is one. Return the libraries that were asked for."""
     asked: list[str] = []
 
     def refuse(name: str, _: int) -> None:

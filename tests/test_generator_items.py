@@ -21,7 +21,7 @@ def only_span(recorder: Any) -> Span:
 
 
 def items_of(recorder: Any) -> Any:
-    """How many items the only span tells of, None where it tells of none; it has all facts or none."""
+    """Return the number of items that the only span reports, None without one. It has all facts or none."""
     span = only_span(recorder)
     count = span.attributes.get(ITEMS)
     expected = FACTS if count is not None and count > 1 else FACTS - {LONGEST_GAP} if count else set()

@@ -286,7 +286,7 @@ def in_hundredths(value: float | None) -> str:
 
 
 def lengths(count: int, total_ns: int, most_ms: str, least_ms: str) -> list[int]:
-    """So many times of that sum, the longest and the shortest as printed, all others alike."""
+    """Return `count` times of that sum. The longest and the shortest are as printed, all others alike."""
     most_ns, least_ns = (round(float(printed) * MS) for printed in (most_ms, least_ms))
     most_ns, least_ns = max(most_ns, -(-total_ns // count)), min(least_ns, total_ns // count)
     rest_ns = total_ns - most_ns - least_ns
@@ -509,7 +509,7 @@ def divide(whole: Printed) -> None:
 
 
 def base_of(shares: Sequence[tuple[str, str]]) -> int:
-    """A base of which all these times have the shares that are printed beside them."""
+    """Return a base of which all these times have the printed shares."""
     least = max((float(time) - 0.005) / (float(share) + 0.005) for time, share in shares)
     most = min((float(time) + 0.005) / (float(share) - 0.005) for time, share in shares)
     assert least <= most
@@ -727,7 +727,7 @@ def test_singas_two_lines_are_forward_and_what_it_calls_backward() -> None:
 
 
 TICK_NS = 2**-22 * 1e9
-"""What `time.time()` tells apart about the year 2014: the document's times are whole numbers of it."""
+"""The resolution of `time.time()` about the year 2014, in ns. The document's times are multiples of it."""
 
 
 @pytest.mark.parametrize(("of", "section"), [("classes", "Class"), ("ops", "Ops"), ("instances", "Apply")])

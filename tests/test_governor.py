@@ -312,7 +312,7 @@ SHAPES = ("call", "wrapper", "coroutine", "generator", "async generator", "scope
 
 
 def user_of(recorder: Any, shape: str) -> tuple[Callable[[], object], str]:
-    """What uses a probe of a shape once, and the name of its site."""
+    """Return a function that uses a probe of a shape once, and the name of its site."""
     site = Site("used")
     if shape == "call":
         return recorder.wrap(lambda: None, site), "used"

@@ -154,7 +154,7 @@ def test_halves_of_a_request_have_one_trace_wherever_they_are_looked_at() -> Non
 
 
 def test_parents_never_run_in_a_circle() -> None:
-    """A request that lies within what bears its key, where clocks that are apart make that one seem to be of it."""
+    """A request can lie within the span that bears its key, if clocks that differ make that span seem to be of it."""
     spans = [
         made(1, ACCEPT, 0, 100, thread=ENGINE, key="a"),
         made(2, CHAT, 10, 50, 1, thread=ENGINE, key="a"),
@@ -176,7 +176,7 @@ def test_a_span_that_began_before_its_request_by_as_much_as_clocks_are_apart_is_
 
 
 def saved(spans: list[Span], pid: int, boot: str, ahead_ns: int = 0) -> Saved:
-    """What one process of a run left, on a host whose monotonic clock is ahead."""
+    """Return the recording of one process of a run, on a host whose monotonic clock is ahead."""
     origin = Origin(pid, "shop", ahead_ns, 10**18, boot=boot, host=boot, wall_error_ns=500, run="20260101T000000-1")
     moved = [replace(span, start_ns=span.start_ns + ahead_ns, end_ns=span.end_ns + ahead_ns) for span in spans]
     for span, one in zip(moved, spans, strict=True):

@@ -34,7 +34,7 @@ from instrument.sessions.session_threads import SessionThreads
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.socket]:
-    """Where sessions of the test join."""
+    """Listen at the place where sessions of the test join."""
     monkeypatch.chdir(tmp_path)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(packets.FAMILY, packets.KIND) as listener:
         path = Path(folder) / "agent.sock"

@@ -228,7 +228,7 @@ def test_the_exceptions_of_installed_frameworks_are_known(recorder: Any, framewo
 
 
 class Cancelled(BaseException):
-    """As trio has it."""
+    """The exception of trio."""
 
 
 class Stopped(SystemExit):

@@ -222,7 +222,7 @@ def test_another_import_system_of_python_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_whole_program_imports_as_before() -> None:
-    """What a service imports, with the watch in place: same modules, same loaders, same exit."""
+    """A service imports the same modules with the same loaders and exit while the watch is in place."""
     program = """
 import sys
 if sys.argv[1] == "watched":

@@ -41,7 +41,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
-    """Names of the modules of which the hook told, for all names that begin with `made`."""
+    """Yield the names of the modules that the hook reports, of all whose names begin with `made`."""
     names: list[str] = []
     undo = imports.install(lambda name: name.startswith("made"), lambda module: names.append(module.__name__))
     yield names
@@ -243,7 +243,7 @@ def test_another_hook_that_asks_the_whole_path_again_hears_the_module_once(
 def test_a_finder_put_in_front_of_ours_keeps_its_modules_and_they_are_heard(
     write: Callable[[str, str], None], heard: list[str]
 ) -> None:
-    """As pytest does, whose finder answers alone for the test modules that it rewrites."""
+    """pytest does so: its finder answers alone for the test modules that it rewrites."""
 
     class Rewriting:
         @staticmethod

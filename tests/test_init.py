@@ -710,7 +710,7 @@ def send(port: int, path: str, count: int) -> None:
 
 
 def recorded_by(words: Sequence[str], path: str, ready: str, count: int, stop: int = signal.SIGTERM) -> dict[str, int]:
-    """How many spans of each name come of a run under the profile that is there."""
+    """Return the spans by name of a run under the profile in the folder."""
     port = free_port()
     words = [word.replace("{port}", str(port)) for word in words]
     with Path("log").open("wb") as log:

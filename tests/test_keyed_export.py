@@ -130,7 +130,7 @@ QUEUE, SIZE = "instrument.request.queue.duration", "instrument.request.batch.siz
 
 @dataclass
 class Told:
-    """What a collector got, by names and not by times or ids."""
+    """The spans of a collector, by names and not by times or ids."""
 
     spans: Counter[tuple[str, ...]] = field(default_factory=Counter)
     links: list[list[tuple[str, ...]]] = field(default_factory=list)
@@ -185,7 +185,7 @@ def collector() -> Iterator[Collector]:
 
 
 def served(command: str | Sequence[str], profile: str, main: str = MAIN) -> str:
-    """What a service writes that serves five requests."""
+    """Return the output of a service that serves five requests."""
     Path("main.py").write_text(main)
     Path("profile.yaml").write_text(profile)
     begin = [command] if isinstance(command, str) else command
@@ -195,7 +195,7 @@ def served(command: str | Sequence[str], profile: str, main: str = MAIN) -> str:
 
 
 def serve(collector: Collector, *command: str, profile: str, main: str = MAIN) -> Told:
-    """What a collector is told of them."""
+    """Return the spans of those requests at a collector."""
     served(command, profile, main)
     until(lambda: not run_folder.found())
     return of(collector)
@@ -296,7 +296,7 @@ def is_flushed(session: Session) -> bool:
 
 
 def names_of(collector: Collector) -> Counter[str]:
-    """How many spans of each name a collector has; none is there twice."""
+    """Return the spans of a collector by name. None is there twice."""
     (spans,) = collector.spans.values()
     assert len({(one.trace_id, one.span_id) for one in spans}) == len(spans)
     return counted(spans)

@@ -275,7 +275,7 @@ class Device(NamedTuple):
 
 
 class Parameter:
-    """As much of a torch parameter as tells where it lies."""
+    """The part of a torch parameter that says on which device it is."""
 
     def __init__(self, kind: str, index: int | None = None) -> None:
         self.device = Device(kind, index)

@@ -1,4 +1,4 @@
-"""What people do to torch models: each kind is observed with the right tree, or named as not observable."""
+"""Common changes to torch models: each kind is observed with the right tree, or named as not observable."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def unseen(layers: Layers) -> list[str]:
 
 
 def run(recorder: Recorder, *calls: Callable[[], Any]) -> str:
-    """What the calls record, without what making the model has recorded."""
+    """Return the tree that the calls record, without that of the making of the model."""
     recorder.reset()
     with torch.no_grad():
         for call in calls:

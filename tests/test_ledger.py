@@ -423,7 +423,7 @@ def schedule(seed: int) -> list[Span]:
 
 
 def reference(trace: Columns, joined: Joined, place: int) -> Counter[str]:
-    """What the request was spent on, by looking at each ns of it."""
+    """Return the parts of the request's time, found by looking at each ns of it."""
     row = int(joined.rows[place])
     begin, end = int(trace.start_ns[row]), int(trace.end_ns[row])
 
@@ -544,7 +544,7 @@ def left_to(trace: Columns, joined: Joined, row: int, instants: Callable[[int], 
 
 
 def shares(trace: Columns, joined: Joined) -> list[int]:
-    """Of each pair of a batch and a request what is given to that, by fractions."""
+    """Return the share of each pair of a batch and a request, by fractions."""
     served = joined.served
     found: list[int] = []
     for row in dict.fromkeys(served.batch.tolist()):

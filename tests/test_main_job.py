@@ -43,7 +43,7 @@ PRINTED = [view for view in VIEWS if view not in ("brief", "distribution")]
 
 @dataclass(frozen=True)
 class Run:
-    """What one instrumented run of the demonstration left behind."""
+    """The results of one instrumented run of the demonstration."""
 
     trace_path: Path
     trace: Trace
@@ -110,7 +110,7 @@ def instrumented(folder: Path, answers: Path) -> Run:
 
 
 def own(spans: Iterable[Received]) -> list[Received]:
-    """Those that the service has recorded: the queue, prefill, decode and stalls of a request are derived from them."""
+    """Return the recorded spans: queue, prefill, decode and stalls of a request are derived from them."""
     return [span for span in spans if not span.attributes.get("instrument.derived")]
 
 

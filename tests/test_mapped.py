@@ -522,7 +522,7 @@ READS = {
     "a trace": lambda mapped: [span.site.name for span in saved_of(mapped).trace.spans if span.clipped],
     "totals": metered,
 }
-"""What is read of a recording, as names of sites."""
+"""The readers of a recording, which return names of sites."""
 
 
 @pytest.mark.parametrize("part", ["nodes", "rings", "frames"])
@@ -673,7 +673,7 @@ def test_a_recorder_that_goes_closes_its_memory(make_recorder: Any) -> None:
 
 
 def in_child(action: Any) -> Any:
-    """What an action returns in a forked child."""
+    """Return the result of an action in a forked child."""
     back, forth = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -223,7 +223,7 @@ for child in children: os.waitpid(child, 0)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a service with four workers leaves behind, as recordings and beside them as Chrome traces."""
+    """Return the recordings of a service with four workers, with Chrome traces in the same folder."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "service.py").write_text(SERVICE)
     (folder / "profile.yaml").write_text(
@@ -291,7 +291,7 @@ def test_a_merged_trace_is_saved_and_read_back_in_both_forms(tmp_path: Path) -> 
 
 
 def numbers(files: list[Saved]) -> dict[str, Any]:
-    """What is shown of files as one."""
+    """Return the numbers of files as one."""
     found = merge(files).saved
     rows = Counter((tuple(site.key for site in row.path), row.totals.calls) for row in found.counted().rows())
     return {

@@ -1,4 +1,4 @@
-"""Metrics of requests and calls: their sums are what was called, whatever the rings, forks and collectors do."""
+"""Metrics of requests and calls: their sums are the calls, in spite of rings, forks and collectors."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def newest(metrics: Sequence[Metric], name: str = DURATION) -> dict[tuple[Any, .
 
 
 def ended(metrics: Sequence[Metric]) -> Counter[tuple[Any, ...]]:
-    """How often requests ended by method, route, status and error, by the totals that came last."""
+    """Return the ended requests by method, route, status and error, from the totals that came last."""
     names = ("http.request.method", "http.route", "http.response.status_code", "error.type")
     found: Counter[tuple[Any, ...]] = Counter()
     for point in newest(metrics).values():
@@ -483,8 +483,7 @@ CASES = {
     ),
 }
 UNTOLD = ("metrics did not get through", "series of metrics dropped")
-"""What the report says of processes to which this one, their collector, did not answer within the time that an end may
-take: the machine had no time for it."""
+"""The losses that the report names if the processes or the collector did not answer within the time of an end."""
 
 
 @pytest.mark.slow
@@ -500,9 +499,9 @@ def test_answers_of_servers_equal_the_metrics_of_their_processes(case: str, pref
 def told_and_wanted(
     case: str, preference: str, folder: Path, kills: int = 0
 ) -> tuple[Counter[tuple[Any, ...]], Counter[tuple[Any, ...]], str]:
-    """How often requests were told of by method, route and status, how often they were answered, and the output.
+    """Return the reported and the answered requests by method, route and status, and the output.
 
-    Of the workers some are killed, and others asked the same.
+    Some of the workers are killed, and the others asked the same.
     """
     command, asks = CASES[case]
     with collecting(take) as server:
@@ -520,7 +519,7 @@ def told_and_wanted(
 
 
 def finally_told(server: Collector, preference: str, wanted: Counter[tuple[Any, ...]]) -> Counter[tuple[Any, ...]]:
-    """The same once it is what is wanted: of a process that has ended the agent tells soon after that."""
+    """Return the reported requests once they are the wanted ones: the agent reports a process soon after its end."""
     end = time.monotonic() + 60
     while told_in_all(server.metrics, preference) != wanted and time.monotonic() < end:
         time.sleep(0.1)
@@ -528,7 +527,7 @@ def finally_told(server: Collector, preference: str, wanted: Counter[tuple[Any, 
 
 
 def told_in_all(metrics: Sequence[Metric], preference: str) -> Counter[tuple[Any, ...]]:
-    """The requests that all processes have told of, by method, route and status."""
+    """Return the requests that all processes have reported, by method, route and status."""
     counts: Counter[tuple[Any, ...]] = Counter()
     for point in points(metrics):
         labels = told(point.attributes)

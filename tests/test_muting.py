@@ -144,7 +144,7 @@ class Machine:
                 tracked.is_open = False
 
     def goes_on(self, name: str, own: Tracked | None) -> Tracked | None:
-        """What a generator's span is when its next step begins."""
+        """Return the span of a generator at the begin of its next step."""
         if own is not None and self.is_muted(name):
             own.is_open = False
             return None

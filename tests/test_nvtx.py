@@ -1,4 +1,4 @@
-"""NVTX ranges: what a tool that is attached to a service hears of its spans, told by the real `nvtx` to a tool in C."""
+"""NVTX ranges: a tool in C that is attached to a service hears of its spans from the real `nvtx`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What a tool has heard of a program."""
+    """The calls that a tool has heard of from a program."""
 
     calls: list[Call]
     output: str
@@ -213,7 +213,7 @@ def test_an_async_generator_has_a_range_for_each_step(hear: Hear) -> None:
 
 
 def test_ranges_of_tasks_and_threads_cross_each_other(hear: Hear) -> None:
-    """As they may not by push and pop, which the tool refuses to tell apart."""
+    """Ranges by push and pop may not cross, and the tool refuses them."""
     heard = hear(
         """
         @profiled("serve")

@@ -223,7 +223,7 @@ def test_the_current_span_of_opentelemetry_is_the_parent() -> None:
 
 
 def test_never_two_server_spans_for_one_request(collector: Receiver) -> None:
-    """Whatever of OpenTelemetry is current here, the request bears the kind SERVER only where nothing else does."""
+    """A request has the kind SERVER only if no current span of OpenTelemetry has it."""
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider, sampling
     from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
@@ -324,7 +324,7 @@ UNTIL_THE_TIME_IS_UP = {"never answers": 1.0, "answers for ever": 1.0} | {
     "stays busy": 1.35,
     "always hangs up": 1.35,
 }
-"""How many seconds a request may take where that decides; 30 elsewhere, which no machine is late by."""
+"""Seconds that a request may take if that decides the test; 30 elsewhere, enough for any machine."""
 
 
 @pytest.mark.parametrize("what", FATES)
@@ -601,7 +601,7 @@ BLOCKED = {name: FATES[name][0] for name in ("never answers", "answers for ever"
 
 
 def keeps_within(bound_s: float, stop: Callable[[], float]) -> bool:
-    """Whether a stop takes no longer than that. A machine with other work may be late itself, but not every time."""
+    """Return True if a stop can keep within the bound. A machine with other work may be late, but not every time."""
     return any(stop() < bound_s for _ in range(10))
 
 
@@ -944,7 +944,7 @@ def length_delimited(field: int, content: bytes) -> bytes:
 RETRY_INFO = length_delimited(1, b"type.googleapis.com/google.rpc.RetryInfo") + length_delimited(
     2, length_delimited(1, b"\x10\x80\xc6\x86\x8f\x01")
 )
-"""As a detail of a status: to come again after 0.3 s."""
+"""A detail of a status: try again after 0.3 s."""
 IN_0_3_S = ("grpc-status-details-bin", b"\x08\x08" + length_delimited(3, RETRY_INFO))
 
 

@@ -362,7 +362,7 @@ def test_a_spans_attribute_wins_over_its_sites_and_ours_over_both() -> None:
 
 
 class Tensor:
-    """Whose content may not be looked at."""
+    """A tensor whose content may not be looked at."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"looked into with {name}")

@@ -366,7 +366,7 @@ for _ in range(3):
 
 @pytest.mark.slow
 def test_torch_profiler_with_stacks_finds_the_modules_of_an_instrumented_loop(tmp_path: Path) -> None:
-    """It reads `self` in whatever stands around the call of modules; where there is none, the process dies."""
+    """The profiler reads `self` in the caller of a module's call. Without one the process dies."""
     (tmp_path / "profile.yaml").write_text("phases: auto")
     (tmp_path / "train.py").write_text(
         """

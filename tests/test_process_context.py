@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no
 
 
 def read(pid: int) -> dict[str, Any] | None:
-    """What a profiler reads of a process, None where there is nothing to be read."""
+    """Return the attributes that a profiler reads of a process, None if there are none."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         span, _, _, _, _, *name = line.split(maxsplit=5)
         named = name[0].removesuffix(" (deleted)") if name else ""

@@ -1,4 +1,4 @@
-"""Reading a profile: what each key gives, how every mistake is told, and that the shipped schema says the same."""
+"""Profiles: the meaning of each key, the message of each mistake, and the same rules in the shipped schema."""
 
 import copy
 import json

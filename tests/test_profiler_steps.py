@@ -1,4 +1,4 @@
-"""Profiler: which steps of a loop become windows, what lies in them, who is told and when."""
+"""Profiler: steps of a loop become windows with the right content, and handlers get them in time."""
 
 from __future__ import annotations
 

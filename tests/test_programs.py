@@ -26,7 +26,7 @@ from instrument.recording.spans import Site, Span
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
 FIRST = 25
-"""How many of them run with the tests that are not slow."""
+"""The number of programs that run with the tests that are not slow."""
 CHUNK = 250
 """Programs that one recorder sees: it keeps every call path of theirs."""
 

@@ -84,7 +84,7 @@ def write_profile(text: str) -> None:
 
 @dataclass
 class Ended:
-    """What a program left behind. `err` is without our reports, and `answers` are those of a server."""
+    """The results of a program. `err` is without our reports, and `answers` are those of a server."""
 
     code: int
     out: str
@@ -95,7 +95,7 @@ class Ended:
 
 
 RACES = ("Error while closing socket", "was sent SIGTERM!")
-"""What gunicorn says of a worker or does not, as it ends before or after its master looks."""
+"""Lines of gunicorn about a worker that depend on whether it ends before or after its master looks."""
 
 START_LINES = (
     "instrument: trace files are written as each process ends",
@@ -545,7 +545,7 @@ def ask_until_both_workers_have_answered(server: Server) -> list[Any]:
 
 
 def trees_by_worker(shape: str) -> Counter[int]:
-    """How many requests each process has in its trace, all of which must have the given tree."""
+    """Return the number of requests in each process's trace. All must have the given tree."""
     found: Counter[int] = Counter()
     for trace in traces():
         roots: dict[int, list[Span]] = {}

@@ -1,4 +1,4 @@
-"""How long requests were in the queue, as the agent's exporter tells it of all of them, whatever is kept."""
+"""The agent's exporter reports times in the queue of all requests, kept or not."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def points(collector: Collector, name: str = TIME_IN_QUEUE, unit: str = "s") -> 
 
 
 def bounds_s() -> tuple[float, float]:
-    """What the requests of the service were at least and at most in the queue together, as it says itself."""
+    """Return the least and the most time of all requests in the queue together, by its own log."""
     accepted, returned, asked_for, begun, _ = json.loads(Path("times.json").read_text())
     assert len(begun) == 40
     least = sum(asked_for[x] - returned[x] for x in begun)

@@ -27,7 +27,7 @@ BATCHES_OF_VLLM = ("schedule", "execute_model", "sample", "update")
 
 
 def texts(answer: Answer) -> list[str]:
-    """What a completion says, of a stream in its parts."""
+    """Return the texts of a completion, of a stream in its parts."""
     if not answer.body.startswith(b"data:"):
         (choice,) = json.loads(answer.body)["choices"]
         return [choice["text"] if "text" in choice else choice["message"]["content"]]
@@ -70,7 +70,7 @@ def facts_of(served: Served, key: str) -> dict[str, object]:
 
 
 def to(collector: Collector) -> dict[str, str]:
-    """What makes a profile send to a collector."""
+    """Return the variables that make a profile send to a collector."""
     return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}"}
 
 
@@ -133,7 +133,7 @@ def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp
 
 
 def asked(path: str, bodies: Sequence[object]) -> Callable[[int], list[Answer]]:
-    """What asks all of them, so many at a time."""
+    """Return a function that asks with all bodies, `AT_ONCE` at a time."""
 
     def ask_all(port: int) -> list[Answer]:
         with ThreadPoolExecutor(AT_ONCE) as pool:

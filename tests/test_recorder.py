@@ -178,7 +178,7 @@ def test_an_argument_that_the_body_drops_is_freed_while_the_body_waits(recorder:
 
 
 class Pause:
-    """Suspends whoever awaits it once."""
+    """An awaitable that suspends once."""
 
     def __await__(self) -> Iterator[None]:
         yield
@@ -1478,7 +1478,7 @@ def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
 
 
 class Part:
-    """What has a method whose instances are recorded one by one."""
+    """A class with a method whose instances are recorded one by one."""
 
     def work(self, x: int = 1) -> int:
         if x < 0:

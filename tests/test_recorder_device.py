@@ -1,4 +1,4 @@
-"""What the recorder tells of spans that are to be timed on a device, in every shape that a span can have."""
+"""The recorder reports spans that are to be timed on a device to the timer, in every shape of a span."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SITE, PLAIN = Site("timed", device=True), Site("plain")
 
 
 class Log:
-    """Stands for a timer: what the recorder has told it, in words."""
+    """A timer that logs the reports of the recorder, in words."""
 
     def __init__(self, recorder: Any) -> None:
         self.recorder = recorder
@@ -58,7 +58,7 @@ def log(make_recorder: Any) -> Log:
 
 
 def works(log: Log, *lines: str) -> None:
-    """The recorder has told this; each end was of a call that had been counted."""
+    """Assert the reports of the recorder. Each end was of a call that had been counted."""
     assert log.lines == list(lines)
     ends = sum(line.startswith("end") for line in lines)
     assert sum(row.totals.device_ns for row in log.recorder.tally().rows()) == 5 * ends
@@ -215,7 +215,7 @@ NOT_READY = 600
 def test_an_event_is_recorded_and_awaited_by_the_recorders_clock(
     by_ticks: bool, answers: list[int], error: int, asked: int | None
 ) -> None:
-    """The two functions stand for the driver's. They want the interpreter's lock, so whoever kept it would hang."""
+    """The two functions replace the driver's. They want the interpreter's lock, so a caller with it would hang."""
     recorder, seen = Recorder(1 << 16), []
     if by_ticks and not recorder.start_ticks():
         pytest.skip("the processor has no counter to be trusted")

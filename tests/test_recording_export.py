@@ -74,7 +74,7 @@ class Service:
         return self.run.look(lambda _, action: (action(), None)[1], at_once=True, **how)
 
     def progress(self) -> Progress:
-        """What is written of the export."""
+        """Return the progress of the export, as it is written."""
         return self.exported._place.read()
 
     def end(self) -> Counter[str]:
@@ -225,7 +225,7 @@ class Device(Service):
         return ended_ns
 
     def settle(self, until_ns: int, spans: int) -> None:
-        """Have the device times come of so many spans that ended last by then."""
+        """Settle the device times of the last spans that ended by then."""
         for row in [row for row in rows_in(self.recorder) if row[6] <= until_ns][-spans:]:
             self.intervals.add(row[1], 0, 7, row[5], row[5] + MS, "exclusive")
         self.intervals.publish_settled(until_ns)

@@ -630,7 +630,7 @@ def test_a_reload_applies_all_of_a_profile_that_needs_no_start(name: str) -> Non
 
 
 def exit_code(child: int) -> int:
-    """How a child ended. One that hangs is killed, and fails the test."""
+    """Return the exit code of a child. One that hangs is killed, and fails the test."""
     end = time.monotonic() + 240
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > end:
@@ -685,7 +685,7 @@ def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themse
 
 
 def tell(*arguments: str) -> tuple[int, dict[int, str], str]:
-    """What `instrument reload` says: its exit code, a line for each process, and the rest."""
+    """Return the exit code of `instrument reload`, its line for each process, and the rest of its output."""
     command = [sys.executable, "-m", "instrument", "reload", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = re.findall(r"(?m)^([0-9]+): (.*)$", done.stdout)

@@ -1,4 +1,4 @@
-"""What the view `requests` says of answers: statuses by class, rates, streamed items."""
+"""The view `requests` reports answers: statuses by class, rates, streamed items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view `brief`: one screen whatever was recorded, made of the numbers that the other views have."""
+"""The view `brief`: one screen for any recording, made of the numbers that the other views have."""
 
 from __future__ import annotations
 

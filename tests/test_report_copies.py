@@ -60,7 +60,7 @@ def every_direction() -> Trace:
 
 
 def copy_uses(trace: Trace) -> list[CopyUse]:
-    """Those of the spans' columns."""
+    """Return the uses of the spans' columns."""
     return copy_uses_of_columns(Recording.of_trace(changed(trace)).columns)
 
 

@@ -1,4 +1,4 @@
-"""The `cost` view: that its parts add up, what a saved trace still knows, and what a running session tells."""
+"""The `cost` view: its parts add up, in a saved trace and in a running session."""
 
 from __future__ import annotations
 

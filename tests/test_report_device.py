@@ -52,7 +52,7 @@ def trace_of(*spans: Span, end_ms: int = 100, **facts: int) -> Trace:
 
 
 def service() -> Trace:
-    """Two endpoints on one device: a copy beside compute, one stretch inside of another, and what was not timed."""
+    """Return two endpoints on one device: a copy during compute, one interval inside of another, and untimed work."""
     return trace_of(
         made(1, CHAT, 0, 40),
         made(2, DECODE, 1, 10, ran(2, 18), parent=1),
@@ -69,7 +69,7 @@ def service() -> Trace:
 
 
 def section(text: str, title: str) -> str:
-    """What stands under a section's title."""
+    """Return the text below a section's title."""
     return outline(text.split(f"  {title}  ", 1)[1].split("\n", 2)[2].split("-----", 1)[0])
 
 

@@ -1155,7 +1155,7 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
             paths.setdefault(key, set()).add(path)
 
     def device_of(path: CallPath) -> int:
-        """That of the path's own events, or of all that ran below where that is more."""
+        """Return the device time of the path's own events, or of all that ran below if that is more."""
         return max(own_ns[path], sum(device_of(one) for one in own_ns if one[:-1] == path))
 
     def total_of(key: tuple[Level, ...], spans: list[Span]) -> int:

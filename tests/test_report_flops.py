@@ -183,7 +183,7 @@ def test_the_document_has_the_numbers_of_the_text(tmp_path: Path, capsys: pytest
 
 
 def ours() -> Trace:
-    """A step with two layers on a thread, the second of which told its operations itself."""
+    """Return a step with two layers on a thread. The second reports its operations itself."""
     sites = Site("step", "step"), Site("Linear", "layer", instance="a"), Site("Attention", "layer", instance="b")
     times = (0, 9), (1, 4), (5, 8)
     spans = [
@@ -203,7 +203,7 @@ def beside() -> Kineto:
 
 
 def test_a_trace_of_torch_reports_the_operations_of_our_spans(tmp_path: Path) -> None:
-    """What ran in no span is told and in no row."""
+    """Operations outside of all spans are reported, and in no row."""
     theirs, _ = chrome.load(beside().save(tmp_path / "torch.json"))
     trace = chrome.join(ours(), theirs)
     table = view(trace).operations
@@ -219,7 +219,7 @@ def test_a_trace_of_torch_reports_the_operations_of_our_spans(tmp_path: Path) ->
 
 
 def inside(*spans: tuple[Site, int | None, tuple[DeviceInterval, ...]]) -> Trace:
-    """Spans in one another, each 10 ms shorter than the one around it, with what they tell and have on devices."""
+    """Return nested spans, each 10 ms shorter than the one around it, with their operations and device intervals."""
     found = [
         Span(site, number, number - 1, 1, 1, 0, 0, (100 - 10 * number) * MS, 0, 0, device=device)
         for number, (site, _, device) in enumerate(spans, 1)
@@ -236,7 +236,7 @@ def test_the_outer_of_nested_scopes_of_one_name_counts_for_any_kind() -> None:
 
 
 def test_a_scope_reports_its_own_operations_without_any_operator() -> None:
-    """As the documentation writes it: a scope of kind user."""
+    """The documentation has such a scope of kind user."""
     text = text_of(view(inside((Site("attention", "user"), 3_000_000, ())), unit="us"))
     assert "No operator was recorded" in text
     assert "Time unit: us" in text
@@ -258,7 +258,7 @@ def test_the_time_of_a_call_is_that_of_what_it_and_all_below_it_put_on_devices()
 
 @pytest.mark.slow
 def test_many_operators_deep_in_one_another_take_no_longer_for_it() -> None:
-    """What each of them lies in, told one by one, would be gigabytes and minutes for a file of some MB."""
+    """A list of the operators around each one would take gigabytes and minutes for a file of some MB."""
     depth, count = 4000, 20_000
     spans = [
         Span(Site(f"outer {at}", "op"), at, at - 1, 1, 7, 0, at, 10**9 - at, 10**9, 0) for at in range(1, depth + 1)

@@ -1,4 +1,4 @@
-"""What a file that was made to fill the memory, or to take for ever, can ask of `instrument report`: little."""
+"""A file that was made to fill the memory, or to take for ever, costs `instrument report` little."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Report(NamedTuple):
     text: str
     peak_bytes: int
     limits: list[str]
-    """What RLIMIT_DATA was before and after."""
+    """RLIMIT_DATA before and after."""
 
 
 def report(*arguments: str) -> Report:
-    """What `instrument report` did."""
+    """Return the outcome of `instrument report`."""
     return outcome("report", *arguments)
 
 
 def outcome(*arguments: str) -> Report:
-    """What a verb did, in a process of its own: the limit counts all that a process holds."""
+    """Return the outcome of a verb in a process of its own: the limit counts all memory of a process."""
     program = (
         "import re, resource, sys\nfrom instrument.cli import main\n"
         "before = resource.getrlimit(resource.RLIMIT_DATA)\n"

@@ -1,4 +1,4 @@
-"""The `memory` view: how far it rose, where, and who took it, told by thread and not by time alone."""
+"""The `memory` view: the rise, its place, and the thread that allocated it, not found by time alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def view_of(trace: Trace, **options: Any) -> MemoryView:
 
 
 def allocations_of(*changes: tuple[int, int, int], device: int = 0, thread: int = 4321) -> list[Allocation]:
-    """Of one allocator: time in ms, size, address."""
+    """Return the changes of one allocator: time in ms, size, address."""
     found, total = [], 0
     for at_ms, size, address in changes:
         total += size
@@ -265,7 +265,7 @@ def test_every_number_is_that_of_a_count_by_hand(trace: Trace, found: list[Alloc
         return NOWHERE if innermost is None else innermost.site.name
 
     def neighbour(at: int, step: int) -> Allocation | None:
-        """What next, or last before, was done at the address."""
+        """Return the next or the last allocation at the address."""
         rest = inside[at + 1 :] if step > 0 else inside[:at][::-1]
         same = (one for one in rest if (one.device, one.address) == (inside[at].device, inside[at].address))
         return next(same, None)

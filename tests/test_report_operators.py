@@ -121,7 +121,7 @@ def times_of(values: Sequence[int]) -> CallTimes | None:
 
 
 class Expected:
-    """What the rows must say of a trace, from sets of nanoseconds; calls are cut to the window if there is one."""
+    """The expected rows of a trace, from sets of nanoseconds. Calls are cut to the window if there is one."""
 
     def __init__(self, trace: Trace, kinds: tuple[str, ...], window: tuple[int, int] | None = None) -> None:
         first, last = window or (-1000, 1000)

@@ -1,4 +1,4 @@
-"""How a service's Total time splits: into computation, waiting and framework, which add up."""
+"""The Total time of a service splits into computation, waiting and framework, which add up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPUTE = Site("run", "op", attributes=(("phase", "compute"),))
 
 
 def split(*rows: tuple[tuple[Site, ...], int, int], state: str = "All") -> Overhead:
-    """Of paths with their total and self time."""
+    """Return the split of paths with their total and self time."""
     tally = Tally()
     for path, total_ns, self_ns in rows:
         tally.totals(path, 1).merge(

@@ -1,4 +1,4 @@
-"""The HTML page of a report: it stands alone, no name breaks it, its numbers are the views', and it stays small."""
+"""The HTML page of a report: one file with the numbers of the views, which no name breaks, and which stays small."""
 
 from __future__ import annotations
 

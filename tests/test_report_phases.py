@@ -48,7 +48,7 @@ def paddles_trace() -> Trace:
 
 
 def paddle_cells() -> dict[str, list[list[str]]]:
-    """Of each row of Paddle's Model Summary its calls, and the numbers of the CPU and of the GPU column."""
+    """Return the calls of each row of Paddle's Model Summary, with the numbers of its CPU and GPU columns."""
     text = (GOLDEN / "paddle_synthetic_summary.txt").read_text().split("Model Summary-")[1].split("Note:")[0]
     rows = {}
     for line in text.splitlines()[4:]:
@@ -392,7 +392,7 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
         return [*found, (-1, -1)][0]
 
     def end_of(span: Span) -> int:
-        """Where what is known of it ends: of a generator that stood still, in the step in which it began."""
+        """Return the end of a span as known: a generator that stood still ends in the step in which it began."""
         if not steps or not stood_still(span):
             return span.end_ns
         return next((end for start, end in units[line_of(span)] if start <= span.start_ns < end), -1)

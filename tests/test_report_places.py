@@ -78,7 +78,7 @@ def test_it_is_the_one_that_a_look_at_all_spans_finds(
 
 
 def spans_of_tasks(chance: random.Random) -> list[Span]:
-    """Of forty tasks that take turns on five threads, over 13,500 ns."""
+    """Return spans of forty tasks that take turns on five threads, over 13,500 ns."""
     spans: list[Span] = []
     for number in range(1, 1500):
         above = chance.choice(spans[-9:]) if spans and chance.random() < 0.7 else None

@@ -104,7 +104,7 @@ def test_the_parts_of_an_endpoint() -> None:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Trees of any shape on any thread, children beside each other and beyond their parents, requests in requests."""
+    """Draw trees of any shape on any thread, overlapping children, children beyond parents, nested requests."""
     spans: list[Span] = []
     for span_id in range(1, draw(st.integers(2, 12))):
         parent = draw(st.integers(0, span_id - 1))
@@ -127,7 +127,7 @@ def owner(span: Span, by_id: dict[int, Span]) -> int:
 
 
 def by_instant(request: Span, spans: list[Span]) -> Counter[str]:
-    """Each ns of a request, given to the phase that began last of those that run in it."""
+    """Return each ns of a request, given to the phase that began last of those that run in it."""
     times: Counter[str] = Counter()
     for at in range(request.start_ns, request.end_ns):
         running = [span for span in spans if span.site in PHASE_OF and span.start_ns <= at < span.end_ns]
@@ -313,7 +313,7 @@ def test_answers_have_no_count_of_statuses_where_the_protocol_has_none() -> None
 
 
 def test_a_phase_that_few_requests_have_is_reported_as_long_as_it_is_for_these() -> None:
-    """Of ten requests one waited in a queue, for 9 ms: that is its mean, not 0.9 ms."""
+    """One of ten requests waited in a queue, for 9 ms: that is its mean, not 0.9 ms."""
     spans = [made(number + 1, CHAT, 10 * number, 10 * number + 10) for number in range(10)]
     spans.append(made(20, QUEUE, 0, 9, 1))
     (chat,) = view_of(trace_of(spans)).endpoints

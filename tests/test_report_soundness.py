@@ -1,4 +1,4 @@
-"""What `instrument report` reads is sound: a damaged file is refused before any view is made of it, for all of them."""
+"""A damaged file is refused by `instrument report` before any view is made of it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def intervals(draw: st.DrawFn) -> DeviceInterval:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Trees of any shape, work that outlives its span, copies beside compute, requests below requests."""
+    """Draw trees of any shape, work that outlives its span, copies during compute, requests below requests."""
     spans: list[Span] = []
     for span_id in range(1, draw(st.integers(1, 9))):
         parent_id = draw(st.integers(0, span_id - 1))
@@ -99,7 +99,7 @@ def topmost_request(span: Span, by_id: dict[int, Span]) -> int:
 
 
 def expected(trace: Trace, device: int) -> dict[str, object]:
-    """What `DeviceUse` must say, from sets of nanoseconds."""
+    """Return the expected fields of `DeviceUse`, from sets of nanoseconds."""
     spans, by_id = trace.spans, {span.span_id: span for span in trace.spans}
     whole = set(range(*WINDOW))
     all_timed = [one for span in spans for one in timed(span, device)]
@@ -152,7 +152,7 @@ def expected(trace: Trace, device: int) -> dict[str, object]:
 
 
 def by_name(trace: Trace, requests: dict[int, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """How many there are of each name, and the sums of their parts."""
+    """Return the number of requests of each name, and the sums of their parts."""
     named: dict[str, list[tuple[int, ...]]] = {}
     for span in trace.spans:
         if span.span_id in requests:

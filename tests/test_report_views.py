@@ -134,7 +134,7 @@ def beside_torch() -> Trace:
 
 
 def foreign() -> Trace:
-    """As another profiler's file reads: no cost, no clock, kernels as spans of their own."""
+    """Return a trace as another profiler's file reads: no cost, no clock, kernels as spans of their own."""
     spans = [span(1, Site("aten::mul", "op"), 0, 1), span(2, Site("Memcpy HtoD", "copy"), 0, 1)]
     return Trace(Origin(0, "", 0, 0, "other"), 0, 2 * MS, spans)
 
@@ -326,7 +326,7 @@ def shown_numbers(text: str, document: Any) -> list[str]:
 
 
 def is_there(shown: str, known: list[float]) -> bool:
-    """Whether a number is one of those that are known, in some unit, to the digits that are shown."""
+    """Return True if a number is one of the known ones, in some unit, to the digits that are shown."""
     mantissa, _, exponent = shown.partition("e")
     digits = len(mantissa.partition(".")[2])
     value, half = float(shown), 0.5 * 10.0 ** (int(exponent or 0) - digits)

@@ -94,7 +94,7 @@ def assert_one_tree_each(spans: Sequence[SentSpan], log: dict[str, LoggedRequest
 
 
 def assert_queues_told(collector: Collector, served: Served) -> None:
-    """The metric of times in the queue has every request, with the time that the recordings tell."""
+    """Assert that the metric of times in the queue has every request, with the time of the recordings."""
     told = [metric for metric in collector.metrics if metric.name == "instrument.request.queue.duration"]
     last = told[-1].exponential_histogram.data_points  # of all series together: of the process that takes requests
     found = queue_times(served.trace, served.joined)
@@ -132,7 +132,7 @@ def differing(trace: Columns, log: Mapping[str, LoggedRequest]) -> dict[str, str
 
 
 def is_near(ours: Mapping[str, int], logged: LoggedRequest) -> bool:
-    """Whether all parts are those of a logged request, within `TOLERANCE` of its wall."""
+    """Return True if all parts are those of a logged request, within `TOLERANCE` of its wall."""
     theirs = parts_of(logged)
     return max(abs(ours.get(part, 0) - theirs[part]) for part in ours.keys() | theirs.keys()) <= TOLERANCE * logged.wall
 

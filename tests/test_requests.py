@@ -129,7 +129,7 @@ SLOW_CASES = {
 
 @dataclass
 class Answered:
-    """What a server gave back, and the trace id that its caller sent."""
+    """The answer of a server, and the trace id that its caller sent."""
 
     ask: Ask
     trace_id: int

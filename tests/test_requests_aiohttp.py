@@ -38,7 +38,7 @@ def requests() -> dict[str, Span]:
 
 
 class Service:
-    """An application whose handlers tell when they have ended."""
+    """An application whose handlers note that they have ended."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()

@@ -120,7 +120,7 @@ def serve_by(run: Callable[..., object], paths: Sequence[str], handlers: dict[st
 
 
 def stretches() -> list[Span]:
-    """Those of what was planted."""
+    """Return the spans of the planted blocks."""
     found = [span for span in spans_in(RECORDER) if is_blocked_loop(span.site)]
     return [
         span
@@ -282,7 +282,7 @@ def test_whoever_has_taken_our_function_records_nothing_after_the_stop() -> None
 
 
 def behaviour() -> list[Any]:
-    """What the loop makes of callbacks, tasks and errors."""
+    """Return the loop's reports of callbacks, tasks and errors."""
     seen: list[Any] = []
 
     def fail() -> None:

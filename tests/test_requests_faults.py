@@ -1,4 +1,4 @@
-"""What an app does wrong is told by its server, as without us; what goes wrong in us, nobody is told but the counts."""
+"""A server reports the faults of an app as without us. Our own faults are counted and nothing else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def lenient(message: Any) -> None:
 def outcome_of(
     serve: Callable[[Any], Any], send: Any, messages: list[Any], kind: str, headers: Any = ()
 ) -> tuple[Any, ...]:
-    """What the app sees when it sends these: how many have gone, and the exception of the last."""
+    """Return the messages that an app could send, and the exception of the last one."""
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -160,7 +160,7 @@ def lenient_start(status: Any, headers: Any, exc_info: Any = None) -> None:
 
 
 def served(app: Any, start_response: Any) -> Any:
-    """What the server sends or the exception that it meets."""
+    """Return the parts that the server sends, or the exception that it meets."""
     try:
         return [part + b"" for part in app(dict(ENVIRON), start_response)]
     except Exception as error:

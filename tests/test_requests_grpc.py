@@ -1,4 +1,4 @@
-"""`requests: auto` over gRPC: each call of a method is a span, whatever its server, kind and end."""
+"""`requests: auto` over gRPC: each call of a method is a span, for every server, kind and end."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Served:
         self._stack.callback(loop.call_soon_threadsafe, ended.set)
 
     def spans(self, count: int) -> list[Span]:
-        """The requests, once there are so many and none is open: a caller has its answer before its span ends."""
+        """Return the requests once there are enough and none is open: a caller has its answer before its span ends."""
         until(lambda: len(self.ended()) >= count)
         found = self.ended()
         assert len(found) == count
@@ -567,7 +567,7 @@ export:
 
 
 def is_ready(port: int) -> bool:
-    """Whether the server at a port takes calls."""
+    """Return True if the server at a port takes calls."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, contextlib.suppress(grpc.FutureTimeoutError):
         grpc.channel_ready_future(channel).result(10)
         return True
@@ -586,7 +586,7 @@ def serving(kind: str, folder: Path, endpoint: str | None) -> Iterator[int]:
 
 
 def ask_all(port: int, count: int) -> tuple[list[tuple[str, Any]], set[int]]:
-    """Call so many methods, each as the caller of a trace of its own: status and answer of each, and the traces."""
+    """Call `count` methods, each with a trace of its own. Return the status and answer of each, and the traces."""
     answers, traces = [], set()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         for number in range(count):

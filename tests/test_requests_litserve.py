@@ -32,7 +32,7 @@ def rules(recorder: Any) -> Iterator[Requests]:
 
 
 class Worker:
-    """A loop of a worker, told what it takes and answers."""
+    """A loop of a worker with planned messages and answers."""
 
     def __init__(self) -> None:
         self.loop = base.LitLoop()

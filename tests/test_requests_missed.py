@@ -109,7 +109,7 @@ def test_a_worker_of_a_queue_that_records_no_request_is_reported(
 
 
 def test_requests_recorded_in_another_process_are_not_reported_as_missed() -> None:
-    """As in the parent of workers, and in an engine's process behind the one that takes the requests."""
+    """The parent of workers has such a verdict, and an engine's process behind the server."""
     unmet = Verdict("requests", "unmet", "connections", "they came to port 80")
     served = Verdict("requests", "attached", "requests", calls=3)
     assert over_processes([unmet, served]) == [served]

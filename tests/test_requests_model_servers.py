@@ -88,7 +88,7 @@ def serving(
 
 
 def ask_all(port: int, asks: Sequence[Ask], times: int = TIMES) -> tuple[list[tuple[int, bytes]], set[int]]:
-    """Ask each in turn, so many times in all, each as the caller of a trace of its own."""
+    """Ask each in turn, `times` times in all, each with a trace of its own."""
     traces = [(number + 1) << 64 | 0x5EED for number in range(times)]
     return [asks[number % len(asks)].of(port, trace) for number, trace in enumerate(traces)], set(traces)
 

@@ -16,7 +16,7 @@ Status = enum.IntFlag("Status", ["OK", "INTERNAL_ERROR", "STREAM_EVENT"])
 
 
 class Protocol:
-    """What a worker has of mosec: batches of so many, whose ids are bytes."""
+    """The protocol of a mosec worker: batches whose ids are bytes."""
 
     name = "<Predict_2|1>"
 

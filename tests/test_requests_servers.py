@@ -1,4 +1,4 @@
-"""Where servers call the apps that they serve: the app that is called is the one that the host gave."""
+"""Servers call the apps that they serve: the called app is the one that the host gave."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Wsgi(Asgi):
 
 @pytest.fixture
 def module() -> Any:
-    """What granian has in the place where apps are wrapped."""
+    """Return granian's wrapper of apps."""
     return SimpleNamespace(_callback_wrapper=lambda callback, scope_opts: callback)
 
 
@@ -74,7 +74,7 @@ def test_granian_calls_the_wsgi_middleware_that_holds_an_app_of_its_own(module: 
 
 def test_a_server_that_names_its_app_with_each_request_calls_that_app() -> None:
     class RequestResponseCycle:
-        """What uvicorn has for each request."""
+        """The class by which uvicorn handles each request."""
 
         async def run_asgi(self, app: Any) -> None:
             called.append(app)
@@ -91,7 +91,7 @@ def test_a_server_that_names_its_app_with_each_request_calls_that_app() -> None:
 
 
 class Replica:
-    """What Ray Serve calls a deployment's code by, as far as requests are met there."""
+    """The attributes of a deployment by which Ray Serve calls its code."""
 
     _deployment_id = SimpleNamespace(name="shop")
     _local_testing_mode = False
@@ -146,7 +146,7 @@ def test_faults_of_ours_are_counted_and_ray_serves_callers_have_their_answers(
 
 def test_a_server_that_keeps_its_app_elsewhere_serves_on_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
     class WSGIHandler:
-        """What gevent has for each request, in a version that has its app under another name."""
+        """The class by which gevent handles each request, in a version that has its app under another name."""
 
         def run_application(self) -> str:
             return "served"

@@ -1,4 +1,4 @@
-"""What the span of a request says: the same for each adapter, of the server and the app, and nothing else."""
+"""The span of a request has the same facts of server and app for each adapter, and nothing else."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def late_failures() -> list[dict[str, Any]]:
 
 
 def test_an_app_that_fails_after_its_answer_is_recorded_as_such() -> None:
-    """As where Starlette's middleware has ended the answer before the stream's error comes out of the app."""
+    """Starlette's middleware has ended the answer before the stream's error comes out of the app."""
 
     async def failing(request: Any) -> Any:
         async def parts() -> Any:

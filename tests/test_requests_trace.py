@@ -33,7 +33,7 @@ def session() -> Iterator[instrument.Session]:
 
 
 def serve(app: Any, headers: dict[str, str], rule: RequestsRule | None = None) -> list[dict[str, Any]]:
-    """What an ASGI app sends for a request with these headers."""
+    """Return the messages that an ASGI app sends for a request with these headers."""
     sent = []
 
     async def receive() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Recordings that a session leaves behind as its profile asks: beside Chrome traces or instead, whole or not at all."""
+"""A session saves the recordings that its profile asks for, with Chrome traces or instead, whole or not at all."""
 
 from __future__ import annotations
 

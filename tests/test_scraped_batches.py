@@ -1,4 +1,4 @@
-"""`instrument.prometheus()`: time in the queue and sizes of batches, as a collector gets them, whoever exports."""
+"""`instrument.prometheus()` has time in the queue and sizes of batches as a collector gets them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def scraped(ending: str) -> dict[str, list[Any]]:
 
 
 def awaited(requests: int) -> dict[str, list[Any]]:
-    """What is scraped once so many requests have been counted."""
+    """Return the samples of a scrape once it counts that number of requests."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         found = scraped("_count")

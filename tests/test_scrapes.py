@@ -126,7 +126,7 @@ def scraped(service: subprocess.Popen[str]) -> str:
 
 
 def scraped_once(service: subprocess.Popen[str], wanted: int) -> str:
-    """What is scraped once so many calls are counted: a process says after a while what is to be counted of it."""
+    """Return the text of a scrape once it counts that number of calls: a process reports its counts after a while."""
     found = ""
 
     def has_all() -> bool:

@@ -41,7 +41,7 @@ ELSEWHERE = {
 
 
 def text_of(section: str, key: str, value: str) -> str:
-    """A profile that has this value at this key, below the sections and lists that it lies in."""
+    """Return a profile with this value at this key, below its sections and lists."""
     lists = {"functions", "layers", "copies", "frameworks"}
     text, indent = "", 0
     path = ""
@@ -59,7 +59,7 @@ def text_of(section: str, key: str, value: str) -> str:
 
 
 def told_of(text: str, environ: dict[str, str]) -> str:
-    """What is wrong with a profile, or else how messages call its rules."""
+    """Return the fault of a profile, or else the names of its rules in messages."""
     try:
         profile = loads(text, environ=environ)
     except ProfileError as error:

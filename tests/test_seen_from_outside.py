@@ -84,7 +84,7 @@ FUNCTIONS = [plain, generator, coroutine, async_generator, awaitable, cached, ma
 
 @pytest.fixture(params=FUNCTIONS, ids=lambda function: function.__name__)
 def pair(request: pytest.FixtureRequest, recorder: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A function, and the same recorded, in whose place it lies."""
+    """Return a function and its recorded twin, which replaces it."""
     bare = request.param
     made = recorder.wrap(bare, Site("x"))
     monkeypatch.setattr(sys.modules[__name__], bare.__name__, made)

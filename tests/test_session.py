@@ -528,7 +528,7 @@ def test_a_child_that_records_nothing_writes_nothing() -> None:
 
 
 def exit_code(child: int) -> int:
-    """How a child ended. One that hangs is killed, and fails the test."""
+    """Return the exit code of a child. One that hangs is killed, and fails the test."""
     deadline = time.monotonic() + 240
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:

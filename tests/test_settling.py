@@ -46,7 +46,7 @@ LOOP = Site("engine.loop", "user")
 
 @dataclass
 class Run:
-    """What a front and an engine record."""
+    """The spans that a front and an engine record."""
 
     front: list[Span] = field(default_factory=list)
     engine: list[Span] = field(default_factory=list)
@@ -171,7 +171,7 @@ def with_strays(seed: int, run: Run | None = None) -> Run:
 
 
 def with_nested(seed: int) -> Run:
-    """The same, where requests within others lie in the trees of these."""
+    """Return such a run in which requests within others have spans in the trees of the outer ones."""
     run = run_of(seed)
     tops = {one.span_id: one for one in run.front}
     for inner in [one for one in run.front if one.parent_id and one.span_id == one.root_id]:
@@ -245,13 +245,13 @@ def ids_of(process: int) -> Ids:
 
 
 def of_share(run: Run, root: int, sample: float) -> bool:
-    """Whether a trace is of the random share, by the span at its root."""
+    """Return True if a trace is of the random share, by the span at its root."""
     process = FRONT if any(span.span_id == root for span in run.front) else ENGINE
     return is_sampled(ids_of(process).trace_id(root), sample)
 
 
 def by_agent(run: Run, every_ns: int = S // 2, sample: float = 1.0, where: tuple[Where, ...] = ()) -> tuple[Told, Told]:
-    """What is sent by a reader that looks every so often, and keeps such a share."""
+    """Return the spans that a reader sends which looks every `every_ns`, and keeps such a share."""
     front, engine = (
         Told(its, number, Capture(sample=sample, where=where))
         for its, number in ((run.front, FRONT), (run.engine, ENGINE))
@@ -377,7 +377,7 @@ def test_hundreds_of_random_engines_are_exported_as_in_their_files_but_for_names
 
 
 def has_late_names(run: Run, margin_ns: int = S) -> bool:
-    """Whether anything is done for a request by a name that is known to be one of its own only later than that."""
+    """Return True if work for a request has a name that becomes known as the request's only later."""
     columns, joined = of_files(run)
     keyed = columns.attributes.having(KEY).tolist()
     key_of = dict(zip(keyed, columns.attributes.values(KEY, np.array(keyed)), strict=True))
@@ -532,7 +532,7 @@ def strays_in(run: Run) -> set[int]:
 
 
 def roots_in(run: Run) -> dict[int, int]:
-    """Of each span the root of its trace, as files have it."""
+    """Return the root of each span's trace, as files have it."""
     columns, joined = of_files(run)
     columns = grafted(columns, joined, "run")
     numbers = [int(str(one)) for one in columns.attributes.values("number", np.arange(len(columns)))]
@@ -541,13 +541,13 @@ def roots_in(run: Run) -> dict[int, int]:
 
 
 def of_files(run: Run) -> tuple[Columns, Joined]:
-    """What both processes recorded, as files."""
+    """Return the columns of both processes, as files."""
     merged = merge([saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))])
     return merged.saved.trace.columns, join(merged.saved.trace.columns)
 
 
 def queued(run: Run) -> dict[int, int]:
-    """How long each request was in the queue, as the recordings tell."""
+    """Return the time of each request in the queue, by the recordings."""
     columns, joined = of_files(run)
     found = queue_times(columns, joined)
     numbers = columns.attributes.values("number", joined.rows)

@@ -339,7 +339,7 @@ def test_the_first_python_of_a_run_records_whatever_begins_it() -> None:
 
 
 def test_every_package_in_which_a_rule_may_have_targets_is_awaited() -> None:
-    """The table of packages is kept beside the code of the families, for a process that waits loads none of that."""
+    """The table of packages is kept apart from the code of the families, which a waiting process does not load."""
     profile = loads(
         "functions: [{match: 'a.b:f'}, {match: ['c:*', 'd.e:**']}]\nrequests: auto\nlayers: [{match: '**'}]\n"
         "copies: [{directions: [h2d, d2h, d2d, p2p, h2h]}]\nloaders: auto\nphases: auto\ncomm: auto\nframeworks: auto\n"
@@ -377,7 +377,7 @@ def test_any_python_can_read_our_sitecustomize() -> None:
 
 
 def test_an_older_python_is_left_alone_counted_and_named() -> None:
-    """As far as one of today can play it; others of this machine are asked, too, where there are any."""
+    """A Python of today plays the older one. Others of this machine are asked, too, if there are any."""
     roots = Path.home() / ".pyenv/versions"
     olds = [str(path) for version in ("2.7", "3.6", "3.9") for path in roots.glob(f"{version}.*/bin/python")]
     old = "import runpy, sys; sys.version_info = (3, 8, 0, 'final', 0); " + f"runpy.run_path({str(SITECUSTOMIZE)!r})"

@@ -1,4 +1,4 @@
-"""`startup: auto`: what loads and compiles a model records, in whatever order things are imported, and only then."""
+"""`startup: auto`: the loading and compiling of a model is recorded, in any order of imports, and only then."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def waited(span: Span) -> int:
 
 
 def waiting(recorder: Any) -> dict[str, int]:
-    """What was waited itself, by name."""
+    """Return the time that was waited itself, by name."""
     return lines_of(recorder.tally())
 
 

@@ -104,7 +104,7 @@ def test_merging_is_exact_and_its_order_does_not_matter(spans: list[Span], chanc
 
 
 def test_a_span_with_the_id_of_no_span_is_around_none() -> None:
-    """As all views of spans have it; only a damaged file has one."""
+    """All views of spans agree on it. Only a damaged file has one."""
     spans = [Span(Site("nobody"), 0, 0, 0, 1, 0, 0, 9, 9, 9), Span(Site("top"), 5, 0, 5, 1, 0, 3, 4, 1, 1)]
     assert [tuple(site.name for site in row.path) for row in counted(spans).rows()] == [("nobody",), ("top",)]
 

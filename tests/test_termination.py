@@ -19,7 +19,7 @@ PROFILE = 'functions: [{match: "work:step"}]\nexport: {summary: {to: stderr, vie
 
 @pytest.fixture(autouse=True)
 def hang_up_ends_a_process() -> Iterator[None]:
-    """What is started under nohup ignores SIGHUP, and so would the processes of these tests."""
+    """A process under nohup ignores SIGHUP, and so would the processes of these tests."""
     found = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, found)

@@ -1,4 +1,4 @@
-"""Threads of ours: they go on whatever the service throws at them, and whatever it puts in the place of `threading`."""
+"""Threads of ours go on in spite of all that the service throws at them or puts in the place of `threading`."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_python_is_kept_from_warning_of_threads_at_a_fork_where_all_of_them_are_
 def test_no_thread_of_ours_begins_where_a_server_is_still_to_fork_its_workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As uWSGI does, without Python's lock: in a child whose parent's thread had that nobody gets it any more."""
+    """uWSGI forks so without Python's lock: in a child nobody gets the lock that a thread of its parent had."""
     (tmp_path / "profile.yaml").write_text("budget: 1%\nfunctions: [{match: 'lacking:x'}]")
 
     def begun() -> bool:

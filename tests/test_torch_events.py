@@ -46,7 +46,7 @@ def torch(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 class Service:
-    """Spans on whatever torch says is current, and a thread on which the resolver looks."""
+    """Spans on the device and stream that torch says are current, and a thread on which the resolver looks."""
 
     def __init__(self, torch: Any, fake: FakeDriver) -> None:
         self.fake = fake

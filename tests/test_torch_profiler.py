@@ -1,4 +1,4 @@
-"""torch.profiler beside the windows of a loop: what is joined to them, when it runs, what is said where it cannot."""
+"""torch.profiler during the windows of a loop: it is joined to them, and its failures are reported."""
 
 from __future__ import annotations
 

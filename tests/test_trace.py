@@ -88,7 +88,7 @@ OF_GROUPS = st.lists(st.tuples(st.integers(0, 4), st.integers(-20, 60), st.integ
 
 
 def far_apart(parts: list[tuple[int, int, int]], is_far: bool) -> tuple[Any, Any, Any]:
-    """The columns of parts; far ones are so many hours from those of other groups that 64 bits do not hold them."""
+    """Return the columns of parts. Far ones are so many hours from those of other groups that 64 bits overflow."""
     starts, ends = columns_of([(start, length) for _, start, length in parts])
     groups = np.array([group for group, *_ in parts], dtype=np.int64)
     shift = groups * (1 << 59) * is_far

@@ -1,4 +1,4 @@
-"""Traces in Perfetto's own format: slices, tracks, arrows, counters, and what is known beside them."""
+"""Traces in Perfetto's own format: slices, tracks, arrows, counters, and the other facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What wraps a function: for every kind of code that there is, the wrapper behaves as the bare function."""
+"""The wrapper of each kind of code behaves as the bare function."""
 
 from __future__ import annotations
 

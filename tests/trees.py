@@ -47,6 +47,6 @@ def outline(text: str) -> str:
 
 
 def queue_times(trace: Columns, joined: Joined) -> dict[int, int]:
-    """How long each request was in the queue, by its place: 0 where a served request did not wait."""
+    """Return the time of each request in the queue, by its place: 0 for a served request that did not wait."""
     queues = ((one.place, one.queue or (0, 0)) for one in stages(trace, joined))
     return {place: end_ns - start_ns for place, (start_ns, end_ns) in queues}
