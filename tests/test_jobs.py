@@ -313,7 +313,7 @@ def test_tasks_of_a_worker_of_celery_are_requests_in_their_callers_trace(
         finally:
             worker.kill()
     output = (tmp_path / "log").read_text()
-    assert "without a goodbye" not in output
+    assert "exit code 155" not in output  # the end of a recycled child; a new one may be killed as the pool ends
     traces = [file.load(path).trace for path in sorted((tmp_path / "traces").glob("*.npz"))]
     jobs = [span for trace in traces for span in spans_of(trace.columns) if span.site.kind == "request"]
     assert {trace_of(span) for span in jobs} == {TRACE}
