@@ -6,19 +6,33 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 from otlp_collectors import Collector, collecting, take
 from otlp_receiver import free_port
-from real_servers import Answer, Served, ask, environment_of, serve_twice
+from real_servers import (
+    PRESETS,
+    START_LIMIT_S,
+    Answer,
+    Served,
+    ask,
+    await_agent,
+    environment_of,
+    serve_twice,
+    with_report,
+)
 from sent_spans import converted, sent_to, trees
+from server_programs import answers as health
+from server_programs import serving
 
 pytestmark = pytest.mark.servers
 
@@ -130,6 +144,32 @@ def test_vllm_shows_each_request_in_its_api_server_its_engine_and_its_worker(tmp
     life = served.report("--request", "cmpl-case-8-0")
     assert "execute_model x" in life
     assert "its own of" in life
+
+
+def test_vllm_shows_how_often_each_request_was_preempted(tmp_path: Path) -> None:
+    """A cache of 12 blocks cannot have eight requests of up to seven blocks at once."""
+    python = environment_of("vllm") / "bin" / "python"
+    subprocess.run([python, Path(__file__).parent / "served" / "tiny_llama.py", tmp_path / "model"], check=True)
+    shutil.copy(PRESETS / "vllm.yaml", tmp_path / "profile.yaml")
+    words = [str(python.with_name("vllm")), "serve", str(tmp_path / "model"), "--served-model-name", "tiny"]
+    words += ["--max-model-len", "256", "--max-num-seqs", str(AT_ONCE), "--enforce-eager", "--dtype", "float32"]
+    words += ["--port", "{port}", "--block-size", "32", "--num-gpu-blocks-override", "12"]
+    environ = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with serving(
+        words, tmp_path, environ, ours=True, is_ready=health("/health"), python=str(python), start_limit_s=START_LIMIT_S
+    ) as (port, _):
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            asked_for = [pool.submit(complete, port, number, {"max_tokens": 120}) for number in range(1, 25)]
+        assert {answer.result().status for answer in asked_for} == {200}
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as metrics:
+            lines = metrics.read().decode().splitlines()
+    (count,) = (line.split()[-1] for line in lines if line.startswith("vllm:num_preemptions_total{"))
+    with_report(tmp_path / "log")
+    await_agent(tmp_path / "traces")
+    served = Served(tmp_path, "")
+    preemptions = served.trace.attributes.values("engine.preemptions", served.joined.rows)
+    assert len(preemptions) == 24
+    assert sum(map(int, preemptions)) == int(float(count)) > 8  # type: ignore[call-overload]
 
 
 def asked(path: str, bodies: Sequence[object]) -> Callable[[int], list[Answer]]:
