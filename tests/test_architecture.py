@@ -353,7 +353,7 @@ LINES_AND_FILES = {
     "otlp": (5_326, 20),
     "profile": (2_615, 8),
     "proposal": (1_403, 5),
-    "recorder": (2_758, 11),
+    "recorder": (2_786, 11),
     "recording": (4_179, 20),
     "report": (14_700, 50),
     "runtime": (2_779, 18),
