@@ -938,7 +938,7 @@ def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.
         process = subprocess.Popen(["sh", "-c", "echo; read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        assert departure.nobody_joined(process.pid, 10).startswith(
+        assert departure.none_joined_text(process.pid, 10).startswith(
             f"instrument: 10 s after its start no process of this run records anything: {obstacle}. Give "
         )
         process.communicate(b"\n")
@@ -1302,11 +1302,11 @@ def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path)
     process = Process(run=Run("r"), pid=1, started=1, facts={}, joined_ns=0, memory_events=events)
     process.oom_kills = oom_kills(events)
     process.status = signal.SIGKILL
-    assert departure.line_of(process, {"path": "x"}).endswith("1 ended without a goodbye (SIGKILL); saved as x")
+    assert departure.end_line(process, {"path": "x"}).endswith("1 ended without a goodbye (SIGKILL); saved as x")
     events.write_text("low 0\noom 2\noom_kill 3\n")
-    assert "(killed by the OOM killer, as its control group reports)" in departure.line_of(process, {"path": "x"})
+    assert "(killed by the OOM killer, as its control group reports)" in departure.end_line(process, {"path": "x"})
     process.status = signal.SIGSEGV
-    assert "(SIGSEGV)" in departure.line_of(process, {"path": "x"})
+    assert "(SIGSEGV)" in departure.end_line(process, {"path": "x"})
     assert oom_kills(None) == oom_kills(tmp_path / "none") == 0
 
 

@@ -236,17 +236,17 @@ def test_a_driver_that_hangs_keeps_the_gauge_thread_alone_and_its_silence_is_nam
     assert gauges.next(1) == {"gpus": [], "notes": []}
     for often in ("", ", 2 times"):
         assert inside.acquire(timeout=60)
-        gauges.thread.look(time.monotonic())  # a short silence is none
+        gauges.thread.report_silence(time.monotonic())  # a short silence is none
         for _ in range(2):  # it is named once
-            gauges.thread.look(time.monotonic() + 2 * SILENT_S)
+            gauges.thread.report_silence(time.monotonic() + 2 * SILENT_S)
         (note,) = gauges.next(1)["notes"]
         assert f"read no gauges for more than 10 s{often}: a driver did not answer" in note
         answers.set()
         answers.clear()
     gauges.ask(2, {"gauges": {"host_ns": 10**6}})
     assert inside.acquire(timeout=60)
-    gauges.thread.look(time.monotonic())
-    gauges.thread.look(time.monotonic() + 2 * SILENT_S)
+    gauges.thread.report_silence(time.monotonic())
+    gauges.thread.report_silence(time.monotonic() + 2 * SILENT_S)
     assert {gauges.next(number)["notes"][0][-50:] for number in (1, 2)} == {note[-50:]}, "also who has come meanwhile"
     answers.set()
     gauges.ask(1, {"gauges": None}, anew=False)

@@ -40,13 +40,13 @@ class Agent:
         self.heard.append(message)
         process = self.runs.member(connection)
         if "join" in message:
-            return self.runs.joined(connection, dict(message["join"]), descriptors)
+            return self.runs.add_process(connection, dict(message["join"]), descriptors)
         if process is not None and "goodbye" in message:
-            self.runs.said_goodbye(process, dict(message["goodbye"]), is_answered=False)
+            self.runs.handle_goodbye(process, dict(message["goodbye"]), is_answered=False)
         return []
 
     def _dropped(self, connection: Connection) -> None:
-        self.runs.dropped(connection)
+        self.runs.note_closed(connection)
 
     @property
     def processes(self) -> list[Process]:
@@ -54,8 +54,8 @@ class Agent:
 
     def turn(self) -> None:
         """Do what can be done now."""
-        self.loop.after(0, lambda: None)  # so that it waits for nothing
-        self.loop.turn()
+        self.loop.call_later(0, lambda: None)  # so that it waits for nothing
+        self.loop.run_once()
 
     def close(self) -> None:
         self.loop.drop_all()

@@ -112,7 +112,7 @@ class Bench:
     def settle(self, ns: int = 0) -> None:
         """Let time pass, and the resolver look, on a thread that is not the service's."""
         self.fake.advance(ns)
-        self.thread.submit(self.resolver.look).result()
+        self.thread.submit(self.resolver.resolve_ended).result()
 
     def of(self, span: Span) -> tuple[DeviceInterval, ...]:
         span.device = intervals_in(self.intervals, {span.span_id}).get(span.span_id, ())
@@ -585,7 +585,7 @@ def test_no_context_is_made_for_a_host_without_one(fake_driver: FakeDriver, monk
     pair = timer.begin(SITE, None, 1)
     assert pair is not None
     pair.end(None, 1, 1, 5, 6)
-    timer.resolver.look()
+    timer.resolver.resolve_ended()
     assert timer.resolver.counts == {NO_CONTEXT_YET: 1, "dropped": 1}
     assert fake_driver.counts().contexts_created == 0
     assert fake_driver.calls("cuInit") == 0
@@ -606,7 +606,7 @@ def test_a_thread_without_a_context_is_never_said_to_be_captured(
         assert isinstance(pair, Pair)  # the primary context is the host's, and is lent for the moment
         pool.submit(pair.end, None, 1, 1, 5, fake_driver.now_ns()).result()
         fake_driver.advance(MS)
-        pool.submit(timer.resolver.look).result()
+        pool.submit(timer.resolver.resolve_ended).result()
     assert timer.resolver.counts["captured"] == timer.resolver.counts["dropped"] == 0
 
 
@@ -633,7 +633,7 @@ def test_the_context_of_another_device_is_not_taken_for_a_devices_own(
         pair.end(None, 2, 2, 0, fake_driver.now_ns())
         for _ in range(2):
             fake_driver.advance(10 * MS)
-            pool.submit(timer.resolver.look).result()
+            pool.submit(timer.resolver.resolve_ended).result()
     found = intervals_in(intervals, {1, 2})
     assert [(one.label, one.end_ns - one.start_ns) for span in (1, 2) for one in found[span]] == [
         ("dropped", 0),

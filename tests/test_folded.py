@@ -53,7 +53,7 @@ def fold(tmp_path: Path) -> Fold:
     def folds(workers: list[Trace], before: str = "") -> str:
         paths = [saved(one, tmp_path / f"{one.origin.pid}-{next(number)}-left.npz") for one in workers]
         into = str(tmp_path / f"before-{next(number)}.npz")
-        answer = departure.fold([*([before] if before else []), *paths], into)
+        answer = departure.merge_files([*([before] if before else []), *paths], into)
         return str(answer["path"])
 
     return folds
@@ -128,7 +128,7 @@ def test_a_process_that_has_the_number_of_one_that_ended_long_ago_counts_too(fol
 def test_a_recording_that_cannot_be_read_is_counted_and_the_others_stay(tmp_path: Path) -> None:
     whole, broken = saved(worker(1), tmp_path / "1.npz"), tmp_path / "2.npz"
     broken.write_bytes(Path(whole).read_bytes()[:100])
-    answer = departure.fold([whole, str(broken)], str(tmp_path / "before.npz"))
+    answer = departure.merge_files([whole, str(broken)], str(tmp_path / "before.npz"))
     assert answer["unread"] == 1
     assert file.load(answer["path"]).counted().calls == 8
 

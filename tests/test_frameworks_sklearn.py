@@ -197,7 +197,7 @@ def test_a_fault_of_ours_does_not_reach_the_definition_of_an_estimator(
     def fail(cls: type[Any]) -> None:
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(selection._families["frameworks"].observers[-1], "_defined", fail)
+    monkeypatch.setattr(selection._families["frameworks"].observers[-1], "_attach_class", fail)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
 
     class Odd(BaseEstimator):

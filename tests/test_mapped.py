@@ -30,7 +30,7 @@ from tallies import rows_of
 
 from instrument import clock, native
 from instrument.agent.client import Member
-from instrument.agent.departure import fold
+from instrument.agent.departure import merge_files
 from instrument.agent.live_view import LiveSampler
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import UNMETERED, ExportFacts, Ids
@@ -654,7 +654,7 @@ def test_notes_do_not_grow_with_each_merged_process(recorder: Any, tmp_path: Pat
         origin = replace(saved.trace.origin, pid=pid, service="chat")
         facts = replace(saved.trace, origin=origin, notes=[f"unseen: {pid % 2}"])
         path = str(dump(tmp_path / f"{pid}.npz", facts, saved.tally))
-        before = fold([path, *([before] if before else [])], str(tmp_path / f"before-{pid}.npz"))["path"]
+        before = merge_files([path, *([before] if before else [])], str(tmp_path / f"before-{pid}.npz"))["path"]
     assert sorted(load(Path(before)).trace.notes) == ["unseen: 0", "unseen: 1"]
 
 

@@ -201,13 +201,13 @@ def test_a_module_that_was_asked_for_by_the_rules_before_a_reload_is_attached_so
         def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
             if fullname == "asked":
                 session.reload(loads('functions: [{match: "asked:late"}]', environ={}))
-                session.selection.settle()
+                session.selection.attach_unfinished()
 
     between = Between()
     sys.meta_path.insert(1, between)
     try:
         asked = importlib.import_module("asked")
-        while session.selection.settle():
+        while session.selection.attach_unfinished():
             pass
         asked.late()
         assert calls(session) == {"late": 1}
@@ -221,13 +221,13 @@ def test_a_sleeping_rule_wants_its_modules_at_every_moment_of_a_reload(monkeypat
     rules = 'functions: [{match: "asleep:first"}]\nlayers: [{type: Linear}]\n'
     selection = Selection(loads(rules, environ={}))
     answers = []
-    lay_down = Selection._lay_down
+    lay_down = Selection._attach_or_defer
 
     def ask_before(self: Selection, key: str) -> None:
         answers.append({"functions", "layers"} <= {*self._asleep, *self._families})
         lay_down(self, key)
 
-    monkeypatch.setattr(Selection, "_lay_down", ask_before)
+    monkeypatch.setattr(Selection, "_attach_or_defer", ask_before)
     try:
         selection.change(loads(rules + "copies: [{directions: [h2d]}]", environ={}))
     finally:
@@ -703,7 +703,7 @@ reloaded.handle(1)
 
 
 def does_hear(pid: int) -> bool:
-    with client.asked(str(pid)) as runs:
+    with client.find_runs(str(pid)) as runs:
         return any(member.facts["hears"] for run in runs for member in run.members)
 
 

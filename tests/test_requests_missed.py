@@ -193,7 +193,7 @@ def test_the_agent_sees_a_connection_to_a_process_that_was_killed() -> None:
         process.ports = frozenset()
         child.kill()
         child.communicate()
-    watch.look_now(process)
+    watch.note_ports(process)
     assert process.ports in ({port}, set()), "an end by a reset leaves nothing that waits"
     process.has_requests = True
     later.pop()()

@@ -75,7 +75,7 @@ class Child:
             return f"has ended {len(self._begun)} times in {RESTART_WINDOW_S:g} s"
         self._begun.append(now)
         try:
-            self._connection, self._pid = _forked(self.serve, self.name)
+            self._connection, self._pid = _fork_child(self.serve, self.name)
         except OSError as problem:
             return f"could not be made: {problem.strerror}"
         self.selector.register(self._connection.fileno(), selectors.EVENT_READ, self._receive_answers)
@@ -106,7 +106,7 @@ class Child:
             self.has_sent_all()
         self._watch(connection)
         try:
-            message = _next_of(connection)
+            message = _receive_next(connection)
         except BlockingIOError:
             return
         if message is None:
@@ -130,12 +130,12 @@ class Child:
         while os.waitpid(self._pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
             time.sleep(LOOK_S)
         with suppress(BlockingIOError):  # it hangs in a driver
-            while (message := _next_of(connection)) is not None:
+            while (message := _receive_next(connection)) is not None:
                 self.heard(message)
         connection.close()
 
 
-def _next_of(connection: Connection) -> packets.Message | None:
+def _receive_next(connection: Connection) -> packets.Message | None:
     """Return the next message of a child, None after its last. Raise `BlockingIOError` if one may still come."""
     try:
         message, descriptors = connection.receive()
@@ -158,7 +158,7 @@ class AgentEnd:
         self._waiting.register(self._woken, select.POLLIN)
         self.has_gone = False
 
-    def hear(self, wait_s: float) -> Iterator[tuple[packets.Message, list[int]]]:
+    def receive(self, wait_s: float) -> Iterator[tuple[packets.Message, list[int]]]:
         """Yield the messages of the agent with their descriptors, once the first one comes within `wait_s`."""
         if not self._waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)):
             return
@@ -189,7 +189,7 @@ class AgentEnd:
             packets.send(self._connection, message)
 
 
-def in_child(work: Callable[[], object]) -> int:
+def run_in_child(work: Callable[[], object]) -> int:
     """Fork a child that does some work and ends. Return its process id. Raise `OSError`."""
     pid = os.fork()
     if pid:
@@ -202,12 +202,12 @@ def in_child(work: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def _forked(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
+def _fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
     """Fork a child. Return the agent's end of the connection to it, and its process id. Raise `OSError`."""
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
     with theirs:
         try:
-            pid = in_child(partial(_serve_in_child, theirs, serve, name, os.getpid()))
+            pid = run_in_child(partial(_serve_in_child, theirs, serve, name, os.getpid()))
         except OSError:
             ours.close()
             raise

@@ -59,7 +59,7 @@ class Asked:
         return [member for member in self.members if member.lives]
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """The name of the run, with its services, its count of living processes, and its age in seconds."""
         members = self.living or self.members
         if not members:
@@ -80,7 +80,7 @@ class Asked:
 
 
 @contextmanager
-def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
+def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
     """Yield the runs of this user, or those that `name` means, with open recordings if `memory`.
 
     `name` is a run's name or its beginning, a service, a process id, or the path of an agent's socket. The default is
@@ -96,9 +96,9 @@ def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Ask
         sockets.append(Path(own_agent).resolve())
     runs = [run for socket in dict.fromkeys(sockets) for run in _runs_at(socket, memory=memory)]
     try:
-        matches = runs if is_socket or not asked_name else [match for run in runs for match in _meant(run, asked_name)]
+        matches = runs if is_socket or not asked_name else [match for run in runs for match in _select(run, asked_name)]
         if not matches:
-            known_runs = "; ".join(run.described for run in runs) or "none"
+            known_runs = "; ".join(run.description for run in runs) or "none"
             wish = f"a run, a service or a process named {asked_name}" if asked_name else "a run"
             advice = "`instrument ps` lists their processes" if runs else "`instrument run` starts a run"
             raise InstrumentError(f"there is not {wish}; the runs are: {known_runs}; {advice}")
@@ -109,7 +109,7 @@ def asked(name: str | None = None, *, memory: bool = False) -> Iterator[list[Ask
                 os.close(member.memory)
 
 
-def only(verb: str, runs: Sequence[Asked]) -> Asked:
+def single_run(verb: str, runs: Sequence[Asked]) -> Asked:
     """Return the only run whose agent answers, or the only one with living processes. Raises `InstrumentError` for none
     or several."""
     answering = [run for run in runs if not run.problem]
@@ -118,12 +118,12 @@ def only(verb: str, runs: Sequence[Asked]) -> Asked:
     if len(answering) == 1:
         return answering[0]
     if len(answering) > 1 or len(runs) > 1:
-        names = "; ".join(run.described for run in answering or runs)
+        names = "; ".join(run.description for run in answering or runs)
         raise InstrumentError(f"{verb}: there are several runs: {names}; name one of them, its service or a process id")
     raise InstrumentError(f"{verb}: {runs[0].name}: {runs[0].problem}")
 
 
-def _meant(run: Asked, name: str) -> list[Asked]:
+def _select(run: Asked, name: str) -> list[Asked]:
     if run.name.startswith(name) and not name.isdecimal():
         return [run]
     members = [member for member in run.members if name in (str(member.pid), member.facts["service"])]

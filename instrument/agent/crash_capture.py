@@ -62,7 +62,7 @@ def capture(
             died = death_of(mapped.open_spans(), saved.trace.end_ns, end_kind, newest_errors(saved.trace), least)
             gauges = last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
-        facts = _with(facts, goodbye or {})
+        facts = _with_goodbye(facts, goodbye or {})
         file.dump(path, facts, saved.tally)
         written = [copy for copy in copies if _is_written(copy, facts, saved.tally)]
     return {"path": path, "died": died, "spans": len(saved.trace.columns), "copies": written}
@@ -80,7 +80,7 @@ def _is_written(path: str, trace: Trace, tally: Tally | None) -> bool:
     return True
 
 
-def found(path: str, run: str) -> Mapping[str, Any] | None:
+def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
     """Return the answer of `capture` from a file that it has saved for a process of a run; None without one."""
     from instrument.errors import TraceError
     from instrument.trace import file
@@ -95,7 +95,7 @@ def found(path: str, run: str) -> Mapping[str, Any] | None:
     return {"path": path, "died": (died[0] or died[2]).removesuffix("."), "spans": len(saved.trace.columns)}
 
 
-def _with(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
+def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
     """Return a trace with the costs, losses and notes that its process sent. Raise `TraceError` if malformed."""
     from dataclasses import replace
 
@@ -157,29 +157,29 @@ def death_of(
     if not by_root:
         return f"{end_kind}; no span was open"
     first, *requests = sorted(by_root.values(), key=lambda spans: -spans[-1].start_ns)
-    names = [_in_short(spans, end_ns, least) for spans in requests[:MOST_REQUESTS]]
+    names = [_describe_shortly(spans, end_ns, least) for spans in requests[:MOST_REQUESTS]]
     more = len(requests) - MOST_REQUESTS
     names += [f"{more} more"] if more > 0 else []
     also = f"; {len(requests)} more {'was' if len(requests) == 1 else 'were'} open: {', '.join(names)}" if names else ""
     error, site = (errors or {}).get(first[0].root_id, ("", ""))
     failed = f"; `{site}` in it had failed with `{error}`" if error else ""
-    return f"{end_kind}: it died in {_within(first, end_ns, least)}{failed}{also}"
+    return f"{end_kind}: it died in {_describe_tree(first, end_ns, least)}{failed}{also}"
 
 
-def _ends(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
+def _outer_and_inner(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
     """Return the outermost and the innermost span of a tree's open spans."""
     return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
 
 
-def _within(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
-    first, last = _ends(spans)
+def _describe_tree(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
+    first, last = _outer_and_inner(spans)
     kind = "request " if first.site.kind == "request" else ""
-    inner = "" if last is first else f"`{last.site.name}`{bearing(last)} of "
+    inner = "" if last is first else f"`{last.site.name}`{attributes_text(last)} of "
     age = f"{least}{_length(end_ns - first.start_ns)}"
-    return f"{inner}{kind}`{first.site.name}`{bearing(first)}, {age} after it began"
+    return f"{inner}{kind}`{first.site.name}`{attributes_text(first)}, {age} after it began"
 
 
-def bearing(span: OpenSpan) -> str:
+def attributes_text(span: OpenSpan) -> str:
     """Return the first attributes of a span in brackets, without those of its transport, which are part of its name."""
     names = [name for name in span.attributes if name != REMOTE and not name.startswith(OF_TRANSPORT)]
     texts = [f"{name}={span.attributes[name]!s:.{VALUE_LENGTH}}" for name in names]
@@ -187,8 +187,8 @@ def bearing(span: OpenSpan) -> str:
     return f" ({', '.join([*texts[:MOST_ATTRIBUTES], *more])})" if texts else ""
 
 
-def _in_short(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
-    first, last = _ends(spans)
+def _describe_shortly(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
+    first, last = _outer_and_inner(spans)
     inner = "" if last is first else f", in `{last.site.name}`"
     return f"`{first.site.name}` ({least}{_length(end_ns - first.start_ns)}{inner})"
 

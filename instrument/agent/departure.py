@@ -49,12 +49,12 @@ def write_message(run: Run, text: str, of: Process | None = None) -> bool:
     ordered = dict.fromkeys(targets if of is None else [str(of.facts.get("stderr", ""))])
     for target in ordered or [""]:
         for path in _paths_of(run, target):
-            if _written(path, data):
+            if _write(path, data):
                 return True
-    return _logged(text)
+    return _write_syslog(text)
 
 
-def say(says: Says, run: Run, text: str, process: Process | None = None) -> None:
+def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
     """Write a message to the standard error of a process, or of the run. Without one, pass it to `says`, or save it."""
     if write_message(run, text, process):
         return
@@ -77,9 +77,9 @@ def _paths_of(run: Run, target: str) -> Iterator[str]:
         yield target
 
 
-def _written(path: str, data: bytes) -> bool:
+def _write(path: str, data: bytes) -> bool:
     try:
-        descriptor = _opened(path)
+        descriptor = _open_descriptor(path)
     except OSError:
         return False
     try:
@@ -98,7 +98,7 @@ def _written(path: str, data: bytes) -> bool:
         os.close(descriptor)
 
 
-def _opened(path: str) -> int:
+def _open_descriptor(path: str) -> int:
     """Return a duplicate of a process's descriptor, which shares its offset in a file; without one, open the path."""
     parts = Path(path).parts
     if parts[1:2] == ("proc",):
@@ -121,7 +121,7 @@ def save_message(saved: str, text: str) -> None:
         file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
-def _logged(text: str) -> bool:
+def _write_syslog(text: str) -> bool:
     if not SYSTEM_LOG.exists():
         return False
     import syslog
@@ -165,7 +165,7 @@ def facts_of(process: Process) -> dict[str, Any]:
     }
 
 
-def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
+def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
     """Return a job that makes the report of a run, from files of its processes, also those under an earlier agent."""
     of = next((process.facts["report"] for process in reversed(run.recorded()) if process.facts.get("report")), None)
     settings = of or {"views": ["brief"], "options": {}}
@@ -181,15 +181,15 @@ def report_of(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], 
     return lambda: combined_report([*left_before, *parts], settings["views"], settings["options"])
 
 
-def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
+def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
     """Return the processes of a run that ended under an agent before this one, from their files in a folder.
 
     The kind of end is known only for a process with a capture.
     """
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
-    for path, of in _left_in(folder):
+    for path, of in _report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
-        if of["run"] != _part_of_name(run) or saved in known_paths:
+        if of["run"] != _as_file_name(run) or saved in known_paths:
             continue
         if path.is_symlink():
             name = f"{of['pid']} (without a goodbye; {ENDED_BEFORE}), {saved:.200}"
@@ -200,13 +200,13 @@ def left_before(folder: Path, run: Run) -> list[ReportedProcess]:
     return parts
 
 
-def _left_in(folder: Path) -> list[tuple[Path, re.Match[str]]]:
+def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
     """Return the files in a folder that reports of runs are made of, each with the match of its name."""
     paths = run_folder.paths_in(folder, f"*{FOR_REPORT}")
     return [(path, of) for path in paths if (of := _LEFT.fullmatch(path.name)) is not None]
 
 
-def _part_of_name(run: Run) -> str:
+def _as_file_name(run: Run) -> str:
     """Return the name of a run as a part of a file name."""
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
@@ -223,9 +223,9 @@ def _line_in_report(process: Process) -> str:
     return "".join([f"{process.pid} ({end_of(process)})", *(f", {name!s:.200}" for name in files[:2])])
 
 
-def captures_of(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
+def captures_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
     """Return a job that saves the recordings of some ended processes for the run's report."""
-    jobs = [capture_of(process, process.saved, folder) for process in processes]
+    jobs = [capture_job(process, process.saved, folder) for process in processes]
 
     def attempt(job: Callable[[], Answer]) -> Answer:
         try:
@@ -236,7 +236,7 @@ def captures_of(processes: Sequence[Process], folder: Path) -> Callable[[], Answ
     return lambda: {"each": [attempt(job) for job in jobs]}
 
 
-def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
+def capture_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
     """Return a job that saves the recording of a process, and of one that vanished its open spans.
 
     The job goes on if the agent is killed meanwhile. The next agent waits for it and takes over its file. For one that
@@ -248,7 +248,7 @@ def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer
 
     def job() -> Answer:
         with processes.locked_note(folder, process):
-            earlier = crash_capture.found(path, str(process.facts.get("run"))) if process.is_missed else None
+            earlier = crash_capture.load_capture(path, str(process.facts.get("run"))) if process.is_missed else None
             if earlier is None and process.memory < 0:
                 return {"error": why_unread(process)}
             return earlier or crash_capture.capture(
@@ -258,19 +258,19 @@ def capture_of(process: Process, path: str, folder: Path) -> Callable[[], Answer
     return job
 
 
-def place_for_report(folder: Path, process: Process) -> str:
+def path_for_report(folder: Path, process: Process) -> str:
     """Return the path of a process's file for the report of its run."""
-    return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_part_of_name(process.run)}{FOR_REPORT}")
+    return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_as_file_name(process.run)}{FOR_REPORT}")
 
 
-def place_for_folded(folder: Path, run: Run) -> str:
+def path_for_merged(folder: Path, run: Run) -> str:
     """Return the path of the file that keeps, for a run's report, the totals of ended processes without their spans."""
-    return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_part_of_name(run)}{FOR_REPORT}")
+    return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_as_file_name(run)}{FOR_REPORT}")
 
 
 def link_to_capture(folder: Path, process: Process) -> str:
     """Make a link to a process's capture in the run's folder, for a later agent. Return its path, "" if that fails."""
-    link = place_for_report(folder, process)
+    link = path_for_report(folder, process)
     try:
         Path(link).symlink_to(process.saved)
     except OSError:
@@ -280,12 +280,12 @@ def link_to_capture(folder: Path, process: Process) -> str:
 
 def captures_for_reports(folder: Path) -> set[str]:
     """Return the captures that future reports need."""
-    return {str(path.readlink()) for path, _ in _left_in(folder) if path.is_symlink()}
+    return {str(path.readlink()) for path, _ in _report_files(folder) if path.is_symlink()}
 
 
 def remove_for_report(folder: Path, run: Run) -> None:
     """Remove what was saved in a folder for the report of a run. Raises nothing."""
-    remove_saved(folder, [str(path) for path, of in _left_in(folder) if of["run"] == _part_of_name(run)])
+    remove_saved(folder, [str(path) for path, of in _report_files(folder) if of["run"] == _as_file_name(run)])
 
 
 def remove_saved(folder: Path, paths: Iterable[str]) -> None:
@@ -301,8 +301,8 @@ def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], ob
 
     Say how many processes of each such run no report has.
     """
-    living_runs, counts = {_part_of_name(run) for run in runs}, Counter[str]()
-    for path, of in _left_in(folder):
+    living_runs, counts = {_as_file_name(run) for run in runs}, Counter[str]()
+    for path, of in _report_files(folder):
         if of["run"] not in living_runs:
             counts[of["run"]] += int(of["count"] or 1)
             remove_saved(folder, [str(path)])
@@ -320,7 +320,7 @@ def why_unread(process: Process) -> str:
     return "it recorded where nobody else can read"
 
 
-def place_of_capture(process: Process, folder: Path | None) -> str:
+def path_of_capture(process: Process, folder: Path | None) -> str:
     """Return the path of a process's capture: in `folder`, or next to the process's own files if None."""
     path = Path(str(process.facts["captures"]))
     path = path if folder is None else folder / path.name
@@ -333,9 +333,9 @@ def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes
 
     The file `saved` and those in `kept_paths`, which a report of a run still needs, remain.
     """
-    service_part, files = _less_numbers(saved.name, service), []
+    service_part, files = _without_numbers(saved.name, service), []
     for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
-        if _less_numbers(path.name, service) != service_part:
+        if _without_numbers(path.name, service) != service_part:
             continue
         with suppress(OSError):  # another agent has just removed it
             facts = path.stat()
@@ -348,14 +348,14 @@ def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes
     return len(removed)
 
 
-def _less_numbers(name: str, service: str) -> str:
+def _without_numbers(name: str, service: str) -> str:
     """Return the part of a file name that all captures of a service share, without numbers of runs and processes."""
     run = _RUN.search(name)
     at = run.start() if run is not None else len(service) if name.startswith(service) else 0
     return f"{name[:at]}*{_NUMBERS.sub('', name[at:])}"
 
 
-def line_of(process: Process, answer: Answer) -> str:
+def end_line(process: Process, answer: Answer) -> str:
     """Return the line on how a process ended, its open spans, and the file that was saved of it."""
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
     saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
@@ -385,19 +385,19 @@ def _status_text(status: int | None) -> str:
     return f" (signal {-code})"
 
 
-def line_of_export(lost: Mapping[str, int]) -> str:
+def export_loss_line(lost: Mapping[str, int]) -> str:
     """Return the line on data of a run that reached neither the collector nor the dataset."""
     counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
     return f"instrument: some data of this run has not arrived at its destination: {counts}"
 
 
-def seen_of_unmet(process: Process) -> str:
+def unrecorded_text(process: Process) -> str:
     """Return a sentence on connections to a process without a recorded request, "" for none."""
     ports = ", ".join(map(str, sorted(process.ports)))
     return f"connections came to its port {ports}, and it has recorded no request" if ports else ""
 
 
-def nobody_joined(pid: int, after_s: float) -> str:
+def none_joined_text(pid: int, after_s: float) -> str:
     """Return the line on a run without a recording process, with the reason from the environment of its first one."""
     return (
         f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unloaded(pid)}. "
@@ -476,7 +476,7 @@ def combined_report(
     return {"report": text + (f"  and {more} more\n" if more else "")}
 
 
-def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
+def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
     """Merge recordings into one of bounded size at `into`, and remove those in its folder. Return its path, and the
     number of unreadable ones."""
     from instrument.errors import TraceError

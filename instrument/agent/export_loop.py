@@ -92,25 +92,25 @@ class ExportLoop:
         has_more = False
         while not self._ends_at:
             wait_s = BEHIND_S if self._is_behind else LOOK_S
-            for message, descriptors in self._agent.hear(0 if has_more else wait_s):
-                self._do(message, descriptors)
+            for message, descriptors in self._agent.receive(0 if has_more else wait_s):
+                self._handle_message(message, descriptors)
             if self._agent.has_gone:
                 return
-            self._gauges.look(time.monotonic())
+            self._gauges.report_silence(time.monotonic())
             if self._scrapes is not None:
-                self._scrapes.answer(self._scraped)
-            has_more = self._look()
-        while (self._look() or self._is_behind) and time.monotonic() < self._ends_at:
+                self._scrapes.answer_waiting(self._scrape_metrics)
+            has_more = self._read_all()
+        while (self._read_all() or self._is_behind) and time.monotonic() < self._ends_at:
             if self._is_behind:  # what was recorded last, as there is room for it
                 time.sleep(BEHIND_S)
-        while self._look(is_last=True) and time.monotonic() < self._ends_at:
+        while self._read_all(is_last=True) and time.monotonic() < self._ends_at:
             pass
         for sender in self._exporters.values():
             sender.hurry()  # all at the same time: one slow collector delays no other
         for sender in self._exporters.values():
             sender.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         for number in list(self._recordings):
-            self._let_go(number)
+            self._end_export(number)
         for dataset in self._datasets.values():
             self._attempt_dataset(partial(dataset.end, self._ends_at))
         self._gauges.stop()
@@ -120,13 +120,13 @@ class ExportLoop:
         return recording_export.ExportedRun(self._recordings)
 
     @cached_property
-    def _ended(self) -> scrapes.EndedMetrics:
+    def _ended_metrics(self) -> scrapes.EndedMetrics:
         """The metrics of processes that have ended."""
         return scrapes.EndedMetrics(self._folder)
 
     # ---------------------------------------------------------------- the agent
 
-    def _do(self, message: packets.Message, descriptors: list[int]) -> None:
+    def _handle_message(self, message: packets.Message, descriptors: list[int]) -> None:
         """Handle a message of the agent."""
         if "process" in message:
             self._gauges.ask(message, descriptors)
@@ -171,20 +171,20 @@ class ExportLoop:
         else:
             self._scrapes.answer_on(descriptor, str(message["scrape"]))
 
-    def _scraped(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
+    def _scrape_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
         """Return the current metrics of a scope's recordings, and the totals of its ended processes."""
         numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
         for export in [self._recordings[number] for number in numbers if number in self._recordings]:
             export.is_scraped = True
             export.before_scrape()
         looks = 0
-        while self._look() and looks < SCRAPE_LOOKS:
+        while self._read_all() and looks < SCRAPE_LOOKS:
             looks += 1
         living = {
             member.key: member.metered() for number in numbers if (member := self._recordings.get(number)) is not None
         }
         metered_of = {key: metered for key, metered in living.items() if metered is not None}
-        return list(metered_of.values()), self._ended.of(scope, metered_of)
+        return list(metered_of.values()), self._ended_metrics.totals_of(scope, metered_of)
 
     def _begin(self, number: int, settings: Mapping[str, Any] | None, descriptors: list[int], generation: int) -> None:
         (fd,) = descriptors
@@ -258,9 +258,9 @@ class ExportLoop:
             action()
         except Exception as problem:  # what another process has recorded may be anything
             self.faults += 1
-            self._let_go(number, f"{type(problem).__name__}: {problem!s:.500}")
+            self._end_export(number, f"{type(problem).__name__}: {problem!s:.500}")
 
-    def _look(
+    def _read_all(
         self, *, is_last: bool = False, at_once: bool = False, metered: recording_export.RecordingExport | None = None
     ) -> bool:
         """Read and settle all recordings once, and take the metrics of `metered`. Return True if any has more rows."""
@@ -269,48 +269,48 @@ class ExportLoop:
         )
         self._is_behind = False
         for number, export in list(self._recordings.items()):
-            self._attempt(number, partial(self._look_after, number, export))
+            self._attempt(number, partial(self._finish_read, number, export))
         for sender in self._exporters.values():
             sender.note_silence()
         if self._datasets:
             self._attempt_dataset(self._run.close_datasets)
         return has_more
 
-    def _look_after(self, number: int, export: recording_export.RecordingExport) -> None:
+    def _finish_read(self, number: int, export: recording_export.RecordingExport) -> None:
         export.write_kept(at_once=False)
         if not export.is_behind:  # those come first the next time that there was no room for
             self._recordings[number] = self._recordings.pop(number)
         self._is_behind = self._is_behind or export.is_behind
         if export.is_over and export.is_settled():
-            self._let_go(number)
+            self._end_export(number)
 
     def _send_window(self, message: Mapping[str, Any], _: int, export: recording_export.RecordingExport) -> None:
         """Send all that was recorded in a time; requests that are open are kept until they end."""
         spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
         export.keep_open(spans)
-        self._settle_now()
+        self._settle_all()
         export.send(export.unsent(spans))
 
-    def _settle_now(self) -> None:
+    def _settle_all(self) -> None:
         """Settle what has ended by now, in as many rounds as that takes."""
         for _ in range(SCRAPE_LOOKS):
-            if not self._look(at_once=True):
+            if not self._read_all(at_once=True):
                 return
 
     def _send_now(self, _: int, export: recording_export.RecordingExport) -> None:
         """Send what a process has recorded until now."""
-        self._settle_now()
-        self._look(at_once=True, metered=export)
+        self._settle_all()
+        self._read_all(at_once=True, metered=export)
         export.is_settled()
 
-    def _let_go(self, number: int, problem: str = "") -> None:
+    def _end_export(self, number: int, problem: str = "") -> None:
         """Finish a recording, report the outcome of its spans to the agent, and close it."""
         export, fates = self._recordings.pop(number, None), {}
         is_sent, scopes = self._settings.pop(number, None) is not None, self._scopes.pop(number, [])
         try:
             if export is not None:
                 if export.is_scraped and (metered := export.metered()) is not None:
-                    self._ended.add(export.key, scopes, metered)
+                    self._ended_metrics.add(export.key, scopes, metered)
                 export.write_kept(at_once=True)
                 if export.dataset is not None:
                     self._attempt_dataset(partial(export.dataset.forget, export))

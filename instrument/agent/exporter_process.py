@@ -115,22 +115,22 @@ class Exports:
             return
         if self.is_ending or not self._is_begun():
             self.count_left(process, process.memory, is_reported=False)
-            self._refuse(process)
+            self._send_unexported(process)
             return
         try:
             memory = os.dup(process.memory)
         except OSError as problem:
             self._note_problem(f"the recording of process {process.pid} could not be kept: {problem.strerror}")
-            self._refuse(process)
+            self._send_unexported(process)
             return
         self._next += 1
         self._recordings[self._next] = process, memory, generation_of(memory)
-        self._hand_over(self._next)
+        self._start_export(self._next)
 
     def note_ended(self, process: Process) -> None:
         """Have the rest of a process's recording sent: it has ended."""
-        for number in self._command("ended", process):
-            self._note(process, self._recordings[number][1])
+        for number in self._send_command("ended", process):
+            self._note_unsent(process, self._recordings[number][1])
         if (gauged := self._gauged_number(process)) is not None:
             del self._gauged[gauged]
             self._child.send({"process": gauged, "ended": True})
@@ -145,12 +145,12 @@ class Exports:
         if self._child.has_waiting:
             self._to_flush |= self._numbers_of(process)
         else:
-            self._command("flush", process)
+            self._send_command("flush", process)
 
     def _numbers_of(self, process: Process) -> set[int]:
         return {number for number, (member, *_) in self._recordings.items() if member is process}
 
-    def _command(self, name: str, process: Process) -> set[int]:
+    def _send_command(self, name: str, process: Process) -> set[int]:
         numbers = self._numbers_of(process)
         for number in numbers:
             self._child.send({name: number})
@@ -187,9 +187,9 @@ class Exports:
         else:
             self._next += 1
             self._gauged[self._next] = process
-            self._hand_over_gauges(self._next)
+            self._start_gauges(self._next)
 
-    def hear_gauges(self, process: Process, message: packets.Message) -> None:
+    def handle_gauges(self, process: Process, message: packets.Message) -> None:
         """Handle a message on gauges: new settings, None for the end, or readings that only the process can make."""
         number = self._gauged_number(process)
         if "gauges" in message:
@@ -203,12 +203,12 @@ class Exports:
     def _gauged_number(self, process: Process) -> int | None:
         return next((number for number, member in self._gauged.items() if member is process), None)
 
-    def _hand_over_gauges(self, number: int) -> None:
+    def _start_gauges(self, number: int) -> None:
         process = self._gauged[number]
         message = {"process": number, "pid": process.pid, "gauges": process.facts["gauges"]}
         self._child.send(message, process.memory)
 
-    def _heard_of_gauges(self, number: int, gauges: packets.Message) -> None:
+    def _handle_gauges_report(self, number: int, gauges: packets.Message) -> None:
         process = self._gauged.get(number)
         if process is not None:
             if gauges.keys() & {"yours", "ended"}:
@@ -217,7 +217,7 @@ class Exports:
 
     # ---------------------------------------------------------------- the child
 
-    def _hand_over(self, number: int) -> None:
+    def _start_export(self, number: int) -> None:
         process, memory, generation = self._recordings[number]
         run, facts = process.run, process.facts
         self._child.send(
@@ -232,7 +232,7 @@ class Exports:
             memory,
         )
         if not process.lives:
-            self._note(process, memory)
+            self._note_unsent(process, memory)
             self._child.send({"ended": number})
 
     def _note_problem(self, problem: str) -> None:
@@ -266,7 +266,7 @@ class Exports:
 
     def _take_message(self, message: packets.Message) -> None:
         if "process" in message:
-            self._heard_of_gauges(int(message["process"]), dict(message["gauges"]))
+            self._handle_gauges_report(int(message["process"]), dict(message["gauges"]))
             return
         if "dataset" in message:
             self.fates["unstored"] += int(message["dataset"])
@@ -274,11 +274,11 @@ class Exports:
         if "said" in message:
             self._says(f"instrument: {message['said']!s}")
         else:
-            self._done(message)
+            self._note_export_end(message)
         if self._child.is_there:  # else all that it said comes first
             self._changed()
 
-    def _done(self, message: Mapping[str, Any]) -> None:
+    def _note_export_end(self, message: Mapping[str, Any]) -> None:
         number = int(message["done"])
         process, memory, _ = self._recordings.pop(number, (None, -1, 0))
         self._note_problem(str(message.get("problem") or ""))
@@ -286,9 +286,9 @@ class Exports:
             fates = message.get("fates") or {}
             self.fates.update(fates)
             self.count_left(process, memory, is_reported=bool(fates))
-            self._refuse(process)
+            self._send_unexported(process)
             os.close(memory)
-            self._forget_note(process)
+            self._clear_unsent(process)
 
     def count_left(self, process: Process, memory: int, *, is_reported: bool) -> None:
         """Count the unread rows of an ended process, and the fates of its spans unless that `is_reported`."""
@@ -306,20 +306,20 @@ class Exports:
             self._gauged.clear()
         if not self.is_ending and self._recordings and self._is_begun():
             for number in list(self._recordings):
-                self._hand_over(number)
+                self._start_export(number)
         else:
             self._forget_recordings()
         why = self._why_not_begun() if self._gauged else ""
         for number, process in list(self._gauged.items()):
             if process.facts["gauges"] is None:
-                self._heard_of_gauges(number, {"ended": True})
+                self._handle_gauges_report(number, {"ended": True})
             elif why:
-                self._heard_of_gauges(number, {"yours": why})
+                self._handle_gauges_report(number, {"yours": why})
             else:
-                self._hand_over_gauges(number)
+                self._start_gauges(number)
         self._changed()
 
-    def _refuse(self, process: Process) -> None:
+    def _send_unexported(self, process: Process) -> None:
         """Let a process know that its recording is not exported, so that it waits for nothing at its end."""
         if exports_spans(process):
             self._send(process, {"unexported": True})
@@ -328,11 +328,11 @@ class Exports:
         recordings, self._recordings = self._recordings, {}
         for process, memory, _ in recordings.values():
             self.count_left(process, memory, is_reported=False)
-            self._refuse(process)
+            self._send_unexported(process)
             os.close(memory)
-            self._forget_note(process)
+            self._clear_unsent(process)
 
-    def _note(self, process: Process, memory: int) -> None:
+    def _note_unsent(self, process: Process, memory: int) -> None:
         """Note the most spans of a process that may still be unsent."""
         if process in self._unsent or not exports_spans(process):
             return
@@ -340,7 +340,7 @@ class Exports:
             self._unsent[process] = place.read().unsettled + place.unread()
             self._write_unsent()
 
-    def _forget_note(self, process: Process) -> None:
+    def _clear_unsent(self, process: Process) -> None:
         """Clear the count of a process's unsent spans, unless a recording of the process is still exported."""
         if not self._numbers_of(process) and self._unsent.pop(process, 0):
             self._write_unsent()

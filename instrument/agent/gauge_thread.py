@@ -69,7 +69,7 @@ class _Watched:
         wait_ns = self._sources.wait_ns()
         return math.inf if wait_ns is None else wait_ns / 1e9
 
-    def look(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
+    def read_due(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
         """Read the gauges that are due. Returns the devices and notes on unreadable gauges, None before the start.
 
         Raises `_LeftError` with the reason if the process must read them itself, and `Gone` if it has ended.
@@ -87,15 +87,15 @@ class _Watched:
         """Add readings that only the process itself can make."""
         if self._sources is not None:
             now_ns = time.monotonic_ns()
-            self._keep([Sample(str(name), int(device), now_ns, _number(value)) for device, name, value in rows])
+            self._store([Sample(str(name), int(device), now_ns, _number(value)) for device, name, value in rows])
 
     def _begin(self) -> None:
         if not self._place.take():
             self._begin_at = time.monotonic() + AGAIN_S
             return
-        if problem := why_not_here(self._pid):
+        if problem := why_in_process(self._pid):
             raise _LeftError(problem)
-        sources = GaugeSources(self._wanted, self._keep, self._pid, self._environ)
+        sources = GaugeSources(self._wanted, self._store, self._pid, self._environ)
         sources.prepare()
         is_open = sources.open()
         if self._wanted.nvml_ns is not None and not is_open:
@@ -103,7 +103,7 @@ class _Watched:
             raise _LeftError(f"the agent cannot read GPUs ({'; '.join(sources.notes()) or 'there is no driver'})")
         self._sources = sources
 
-    def _keep(self, samples: Sequence[Sample]) -> None:
+    def _store(self, samples: Sequence[Sample]) -> None:
         if not self._place.add(
             sample for sample in samples if sample.name in GAUGES and -1 <= sample.device < MOST_DEVICES
         ):
@@ -142,7 +142,7 @@ class GaugeThread:
             self._thread = Thread(self._run, "instrument-gauges", lambda: not self._is_over)
             self._thread.start()
 
-    def look(self, now: float) -> None:
+    def report_silence(self, now: float) -> None:
         """Send processes a note where a reading takes too long: the thread is inside of the driver."""
         if now - self._busy_at <= SILENT_S:
             self._silent.clear()
@@ -169,17 +169,17 @@ class GaugeThread:
                     request = self._asked.get_nowait()
             self._busy_at = time.monotonic()
             for number in list(self._watched):
-                self._look(number)
+                self._read_gauges(number)
         for number in list(self._watched):
             self._forget(number)
 
     def _attempt(self, number: int, message: packets.Message, descriptors: Sequence[int]) -> None:
         try:
-            self._do(number, message, descriptors)
+            self._handle_message(number, message, descriptors)
         except Exception as problem:  # a process may say anything
-            self._leave(number, f"{type(problem).__name__}: {problem!s:.200}")
+            self._return_to_process(number, f"{type(problem).__name__}: {problem!s:.200}")
 
-    def _do(self, number: int, message: packets.Message, descriptors: Sequence[int]) -> None:
+    def _handle_message(self, number: int, message: packets.Message, descriptors: Sequence[int]) -> None:
         if descriptors:
             self._forget(number)
             try:
@@ -194,21 +194,21 @@ class GaugeThread:
         elif "ended" in message:
             self._forget(number)
         elif message["gauges"] is None:
-            self._look(number, is_last=True)
+            self._read_gauges(number, is_last=True)
             self._forget(number)
             self._send_gauges(number, {"ended": True})
         else:
             self._watched[number].change(message["gauges"])
 
-    def _look(self, number: int, *, is_last: bool = False) -> None:
+    def _read_gauges(self, number: int, *, is_last: bool = False) -> None:
         try:
-            report = self._watched[number].look(is_last=is_last)
+            report = self._watched[number].read_due(is_last=is_last)
         except Gone:
             self._forget(number)
         except _LeftError as problem:
-            self._leave(number, str(problem))
+            self._return_to_process(number, str(problem))
         except Exception as problem:
-            self._leave(number, f"{type(problem).__name__}: {problem!s:.200}")
+            self._return_to_process(number, f"{type(problem).__name__}: {problem!s:.200}")
         else:
             if report is not None and report != self._reports[number]:
                 self._reports[number] = report
@@ -226,7 +226,7 @@ class GaugeThread:
             )
         self._send_gauges(number, {"gpus": report.get("gpus", []), "notes": notes})
 
-    def _leave(self, number: int, why: str) -> None:
+    def _return_to_process(self, number: int, why: str) -> None:
         """Have the process read its gauges itself."""
         self._forget(number)
         self._send_gauges(number, {"yours": why})
@@ -241,7 +241,7 @@ class GaugeThread:
         self._send({"process": number, "gauges": gauges})
 
 
-def why_not_here(pid: int) -> str:
+def why_in_process(pid: int) -> str:
     """Return the reason for which a reading here may differ from one in the process, "" where it is the same.
 
     Devices, groups and files are those of a container, and containers may share their processes.

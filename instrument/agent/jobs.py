@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import departure
-from instrument.agent.child import in_child
+from instrument.agent.child import run_in_child
 from instrument.agent.processes import Process
 
 AT_ONCE = 2
@@ -55,30 +55,30 @@ class Jobs:
     def start(self, job: Job, on_answer: Callable[[Answer], object]) -> None:
         """Run `job` in a child, and call `on_answer` with its result, or with `{"error": ...}` if it fails."""
         self._waiting.append((job, on_answer))
-        self._go_on()
+        self._start_waiting()
 
-    def _go_on(self) -> None:
+    def _start_waiting(self) -> None:
         while self._waiting and len(self._running) < AT_ONCE:
             job, done_callback = self._waiting.popleft()
             try:
-                child = self._begun(job, done_callback)
+                child = self._start_child(job, done_callback)
             except OSError as error:
                 done_callback({"error": f"no process could be made: {error.strerror}"})
                 continue
             self._running[child.read_fd] = child
             self._selector.register(child.read_fd, selectors.EVENT_READ, self._read)
 
-    def _begun(self, job: Job, on_answer: Callable[[Answer], object]) -> _Child:
+    def _start_child(self, job: Job, on_answer: Callable[[Answer], object]) -> _Child:
         read_fd, write_fd = os.pipe()
         try:
-            return _Child(in_child(partial(self._do, job, write_fd)), read_fd, on_answer)
+            return _Child(run_in_child(partial(self._run_job, job, write_fd)), read_fd, on_answer)
         except OSError:
             os.close(read_fd)
             raise
         finally:
             os.close(write_fd)
 
-    def _do(self, job: Job, write_fd: int) -> None:
+    def _run_job(self, job: Job, write_fd: int) -> None:
         """Do a job in its child, and write the answer."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)  # or others would hear nothing of the agent's end, or that it has hung up, until then
@@ -106,7 +106,7 @@ class Jobs:
             _kill(child.pid)
         _, status = os.waitpid(child.pid, 0)
         child.on_answer(_result(child.received, status))
-        self._go_on()
+        self._start_waiting()
 
     def stop(self) -> None:
         """Kill all jobs, and drop the waiting ones."""
@@ -154,15 +154,15 @@ class Saves:
     def add(self, process: Process) -> None:
         """Save a process's recording: at once, or together with others when the running job ends."""
         self._waiting.append(process)
-        self._go_on()
+        self._start_waiting()
 
-    def _go_on(self) -> None:
+    def _start_waiting(self) -> None:
         if not self._running and self._waiting:
             self._start([self._waiting.popleft() for _ in range(min(len(self._waiting), SAVED_AT_ONCE))])
 
     def _start(self, batch: Sequence[Process]) -> None:
         self._running += 1
-        self._jobs.start(departure.captures_of(batch, self._folder), partial(self._end, batch))
+        self._jobs.start(departure.captures_job(batch, self._folder), partial(self._end, batch))
 
     def _end(self, batch: Sequence[Process], answer: Answer) -> None:
         self._running -= 1
@@ -173,4 +173,4 @@ class Saves:
         for process, result in zip(batch, answer.get("each", [answer]), strict=True):
             process.saved, process.files = str(result.get("path", "")), tuple(map(str, result.get("copies", ())))
             self._on_saved(process)
-        self._go_on()
+        self._start_waiting()

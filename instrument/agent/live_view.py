@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from instrument.agent.client import Member
-from instrument.agent.crash_capture import bearing
+from instrument.agent.crash_capture import attributes_text
 from instrument.agent.processes import GOODBYE
 from instrument.errors import TraceError
 from instrument.recording.histogram import percentiles
@@ -273,7 +273,7 @@ def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[In
             last = max(spans, key=lambda span: span.start_ns)
             ages = [max(now_ns - span.start_ns, 0) for span in (request, last)]
             now = "" if last is request else last.site.name
-            name, bears = request.site.name, bearing(request)
+            name, bears = request.site.name, attributes_text(request)
             requests.append(InFlight(pid, name, bears, request.span_id, ages[0], now, ages[1]))
     return requests
 

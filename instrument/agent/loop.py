@@ -146,7 +146,7 @@ class EventLoop:
         """True once another agent serves the run. This one then stops."""
         self._listen()
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Do what is due, wait until there is anything else to do, and do that."""
         now = time.monotonic()
         due = [timer for timer in self._timers if timer[0] <= now]
@@ -160,7 +160,7 @@ class EventLoop:
             return
         for key, events in ready:
             if isinstance(key.fileobj, Connection):
-                self.attempt(partial(self._served, key.fileobj, events))
+                self.attempt(partial(self._handle_events, key.fileobj, events))
             elif key.fd in self.selector.get_map():
                 self.attempt(partial(key.data, key.fd))
 
@@ -179,7 +179,7 @@ class EventLoop:
             if self.faults == 1 and self._says is not None:
                 self._says(f"instrument: a fault of the agent itself, later ones are only counted: {fault!r:.500}")
 
-    def after(self, wait_s: float, action: Callable[[], object]) -> None:
+    def call_later(self, wait_s: float, action: Callable[[], object]) -> None:
         """Do something once so much time has passed."""
         self._timers.append((time.monotonic() + wait_s, action))
 
@@ -209,7 +209,7 @@ class EventLoop:
             except OSError as problem:  # there is no other one, or it went away again
                 if problem.errno in (errno.EMFILE, errno.ENFILE) and self._listener in self.selector.get_map():
                     self.selector.unregister(self._listener)
-                    self.after(ACCEPT_AGAIN_S, self._listen)
+                    self.call_later(ACCEPT_AGAIN_S, self._listen)
                 return
             connection = Connection(sock)
             is_trusted = connection.uid in (os.geteuid(), 0)  # modes of folders depend on the file system
@@ -220,15 +220,15 @@ class EventLoop:
             self._silent.add(connection)
             self.selector.register(connection, selectors.EVENT_READ)
 
-    def _hear_who_joins(self) -> None:
+    def _handle_joins(self) -> None:
         """Handle pending joins before other messages, whose senders may have heard from the joining processes."""
         self._accept(0)
         for connection in list(self._silent):
             if connection.is_about_to_join():
-                self._hear_next(connection)
+                self._handle_packet(connection)
                 self._watch(connection)
 
-    def _served(self, connection: Connection, events: int) -> None:
+    def _handle_events(self, connection: Connection, events: int) -> None:
         if connection not in self._connections:
             return  # dropped in this very turn
         if events & selectors.EVENT_WRITE:
@@ -240,10 +240,10 @@ class EventLoop:
     def receive(self, connection: Connection, *, is_last: bool = False) -> None:
         """Read packets of a connection: all with `is_last`, else at most `PACKETS_AT_ONCE`."""
         count = 0
-        while (is_last or count < PACKETS_AT_ONCE) and self._hear_next(connection):
+        while (is_last or count < PACKETS_AT_ONCE) and self._handle_packet(connection):
             count += 1
 
-    def _hear_next(self, connection: Connection) -> bool:
+    def _handle_packet(self, connection: Connection) -> bool:
         """Handle the next packet. Return False without one, or if the connection has ended."""
         try:
             message, descriptors = connection.receive()
@@ -257,7 +257,7 @@ class EventLoop:
             self.drop(connection)
             return False
         if "join" not in message:
-            self._hear_who_joins()
+            self._handle_joins()
         try:
             kept_descriptors = self._heard(connection, message, descriptors)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as problem:

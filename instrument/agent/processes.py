@@ -69,7 +69,7 @@ def oom_kills(events: Path | None) -> int:
     return 0
 
 
-def holds_anything(fd: int) -> bool:
+def has_content(fd: int) -> bool:
     """Return True if any span has begun in this generation. False for a file that is no recording."""
     try:
         head = RecordingHead(fd)
@@ -152,9 +152,9 @@ class Process:
         """Return True if the process has neither ended nor said goodbye."""
         return not self.ended_ns and self.goodbye is None
 
-    def look(self) -> bool:
+    def check_recorded(self) -> bool:
         """Return True if the process has recorded anything, by its own message or by its recording."""
-        self.has_recorded = self.has_recorded or (self.memory >= 0 and holds_anything(self.memory))
+        self.has_recorded = self.has_recorded or (self.memory >= 0 and has_content(self.memory))
         return self.has_recorded
 
     def has_exited(self) -> bool | None:
@@ -169,7 +169,7 @@ class Process:
 
     def has_become_another_program(self) -> bool:
         """Return True if the process runs another program than when it joined."""
-        now = b"" if self.is_elsewhere else image_of(self.pid)
+        now = b"" if self.is_elsewhere else program_of(self.pid)
         return bool(self.image and now and now != self.image)
 
     def release(self) -> None:
@@ -209,7 +209,7 @@ class Run:
         """Return the processes that have neither ended nor said goodbye."""
         return [process for process in self.processes if process.lives]
 
-    def living_as(self, pid: int, started: int) -> Process | None:
+    def find_living(self, pid: int, started: int) -> Process | None:
         """Return the living process with that id and start time."""
         return next((process for process in self.living() if (process.pid, process.started) == (pid, started)), None)
 
@@ -235,7 +235,7 @@ class Run:
             return False
         other_processes = [process for process in self.living() if process is not leaving]
         for process in other_processes:
-            if (process.pid == self.first or process.look()) and not process.has_exited():
+            if (process.pid == self.first or process.check_recorded()) and not process.has_exited():
                 return False
         has_left = any(process.pid == self.first and process.goodbye is not None for process in self.processes)
         return leaving.pid == self.first or has_left or not self.first_has_joined or not self.first_lives()
@@ -279,7 +279,7 @@ def exit_fd_of_another(variable: str, value: str) -> int:
     return -1
 
 
-def image_of(pid: int) -> bytes:
+def program_of(pid: int) -> bytes:
     """Return bytes that change if a process executes another program; b"" if they cannot be read."""
     with suppress(OSError), (PROC / str(pid) / "auxv").open("rb") as file:
         return file.read(_IMAGE_BYTES)
@@ -345,7 +345,7 @@ def awaits_others(folder: Path, run: Run) -> bool:
     """Return True if processes of a run live that an agent before this one knew, and that have not joined yet."""
     joined = {(process.pid, process.started) for process in run.processes}
     return any(
-        facts.get("run") == run.name and (pid, started) not in joined and _runs(pid, started)
+        facts.get("run") == run.name and (pid, started) not in joined and _is_running(pid, started)
         for facts, pid, started in _notes(folder)
     )
 
@@ -355,7 +355,7 @@ def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
     latter in files."""
     living, ended, folders = 0, 0, dict[str, None]()
     for facts, pid, started in _notes(folder):
-        if _runs(pid, started):
+        if _is_running(pid, started):
             living += 1
             continue
         ended += 1
@@ -374,7 +374,7 @@ def _notes(folder: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
             yield facts, int(facts["pid"]), int(facts["started"])
 
 
-def _runs(pid: int, started: int) -> bool:
+def _is_running(pid: int, started: int) -> bool:
     return clock.start_ticks(PROC / str(pid) / "stat") == started
 
 

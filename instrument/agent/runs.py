@@ -29,7 +29,7 @@ from instrument.agent.processes import (
     exit_fd_of,
     exit_fd_of_another,
     has_open_span,
-    image_of,
+    program_of,
     rows_kept,
 )
 from instrument.agent.unseen import ConnectionWatch, Unseen
@@ -86,23 +86,23 @@ class Runs:
         self._folder = folder
         self._own = own_run
         self._captures = captures
-        self._say = partial(departure.say, says)
+        self._say = partial(departure.deliver_message, says)
         self._changed = changed
         self._runs: dict[str, Run] = {} if own_run is None else {own_run.name: own_run}
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
-        self._saves = Saves(self._jobs, folder, self.saved)
-        self.exports = Exports(loop.selector, folder, self._exports_changed, self.say_everywhere, self._send_message)
+        self._saves = Saves(self._jobs, folder, self.note_saved)
+        self.exports = Exports(loop.selector, folder, self._exports_changed, self.write_to_runs, self._send_message)
         self._takes_over = bool(processes.noted_processes(folder)[0])
         """True if processes live that joined an earlier agent."""
         self._connections = ConnectionWatch(
-            loop.after, self._send_message, lambda: (process for run in self for process in run.living())
+            loop.call_later, self._send_message, lambda: (process for run in self for process in run.living())
         )
         self._another_fd = -1
         self.unseen = Unseen(
             folder / run_folder.SOCKET,
             0 if own_run is None else own_run.first,
-            loop.after,
+            loop.call_later,
             lambda: {process.pid for run in self for process in run.processes},
             loop.selector,
         )
@@ -110,15 +110,15 @@ class Runs:
         self.own_is_over = False
         """True once the agent's own run is over and was reported."""
         if own_run is None:
-            loop.after(ABANDONED_S, lambda: departure.remove_abandoned(folder, self, says or bool))
+            loop.call_later(ABANDONED_S, lambda: departure.remove_abandoned(folder, self, says or bool))
         else:
             if own_run.first and own_run.first_fd < 0:
                 own_run.first_fd = exit_fd_of(own_run.first, 0)
             if own_run.first_fd >= 0:
                 loop.selector.register(own_run.first_fd, selectors.EVENT_READ, self._first_exited)
-            loop.after(START_S, self._say_if_nobody_joined)
-        loop.after(AGAIN_S, self._look_again)
-        loop.after(0, self._take_over)
+            loop.call_later(START_S, self._report_none_joined)
+        loop.call_later(AGAIN_S, self._look_again)
+        loop.call_later(0, self._report_missed)
 
     def __iter__(self) -> Iterator[Run]:
         return iter(list(self._runs.values()))
@@ -151,7 +151,7 @@ class Runs:
 
     # ---------------------------------------------------------------- who joins
 
-    def joined(self, connection: Connection, facts: dict[str, Any], descriptors: list[int]) -> list[int]:
+    def add_process(self, connection: Connection, facts: dict[str, Any], descriptors: list[int]) -> list[int]:
         """Add a process that joins, or comes back. Return those of its descriptors that are kept."""
         if connection in self._members:
             raise ValueError("a connection joins once")
@@ -160,25 +160,25 @@ class Runs:
         pid, started = connection.pid or int(facts["pid"]), int(facts["started"])
         image = bytes.fromhex(str(facts.pop("image", "")))  # by now it may run another program already
         memory = descriptors[0] if descriptors and stat.S_ISREG(os.fstat(descriptors[0]).st_mode) else -1
-        living = run.living_as(pid, started)
+        living = run.find_living(pid, started)
         if living is not None and living.connection is not None:
             self._loop.receive(living.connection, is_last=True)  # its goodbye, where this is its next session
-            living = run.living_as(pid, started)
+            living = run.find_living(pid, started)
         is_back = memory < 0 or (living is not None and _is_same(memory, living.memory))
         if living is not None and is_back and not living.has_become_another_program():
             living.facts, living.connection, self._members[connection] = facts, connection, living
             self._export(living)
             if facts.get("records") and not living.has_recorded:
-                self.records(living)
+                self.note_recording(living)
             else:
                 self._read_gauges(living)
             return []  # it has lost its connection, and comes back with the same recording
         if living is not None:
-            self._replaced(living)
+            self._note_replaced(living)
         process = Process(
             run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
-            exit_fd=exit_fd_of(connection.pid, started), connection=connection, image=image or image_of(connection.pid),
-            is_elsewhere=not connection.pid,
+            exit_fd=exit_fd_of(connection.pid, started), connection=connection, is_elsewhere=not connection.pid,
+            image=image or program_of(connection.pid),
         )  # fmt: skip
         self._members[connection] = process
         process.has_recorded = bool(facts.get("records"))
@@ -193,23 +193,23 @@ class Runs:
         if not run.stderr or pid == run.first:
             run.stderr = str(facts.get("stderr", ""))
         if process.exit_fd >= 0:
-            self._loop.selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._exited(process))
+            self._loop.selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._handle_exit(process))
         self._export(process)
         self._read_gauges(process)
         self._connections.begin(process)
         return [memory] if memory >= 0 else []
 
-    def _take_over(self) -> None:
+    def _report_missed(self) -> None:
         """Report the processes that ended after an agent before this one did, and have not joined this one."""
         for process in processes.missed_processes(self._folder, self._run_of):
-            self._vanished(process)
+            self._note_vanished(process)
             if process.memory >= 0:
                 self.exports.count_left(process, process.memory, is_reported=False)
 
     def _run_of(self, name: str) -> Run:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
 
-    def records(self, process: Process) -> None:
+    def note_recording(self, process: Process) -> None:
         """Note that a process records now."""
         process.has_recorded = True
         process.run.is_reported = False
@@ -223,7 +223,7 @@ class Runs:
 
     # ---------------------------------------------------------------- who leaves
 
-    def said_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
+    def handle_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
         """Answer a process that leaves: it saves its recording, or prints the run's report if it is the last."""
         connection, run = process.connection, process.run
         process.goodbye = facts
@@ -233,7 +233,7 @@ class Runs:
         is_last = is_last and not (self._takes_over and processes.awaits_others(self._folder, run))
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
-            has_others = run.recorded() not in ([], [process]) or bool(departure.left_before(self._folder, run))
+            has_others = run.recorded() not in ([], [process]) or bool(departure.earlier_processes(self._folder, run))
             process.is_reported = is_last and not has_others
             is_part = process.has_recorded and not process.is_reported
             process.is_saving = is_part
@@ -243,7 +243,7 @@ class Runs:
                 self._save(process)
             elif is_part:
                 process.saves_itself = True
-                process.saved = answer["save"] = departure.place_for_report(self._folder, process)
+                process.saved = answer["save"] = departure.path_for_report(self._folder, process)
             if not is_last:
                 answer["others"] = True
             elif has_others:
@@ -253,8 +253,8 @@ class Runs:
                 answer["unseen"] = self.unseen.sentence(for_report=True)
             run.is_reported = run.is_reported or is_last
             self._loop.send(connection, {"goodbye": answer})
-        self._ended(process, GOODBYE)
-        self._say_of_unmet(process, str(unmet or ""))
+        self._note_ended(process, GOODBYE)
+        self._report_unrecorded(process, str(unmet or ""))
         if not process.is_saving:
             process.release()
         self._report_if_due(run)
@@ -265,10 +265,10 @@ class Runs:
         if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
         run.waiting = None
-        report = departure.report_of(run, departure.left_before(self._folder, run))
+        report = departure.report_job(run, departure.earlier_processes(self._folder, run))
         self._jobs.start(report, partial(self._print_report, run, connection=connection))
 
-    def saved(self, process: Process) -> None:
+    def note_saved(self, process: Process) -> None:
         """Note that the recording of an ended process is saved, by itself or by a job, or cannot be."""
         process.is_saving = False
         for path in process.files:
@@ -280,27 +280,27 @@ class Runs:
         self._report_if_due(process.run)
         self._end_of(process.run)
 
-    def _exited(self, process: Process) -> None:
+    def _handle_exit(self, process: Process) -> None:
         """Read the last messages of a process that has exited, then note its end."""
         if process.connection is not None:
             self._loop.receive(process.connection, is_last=True)
         if process.lives:
-            self._vanished(process)
+            self._note_vanished(process)
         elif not process.ended_ns:  # a fault came between its goodbye and this
-            self._ended(process, GOODBYE)
+            self._note_ended(process, GOODBYE)
 
-    def dropped(self, connection: Connection) -> None:
+    def note_closed(self, connection: Connection) -> None:
         """Note the end of a connection: of a process, or of one that waits for the report of its run."""
         process = self._members.pop(connection, None)
         if process is not None and process.connection is connection:
             process.connection, process.hears = None, False
-            self._connection_ended(process)
+            self._note_disconnected(process)
         for run in self:
             if run.waiting is connection:
                 run.waiting, run.is_reported = None, False  # its process cannot print it: we do
                 self._end_of(run)
 
-    def _connection_ended(self, process: Process) -> None:
+    def _note_disconnected(self, process: Process) -> None:
         """Note that a process's connection has ended. The process may have ended, run another program, or only closed
         its descriptors."""
         if not process.lives:
@@ -310,44 +310,44 @@ class Runs:
             return
         has_exited = process.has_exited()
         if has_exited is None or has_exited:
-            self._vanished(process)
+            self._note_vanished(process)
         elif process.has_become_another_program():
-            self._replaced(process)
+            self._note_replaced(process)
 
     # ---------------------------------------------------------------- who vanishes
 
-    def _vanished(self, process: Process) -> None:
-        process.is_saving = process.look()
+    def _note_vanished(self, process: Process) -> None:
+        process.is_saving = process.check_recorded()
         if process.has_recorded:  # it may not have said so yet
             processes.write_note(self._folder, process)
-        self._ended(process, VANISHED)
+        self._note_ended(process, VANISHED)
         if process.has_recorded:
             wait_s = 0 if process.status == 0 else STATUS_S
-            self._loop.after(wait_s, lambda: self._capture(process))
-        self._say_of_unmet(process, "")
+            self._loop.call_later(wait_s, lambda: self._capture(process))
+        self._report_unrecorded(process, "")
 
-    def _say_of_unmet(self, process: Process, reason: str) -> None:
+    def _report_unrecorded(self, process: Process, reason: str) -> None:
         """Report requests to a process that were not recorded, unless its own report names them."""
         if reason and process.facts.get("report"):
             return
         is_asked = process.facts.get("asks_for_requests", True)
         if not reason and is_asked and not any(member.has_requests for member in (process, *process.run.processes)):
-            self._loop.attempt(partial(self._connections.look_now, process))
-            reason = departure.seen_of_unmet(process)
+            self._loop.attempt(partial(self._connections.note_ports, process))
+            reason = departure.unrecorded_text(process)
         if reason:
             self._say(process.run, f"instrument: process {process.pid}: {reason}", process)
 
-    def _replaced(self, process: Process) -> None:
+    def _note_replaced(self, process: Process) -> None:
         """Note that a process executes another program. Its recording becomes part of the run's report."""
-        process.is_saving = process.look()
-        self._ended(process, REPLACED)
+        process.is_saving = process.check_recorded()
+        self._note_ended(process, REPLACED)
         if process.has_recorded:
             self._save(process)
 
     def _save(self, process: Process) -> None:
         """Save the recording of a process for the run's report."""
         process.saves_itself = False
-        process.saved = departure.place_for_report(self._folder, process)
+        process.saved = departure.path_for_report(self._folder, process)
         self._saves.add(process)
 
     def _make_room(self, process: Process, saved: Path) -> None:
@@ -357,7 +357,7 @@ class Runs:
         )
         departure.make_room(saved, service, report_files, disk_bytes)
 
-    def _ended(self, process: Process, end_kind: str) -> None:
+    def _note_ended(self, process: Process, end_kind: str) -> None:
         process.ended_ns, process.end_kind = time.monotonic_ns(), end_kind
         if end_kind != VANISHED or not process.has_recorded:
             processes.remove_note(self._folder, process)
@@ -369,7 +369,7 @@ class Runs:
             os.close(process.exit_fd)
             process.exit_fd = -1
         self._drop_ended(process.run)
-        self._loop.after(GRACE_S, lambda: self._end_of(process.run))
+        self._loop.call_later(GRACE_S, lambda: self._end_of(process.run))
 
     def note_exit_status(self, pid: int, status: int) -> None:
         """Note the exit status of a process, which its parent reports."""
@@ -391,23 +391,23 @@ class Runs:
             return
         if run.captures > CAPTURES and process.memory >= 0:
             error = {"error": f"{CAPTURES} others are; what it recorded is in the report of the run"}
-            self._say(run, departure.line_of(process, error), process)
+            self._say(run, departure.end_line(process, error), process)
             self._save(process)
             return
-        path = departure.place_of_capture(process, self._captures)
-        self._jobs.start(departure.capture_of(process, path, self._folder), partial(self._note_capture, process))
+        path = departure.path_of_capture(process, self._captures)
+        self._jobs.start(departure.capture_job(process, path, self._folder), partial(self._note_capture, process))
 
     def _note_capture(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
         if process.saved:
             process.link = departure.link_to_capture(self._folder, process)
             self._make_room(process, Path(process.saved))
-        self._say(process.run, departure.line_of(process, answer), process)
-        self.saved(process)
+        self._say(process.run, departure.end_line(process, answer), process)
+        self.note_saved(process)
 
     # ---------------------------------------------------------------- the end of a run
 
-    def say_everywhere(self, text: str) -> None:
+    def write_to_runs(self, text: str) -> None:
         """Write a message to the standard error of each run."""
         for run in self:
             self._say(run, text)
@@ -416,7 +416,7 @@ class Runs:
         self._loop.selector.unregister(descriptor)
         if self._own is not None:
             run = self._own
-            self._loop.after(GRACE_S, lambda: self._end_of(run))
+            self._loop.call_later(GRACE_S, lambda: self._end_of(run))
 
     def _drop_ended(self, run: Run) -> None:
         """Drop ended processes without rows, and fold the older half of many others into their totals."""
@@ -434,9 +434,9 @@ class Runs:
         run.folded_ends.update(map(departure.end_of, first))
         first_files = [process.link or process.saved for process in first]
         paths = [path for path in [run.folded, *first_files] if path]
-        into = departure.place_for_folded(self._folder, run)
+        into = departure.path_for_merged(self._folder, run)
 
-        def then(answer: Any) -> None:
+        def note_merged(answer: Any) -> None:
             run.unfolded += int(answer.get("unread", len(first)))
             if answer.get("path"):
                 run.folded = str(answer["path"])
@@ -447,20 +447,20 @@ class Runs:
             self._end_of(run)
 
         if paths:
-            self._jobs.start(lambda: departure.fold(paths, into), then)
+            self._jobs.start(lambda: departure.merge_files(paths, into), note_merged)
 
     def _end_of(self, run: Run) -> None:
         """End a run once no process of it is left; report it first if no process could."""
         now_ns = time.monotonic_ns()
         if not run.is_over() or any(now_ns - process.ended_ns < GRACE_S * 1e9 for process in run.processes):
             if run.is_over():
-                self._loop.after(GRACE_S, lambda: self._end_of(run))
+                self._loop.call_later(GRACE_S, lambda: self._end_of(run))
             return
         if not self._jobs.is_idle or any(process.is_saving for process in run.processes):
             return  # what is being saved of it calls again
         if not run.is_reported and any(process.facts.get("report") for process in run.recorded()):
             run.is_reported = True
-            report = departure.report_of(run, departure.left_before(self._folder, run))
+            report = departure.report_job(run, departure.earlier_processes(self._folder, run))
             self._jobs.start(report, partial(self._print_report, run))
             return
         if run is self._own:
@@ -501,14 +501,14 @@ class Runs:
 
     def _print_report(self, run: Run, answer: Any, connection: Connection | None = None) -> None:
         """Send the report of a run to the process that waits for it; write it where that one has not waited so long."""
-        answer = self._completed(run, answer)
+        answer = self._complete_report(run, answer)
         if connection is not None and self._loop.has(connection):
             self._loop.send(connection, {"goodbye": answer})
         elif answer.get("report"):
             self._say(run, str(answer["report"]))
         self._end_of(run)
 
-    def _completed(self, run: Run, answer: Any) -> Any:
+    def _complete_report(self, run: Run, answer: Any) -> Any:
         """Return the report of a run, with the facts below it that only the agent knows."""
         if not answer.get("report"):
             return answer
@@ -516,26 +516,26 @@ class Runs:
         text = f"{answer['report']}  {unseen}\n" if unseen else answer["report"]
         if run is self._own and not run.stderr.startswith("/") and self.exports.lost:
             # No process can write to a pipe any more once the agent knows of the last losses.
-            text += f"{departure.line_of_export(self.exports.lost)}\n"
+            text += f"{departure.export_loss_line(self.exports.lost)}\n"
         return {**answer, "report": text}
 
-    def _say_if_nobody_joined(self) -> None:
+    def _report_none_joined(self) -> None:
         run = self._own
         if run is not None and run.first_lives() and not run.living() and not run.recorded():
-            self._say(run, departure.nobody_joined(run.first, START_S))
+            self._say(run, departure.none_joined_text(run.first, START_S))
 
     def _look_again(self) -> None:
         """Look for ends of processes and of runs that no message has reported."""
-        self._loop.after(AGAIN_S, self._look_again)
-        self._take_over()
+        self._loop.call_later(AGAIN_S, self._look_again)
+        self._report_missed()
         for run in self:
             for process in run.living():
                 self._export(process)  # which may have failed before
             for process in [member for member in run.living() if member.connection is None]:
                 if process.exit_fd < 0 and process.has_exited() is not False:
-                    self._vanished(process)
+                    self._note_vanished(process)
                 elif process.has_become_another_program():  # long after it had closed all that it found open
-                    self._replaced(process)
+                    self._note_replaced(process)
             self._report_if_due(run)
             self._end_of(run)
 

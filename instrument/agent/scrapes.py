@@ -66,7 +66,7 @@ class EndedMetrics:
             del self._together[next(iter(self._together))]
         self._write()
 
-    def of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
+    def totals_of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
         """Return the totals of a scope by service, without the processes whose keys are `living`."""
         lives, metrics_by_service = set(living), dict[str, list[Metric]]()
         parts = [part for key, part in self._apart.items() if key not in lives]
@@ -107,7 +107,7 @@ class Scrapes:
         self._wake = wake
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[Family]]]] = SimpleQueue()
 
-    def answer(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
+    def answer_waiting(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
         """Answer the waiting scrapes. `look` returns the living metrics of a scope, and the totals of ended processes
         by service."""
         with suppress(Empty):

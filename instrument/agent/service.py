@@ -35,19 +35,19 @@ class Questions:
         self._questions: dict[int, Question] = {}
         self._numbers = 0
 
-    def forget(self, asker: Connection) -> None:
+    def forget_asker(self, asker: Connection) -> None:
         """Forget the questions of a closed connection."""
         for question in list(self._questions.values()):
             if question.asker is asker:
                 del self._questions[question.number]
 
-    def ask(self, connection: Connection, message: packets.Message) -> None:
+    def answer_question(self, connection: Connection, message: packets.Message) -> None:
         """Answer a question, or pass it on to the processes."""
         subject = message["ask"]
         if subject == "processes":
             for run in self._runs:
                 for process in run.processes:
-                    process.look()
+                    process.check_recorded()
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
                     self._loop.send(connection, {"process": departure.facts_of(process)}, memory)
             runs = [
@@ -100,10 +100,10 @@ class Questions:
                     why = "it has recorded nothing yet; it does so as soon as it records"
                     self._loop.send(connection, {"pid": process.pid, "answer": {"pending": why}})
         self._questions[question.number] = question
-        self._loop.after(ASKED_S, lambda: self._questions.pop(question.number, None))
+        self._loop.call_later(ASKED_S, lambda: self._questions.pop(question.number, None))
         self._end_question(question)
 
-    def answered(self, process: Process, number: int, answer: dict[str, Any]) -> None:
+    def forward_answer(self, process: Process, number: int, answer: dict[str, Any]) -> None:
         """Pass the answer of a process on to the connection that asked."""
         question = self._questions.get(number)
         if question is None or process not in question.waiting:
@@ -158,7 +158,7 @@ class Agent:
         captures: Path | None = None,
         says: Callable[[str], object] | None = None,
     ) -> None:
-        self._loop = EventLoop(listener, self._act_on_packet, self._dropped, says)
+        self._loop = EventLoop(listener, self._act_on_packet, self._note_closed, says)
         self._runs = Runs(self._loop, folder, run, captures, says, self._end_if_done)
         self._questions = Questions(self._loop, self._runs)
         self._ends_at = math.inf
@@ -178,7 +178,7 @@ class Agent:
         signal.siginterrupt(signal.SIGTERM, False)
         try:
             while not (self._is_over or self._loop.is_replaced):
-                self._loop.turn()
+                self._loop.run_once()
         finally:
             go_on = [run for run in self._runs if run.living() or self._loop.is_replaced]
             self._is_needed = bool(go_on)
@@ -195,17 +195,17 @@ class Agent:
         """Act on a packet. Returns those of its descriptors that are kept."""
         process = self._runs.member(connection)
         if "join" in message:
-            return self._runs.joined(connection, dict(message["join"]), descriptors)
+            return self._runs.add_process(connection, dict(message["join"]), descriptors)
         if "ask" in message:
-            self._questions.ask(connection, message)
+            self._questions.answer_question(connection, message)
         elif process is not None and "saved" in message:
-            self._runs.saved(process)
+            self._runs.note_saved(process)
         elif process is not None and not process.lives:
             pass  # it goes on after its goodbye, or is about to end
         elif process is not None and "exits" in message:
             process.status = (int(message["exits"]) & 0xFF) << 8
         elif process is not None and "records" in message:
-            self._runs.records(process)
+            self._runs.note_recording(process)
         elif process is not None and "requests" in message:
             process.has_requests = True
         elif process is not None and "window" in message:
@@ -214,22 +214,22 @@ class Agent:
         elif process is not None and "flush" in message:
             self._runs.exports.flush(process)
         elif process is not None and ("gauges" in message or "readings" in message):
-            self._runs.exports.hear_gauges(process, message)
+            self._runs.exports.handle_gauges(process, message)
         elif process is not None and "hears" in message:
             process.hears = True
         elif process is not None and "goodbye" in message:
-            self._runs.said_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
+            self._runs.handle_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
         elif process is not None and "answer" in message:
-            self._questions.answered(process, int(message["number"]), dict(message["answer"]))
+            self._questions.forward_answer(process, int(message["number"]), dict(message["answer"]))
         elif "ended" in message and connection.pid == os.getppid():
             self._runs.note_exit_status(int(message["ended"]), int(message["status"]))
         else:
             connection.is_broken = True
         return []
 
-    def _dropped(self, connection: Connection) -> None:
-        self._questions.forget(connection)
-        self._runs.dropped(connection)
+    def _note_closed(self, connection: Connection) -> None:
+        self._questions.forget_asker(connection)
+        self._runs.note_closed(connection)
 
     # ---------------------------------------------------------------- the end
 
@@ -238,8 +238,8 @@ class Agent:
         os.read(descriptor, 64)
         if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + END_S
-            self._loop.after(LIVE_S, self._stop_waiting)
-            self._loop.after(END_S, self._stop)
+            self._loop.call_later(LIVE_S, self._stop_waiting)
+            self._loop.call_later(END_S, self._stop)
         self._end_if_done()
 
     def _stop_waiting(self) -> None:
@@ -247,7 +247,7 @@ class Agent:
         self._has_waited = True
         self._end_exports()
         self._end_if_done()
-        self._loop.after(LOOK_S, self._stop_waiting)
+        self._loop.call_later(LOOK_S, self._stop_waiting)
 
     def _end_if_done(self) -> None:
         """End if the run is over and reported, or a signal has come and no work is left."""
@@ -263,12 +263,12 @@ class Agent:
         if not (exports.is_done or exports.is_ending):
             within_s = min(self._ends_at - time.monotonic(), SEND_S + CLOSE_S)
             exports.end(within_s - CLOSE_S)
-            self._loop.after(within_s, self._stop)
+            self._loop.call_later(within_s, self._stop)
 
     def _stop(self) -> None:
         self._runs.exports.stop()
         if not self._is_over and (lost := self._runs.exports.lost):
-            self._runs.say_everywhere(departure.line_of_export(lost))
+            self._runs.write_to_runs(departure.export_loss_line(lost))
         self._is_over = True
 
 
@@ -297,10 +297,10 @@ def serve_on(
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return Agent(listener, folder, run, captures, _say if says else None).serve()
+    return Agent(listener, folder, run, captures, _write_stderr if says else None).serve()
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     with suppress(OSError, ValueError):
         sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
         sys.stderr.flush()

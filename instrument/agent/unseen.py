@@ -70,10 +70,10 @@ class Unseen:
         if self._first:
             with suppress(OSError):
                 self._notes.touch(0o600)
-            self._look_on()
+            self._look_repeatedly()
             self._begun_fd = _opens_of(sys.executable)
             if self._begun_fd >= 0:
-                self._selector.register(self._begun_fd, selectors.EVENT_READ, self._take_begun)
+                self._selector.register(self._begun_fd, selectors.EVENT_READ, self._schedule_looks)
 
     def close(self) -> None:
         """Look for new processes no more."""
@@ -82,12 +82,12 @@ class Unseen:
             os.close(self._begun_fd)
             self._begun_fd = -1
 
-    def _look_on(self) -> None:
+    def _look_repeatedly(self) -> None:
         if not self._is_reported:
-            self._after(LOOK_S, self._look_on)
+            self._after(LOOK_S, self._look_repeatedly)
             self._look()
 
-    def _take_begun(self, descriptor: int) -> None:
+    def _schedule_looks(self, descriptor: int) -> None:
         """Look soon at the processes that begin to run the interpreter of this run now."""
         with suppress(BlockingIOError):
             os.read(descriptor, 1 << 16)
@@ -130,10 +130,10 @@ class Unseen:
             with suppress(OSError):
                 now = (PROC / str(pid) / "cmdline").read_bytes()
                 if now and now != command:
-                    why = "" if pid in joined else self._why(PROC / str(pid), now.split(b"\0"))
+                    why = "" if pid in joined else self._why_no_session(PROC / str(pid), now.split(b"\0"))
                     self._family[pid] = now, why
 
-    def _why(self, process: Path, words: list[bytes]) -> str:
+    def _why_no_session(self, process: Path, words: list[bytes]) -> str:
         """Return the reason why a process has no session, "" if it has one or is no Python process."""
         if not _INTERPRETER.fullmatch((process / "exe").readlink().name) or _ENTRY in words:
             return ""
@@ -234,21 +234,21 @@ class ConnectionWatch:
     def begin(self, process: Process) -> None:
         """Begin to look at a process that has joined, if its process id is valid here and it asks for that."""
         if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
-            self._after(FIRST_S, lambda: self._look(process))
+            self._after(FIRST_S, lambda: self._check_ports(process))
 
-    def _look(self, process: Process) -> None:
+    def _check_ports(self, process: Process) -> None:
         if not process.lives or process.has_requests:
             return
         began = time.thread_time()
         before = process.ports
-        self.look_now(process, by_table_of_s=FIRST_S)
+        self.note_ports(process, by_table_of_s=FIRST_S)
         if process.ports != before:
             self._send(process, {"connections": sorted(process.ports)})
         age_s = (time.monotonic_ns() - process.joined_ns) / 1e9
         wait_s = min(max(age_s / AGE_SHARE, FIRST_S), LONGEST_S) + COST_SHARE * (time.thread_time() - began)
-        self._after(wait_s, lambda: self._look(process))
+        self._after(wait_s, lambda: self._check_ports(process))
 
-    def look_now(self, process: Process, by_table_of_s: float = 0.0) -> None:
+    def note_ports(self, process: Process, by_table_of_s: float = 0.0) -> None:
         """Note the ports at which a process has had connections, also those at which it no longer listens.
 
         The network's table is read again if this process has used it, or if it is older than `by_table_of_s`.
@@ -264,10 +264,10 @@ class ConnectionWatch:
         connections = listening.connections_of(folder, process.listened, table, process.started)
         process.listened |= connections.listens
         process.ports |= connections.open
-        if not connections.closed <= process.ports and self._has_alone(process, connections):
+        if not connections.closed <= process.ports and self._owns_sockets(process, connections):
             process.ports |= connections.closed
 
-    def _has_alone(self, process: Process, connections: listening.Connections) -> bool:
+    def _owns_sockets(self, process: Process, connections: listening.Connections) -> bool:
         """Return True if no other process of the run shares these listening sockets, as workers of a server do."""
         other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(

@@ -83,7 +83,7 @@ class JsonText:
             raise ValueError("it unpacks to more than 100 times its size; if you trust it, unpack it first")
 
     @property
-    def passed(self) -> int:
+    def bytes_read(self) -> int:
         """The number of bytes before the reading position."""
         return self._passed + self._at
 
@@ -107,7 +107,7 @@ class JsonText:
         mark = self.peek()
         if not mark or mark not in expected:
             problem = f"{mark!r} comes" if mark else "it ends"
-            raise self._malformed(f"{problem} where one of {expected} belongs", self.passed)
+            raise self._malformed(f"{problem} where one of {expected} belongs", self.bytes_read)
         self._at += 1
         return mark
 
@@ -131,7 +131,7 @@ class JsonText:
             elif not (may_go_on and self._more()):
                 break
         if error is not None:
-            raise self._malformed(error.msg, self.passed + end) from error
+            raise self._malformed(error.msg, self.bytes_read + end) from error
         self._at += len(text[:end].encode())
         return value
 
@@ -351,7 +351,7 @@ def next_events(text: JsonText, first: int) -> list[TraceEvent]:
     """Return the available next events of a list. `first` is the number of the first one in the file."""
     events, raw = text.values(_decode, b"}")
     if events is None:
-        return _mended_events(raw, first, text.left_out)
+        return _repaired_events(raw, first, text.left_out)
     if _are_far(events):
         with suppress(msgspec.MsgspecError):  # a time in it is invalid
             return [*_decode_exact(b"[%b]" % raw)]
@@ -367,7 +367,7 @@ def _are_far(events: Sequence[TraceEvent]) -> bool:
         return any(type(time) is float and abs(time) >= EXACT_US for time in times)
 
 
-def _mended_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
+def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
     """Return the events of a text with damaged ones. An irreparable event becomes an empty one."""
     events: list[TraceEvent] = []
     for chunk, is_whole in _chunks(text):
@@ -398,7 +398,7 @@ def _chunks(text: bytes) -> Iterator[tuple[bytes, bool]]:
 def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent | None:
     place = f"event {number}"
     try:
-        value = _decode_any(_with_sound_escapes(chunk).decode("utf-8", "replace"))
+        value = _decode_any(_with_valid_escapes(chunk).decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         left_out.add("events that are no JSON", place)
         return None
@@ -415,7 +415,7 @@ def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent 
     return TraceEvent(**fields, args=msgspec.Raw(written(args)) if isinstance(args, dict) else msgspec.Raw(b"0"))
 
 
-def _with_sound_escapes(text: bytes) -> bytes:
+def _with_valid_escapes(text: bytes) -> bytes:
     """Return the text with invalid escapes as backslashes, and lone surrogates as replacement characters."""
     return _ESCAPE.sub(lambda match: match[1] or (rb"\\" if match[2] else rb"\ufffd"), text)
 

@@ -202,13 +202,13 @@ def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: 
     crowded[groups[order[1:][follows]]] = True
     rows = np.flatnonzero(crowded[groups])
     lanes_by_group: dict[int, _Lanes] = {}
-    for row, group, *interval in one_by_one(rows, *(column[rows] for column in (groups, above, starts, ends))):
+    for row, group, *interval in rows_as_tuples(rows, *(column[rows] for column in (groups, above, starts, ends))):
         lanes = lanes_by_group.get(group) or lanes_by_group.setdefault(group, _Lanes())
         number[row], around[row] = lanes.take(row, *interval)
     return number, around
 
 
-def one_by_one(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
+def rows_as_tuples(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
     """Yield the rows of columns as tuples. Only some thousand rows are objects at a time."""
     for first in range(0, len(numbers[0]), BATCH):
         yield from zip(*(column[first : first + BATCH].tolist() for column in numbers), strict=True)
@@ -259,7 +259,7 @@ class Spans:
         is_batch[self.place_of[self.trace.attributes.having(BATCH_KEYS)]] = True
         return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
 
-    def called_away(self) -> tuple[Int64s, Int32s]:
+    def cross_thread_calls(self) -> tuple[Int64s, Int32s]:
         """Return the spans that ran on another thread or task than their callers, and these callers."""
         called = np.flatnonzero(self.parent != NONE)
         callers = self.parent[called]
@@ -341,15 +341,15 @@ class Arrows:
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
         self._spans, owners = spans, intervals.owner
         of_async = spans.is_async[owners]
-        is_drawn = self._may_lead(owners, intervals.start_ns, of_async)
+        is_drawn = self._can_lead_to(owners, intervals.start_ns, of_async)
         self.launched = np.flatnonzero(is_drawn & ~of_async)
         tied = np.flatnonzero(is_drawn & of_async)
         self.ties = dict(zip(tied.tolist(), owners[tied].tolist(), strict=True))
         self.binds = {owner: owner for owner in self.ties.values()}
         self.left_out = int((~is_drawn).sum())
-        called, callers = spans.called_away()
+        called, callers = spans.cross_thread_calls()
         by_bind = spans.is_async[callers] | spans.is_async[called]
-        is_drawn = self._may_lead(callers, spans.start_ns[called], by_bind)
+        is_drawn = self._can_lead_to(callers, spans.start_ns[called], by_bind)
         self.called = called[is_drawn & ~by_bind]
         self.left_out += int((~is_drawn).sum())
         by_bind &= is_drawn
@@ -362,7 +362,7 @@ class Arrows:
         marks.leave_out([batch for batch in np.unique(marks.batch).tolist() if binds.setdefault(batch, batch) != batch])
         self.left_out += marks.left_out
 
-    def _may_lead(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
+    def _can_lead_to(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
         """Return True for arrows that can lead to targets with these starts. A target by bind id must start later than
         its source, because Perfetto reads complete events first, and the first event cannot be an arrow's end."""
         starts_ns = self._spans.start_ns[sources]

@@ -167,7 +167,7 @@ def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
         if not has_events:
             raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
     if text.peek():
-        text.left_out.add("what follows its end", f"byte {text.passed}")
+        text.left_out.add("what follows its end", f"byte {text.bytes_read}")
 
 
 def _take_end(text: JsonText, bracket: str) -> None:
@@ -175,7 +175,7 @@ def _take_end(text: JsonText, bracket: str) -> None:
     if text.peek():
         text.take(bracket)
     else:
-        text.left_out.add("closing brackets that are missing", f"byte {text.passed}")
+        text.left_out.add("closing brackets that are missing", f"byte {text.bytes_read}")
 
 
 def _events(text: JsonText) -> Iterator[tuple[None, list[TraceEvent]]]:

@@ -29,7 +29,7 @@ from instrument.chrome.events import (
     sound_times,
     times_of,
 )
-from instrument.chrome.lanes import DEVICE_PIDS, one_by_one
+from instrument.chrome.lanes import DEVICE_PIDS, rows_as_tuples
 from instrument.chrome.others import ForeignSlices, Rows
 from instrument.chrome.paddle_traces import thread_of
 from instrument.recording.remote_parents import RemoteParent
@@ -189,7 +189,7 @@ class Slices:
         order = np.lexsort((at_ns, of))
         opened: list[int] = []
         strays, next_place, before = 0, len(place), NONE
-        for mark_ns, line, row in one_by_one(at_ns[order], of[order], rows[order]):
+        for mark_ns, line, row in rows_as_tuples(at_ns[order], of[order], rows[order]):
             if line != before:
                 end_ns[opened], clipped[opened] = last_ns, True
                 opened, before = [], line
@@ -224,7 +224,7 @@ def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -
         return parent_of_nested
     parents = array("i")
     opened: list[list[tuple[int, int]]] = [[] for _ in range(int(line.max(initial=-1)) + 1)]
-    for row, (start, end, number) in enumerate(one_by_one(start_ns, end_ns, line)):
+    for row, (start, end, number) in enumerate(rows_as_tuples(start_ns, end_ns, line)):
         stack = opened[number]
         # A crossed row can contain no later row that this one does not contain.
         while stack and (stack[-1][0] <= start or stack[-1][0] < end - rounding_ns):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, one_by_one
+from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, rows_as_tuples
 from instrument.chrome.writing import write_parts
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
@@ -90,16 +90,16 @@ class _Packets:
         """Yield the bytes of the file in chunks."""
         self._head()
         for _ in self._slices_of_spans():
-            yield from self._full()
+            yield from self._full_parts()
         for _ in self._slices_of_intervals():
-            yield from self._full()
+            yield from self._full_parts()
         for sample in self._facts.samples:
             if is_number(sample.value):
                 self._counter(sample)
-                yield from self._full()
+                yield from self._full_parts()
         yield self._part.SerializeToString()
 
-    def _full(self) -> Iterator[bytes]:
+    def _full_parts(self) -> Iterator[bytes]:
         if len(self._part.packet) >= BATCH:
             yield self._part.SerializeToString()
             self._part = self._pb.Trace()
@@ -264,7 +264,7 @@ class _Packets:
             if has_attributes[span_row]:
                 facts |= {name: value for name, value in trace.attributes[span_row].items() if name not in facts}
             self._annotate(event, facts)
-            event.flow_ids.extend(self._arrows.out_of(place))
+            event.flow_ids.extend(self._arrows.leaving_span(place))
             if is_target[place]:
                 event.terminating_flow_ids.append(is_target[place])
             event.terminating_flow_ids.extend(self._arrows.into_batches.get(place, ()))
@@ -330,7 +330,7 @@ class _Packets:
             if type(value) is int and -INT64 <= value < INT64:
                 add(name_iid=number, int_value=value)
             else:
-                _say(add(name_iid=number), safe(value, finite=False))
+                _set_value(add(name_iid=number), safe(value, finite=False))
 
 
 def _read_one_by_one(*columns: NDArray[Any]) -> list[Any]:
@@ -338,7 +338,7 @@ def _read_one_by_one(*columns: NDArray[Any]) -> list[Any]:
     return [np.ascontiguousarray(column).data for column in columns]
 
 
-def _say(annotation: Any, value: Any) -> None:
+def _set_value(annotation: Any, value: Any) -> None:
     """Set the value of a debug annotation, as `safe` returns it."""
     if isinstance(value, bool):
         annotation.bool_value = value
@@ -348,10 +348,10 @@ def _say(annotation: Any, value: Any) -> None:
         annotation.double_value = value
     elif isinstance(value, list):
         for item in value:
-            _say(annotation.array_values.add(), item)
+            _set_value(annotation.array_values.add(), item)
     elif isinstance(value, dict):
         for name, item in value.items():
-            _say(annotation.dict_entries.add(name=name), item)
+            _set_value(annotation.dict_entries.add(name=name), item)
     else:
         annotation.string_value = "" if value is None else str(value)
 
@@ -365,7 +365,7 @@ def _edges_of_lanes(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tu
     is_first[firsts] = True
     order = np.argsort(lane, kind="stable")
     stack: list[int] = []
-    for place, outer, opens in one_by_one(order, around[order], is_first[order]):
+    for place, outer, opens in rows_as_tuples(order, around[order], is_first[order]):
         while stack and (opens or stack[-1] != outer):
             yield stack.pop(), False, False
         yield place, True, bool(opens)
@@ -381,7 +381,7 @@ class _Arrows:
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
-        called, callers = spans.called_away()
+        called, callers = spans.cross_thread_calls()
         is_later = spans.start_ns[callers] < spans.start_ns[called]
         called, callers = called[is_later], callers[is_later]
         launched = np.flatnonzero(spans.start_ns[intervals.owner] <= intervals.start_ns)
@@ -399,6 +399,6 @@ class _Arrows:
         for place, number in zip(marks.batch[serves].tolist(), numbers[of_batches:].tolist(), strict=True):
             self.into_batches.setdefault(place, []).append(number)
 
-    def out_of(self, place: int) -> range:
+    def leaving_span(self, place: int) -> range:
         """Return the arrows that lead out of a span."""
         return range(int(self._firsts[place]), int(self._firsts[place + 1]))

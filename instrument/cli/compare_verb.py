@@ -99,7 +99,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     if len(options.sides) != (1 if baseline else 2):
         names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
         raise InstrumentError(f"compare: there are {len(options.sides)} files or folders; give {names}")
-    if baseline is not None and not (runs := _kept(baseline)):
+    if baseline is not None and not (runs := _baseline_runs(baseline)):
         _keep(baseline, options.sides[0], options.keep)
         print(f"instrument: compare: the baseline {baseline} had no run; {options.sides[0]} is now its first one")
         return 0
@@ -155,14 +155,14 @@ def _verdict(comparison: Comparison, limit: float | None) -> int:
     return REGRESSION if comparison.over(limit) else INCONCLUSIVE if comparison.unsure(limit) or not is_assessed else 0
 
 
-def _kept(baseline: Path) -> list[Path]:
+def _baseline_runs(baseline: Path) -> list[Path]:
     """Return the runs of a baseline, the oldest first. Other folders in it are left alone."""
     return sorted(path for path in baseline.glob("run-" + "[0-9]" * 6) if path.is_dir())
 
 
 def _keep(baseline: Path, side: str, most: int) -> None:
     """Copy a run into the baseline, and remove the oldest ones beyond `most`."""
-    runs = _kept(baseline)
+    runs = _baseline_runs(baseline)
     number = int(runs[-1].name.rpartition("-")[2]) + 1 if runs else 1
     target = baseline / f"run-{number:06d}"
     target.mkdir(parents=True)

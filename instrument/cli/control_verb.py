@@ -45,9 +45,9 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
     For several runs it asks the user first, and refuses without a terminal.
     """
     missing = False
-    with client.asked(options.run) as runs:
+    with client.find_runs(options.run) as runs:
         several = [run for run in runs if run.living]
-        if len(several) > 1 and not (options.all or _is_wanted(several, on=on)):
+        if len(several) > 1 and not (options.all or _confirms(several, on=on)):
             return 2
         for run in runs:
             if run.problem:
@@ -66,9 +66,9 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
     return int(missing)
 
 
-def _is_wanted(runs: Sequence[client.Asked], *, on: bool) -> bool:
+def _confirms(runs: Sequence[client.Asked], *, on: bool) -> bool:
     """Return True if the user at a terminal means all of the runs. Raises `InstrumentError` without a terminal."""
-    verb, names = "on" if on else "off", [run.described for run in runs]
+    verb, names = "on" if on else "off", [run.description for run in runs]
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InstrumentError(
             f"{verb}: there are several runs: {'; '.join(names)}; name one of them, its service or a process "
@@ -146,9 +146,9 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
     """Return the answers of the processes that the agents of this user's runs know, by pid."""
     answers: dict[str, Answer | None] = {}
     try:
-        with client.asked(options.run if options.pid is None else str(options.pid)) as runs:
+        with client.find_runs(options.run if options.pid is None else str(options.pid)) as runs:
             for run in runs:
-                pids = [member.pid for member in run.members if member.lives and _is_meant(member, options)]
+                pids = [member.pid for member in run.members if member.lives and _is_selected(member, options)]
                 if run.problem or not pids:
                     continue
                 incoming = client.request_of(run, request._asdict(), pids, options.wait)
@@ -160,7 +160,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
     return answers
 
 
-def _is_meant(member: client.Member, options: argparse.Namespace) -> bool:
+def _is_selected(member: client.Member, options: argparse.Namespace) -> bool:
     """Return True if a process runs the named file, or there is none, or --pid names the process."""
     if not options.profile or options.pid is not None:
         return True

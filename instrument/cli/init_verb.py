@@ -98,11 +98,11 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
         return 0
     _write(path, text, replaces=options.force)
     count = f"{first.rules} rule{'s' * (first.rules != 1)}"
-    print(f"instrument: wrote {path}: {count}, from {first.summary}; the command {_ended(code)}", file=sys.stderr)
+    print(f"instrument: wrote {path}: {count}, from {first.summary}; the command {_exit_text(code)}", file=sys.stderr)
     return 0
 
 
-def _ended(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

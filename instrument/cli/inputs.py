@@ -150,7 +150,7 @@ def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callabl
     facts_by_path = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
     if not facts_by_path and run is None:
         return list(paths)
-    newest, sentence = chosen(folder, runs_of(facts_by_path), run)
+    newest, sentence = choose_run(folder, runs_of(facts_by_path), run)
     if sentence:
         say(sentence)
     return [path for path in paths if path not in facts_by_path or path in newest.files]
@@ -268,7 +268,7 @@ UNNAMED = "unnamed-"
 """The prefix of the name given to a run whose files do not name it."""
 
 
-def chosen(folder: str, runs: Sequence[FilesOfRun], name: str | None) -> tuple[FilesOfRun, str]:
+def choose_run(folder: str, runs: Sequence[FilesOfRun], name: str | None) -> tuple[FilesOfRun, str]:
     """Return the run with a name, else the newest, and a sentence on the other runs, "" without others. Raises
     `TraceError` for an unknown run."""
     names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))

@@ -53,12 +53,12 @@ def running(
         words, env={**os.environ, **environ}, stdout=sys.stderr.fileno() if to_stderr else None
     )
 
-    def hand_on(number: int, _: object) -> None:
+    def forward_signal(number: int, _: object) -> None:
         if number != signal.SIGINT or not _is_of_terminal():
             handed_on.append(number)
             child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in ENDING}
+    before = {number: signal.signal(number, forward_signal) for number in ENDING}
     try:
         yield child
     finally:

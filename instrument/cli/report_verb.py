@@ -124,9 +124,9 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
 
     prepare(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
     if run is not None:
-        return _reported(options, run)
+        return _print_report(options, run)
     with within_memory("report", [options.traces[0], *filter(None, [options.torch_trace])], options.memory):
-        return _reported(options)
+        return _print_report(options)
 
 
 def _run_of(options: argparse.Namespace) -> RunRead | None:
@@ -142,7 +142,7 @@ def _run_of(options: argparse.Namespace) -> RunRead | None:
         raise InstrumentError(f"report: there is no file {names[0]}, and {problem}") from None
 
 
-def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
+def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> int:
     from instrument.report.request_groups import refuse_unknown_group
     from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, document
@@ -153,7 +153,7 @@ def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
     values["rows"] = None if options.rows == ALL else options.rows
     views, chosen = options.view or views_for(values), Options.of(values)
     if options.html is not None:
-        return _written(options, chosen, run)
+        return _write_page(options, chosen, run)
     documents = []
     for place, (header, facts, recording) in enumerate(_recordings(options, run)):
         refuse_unknown_group(recording, chosen)
@@ -177,7 +177,7 @@ def _reported(options: argparse.Namespace, run: RunRead | None = None) -> int:
     return 0
 
 
-def _written(options: argparse.Namespace, chosen: Options, run: RunRead | None) -> int:
+def _write_page(options: argparse.Namespace, chosen: Options, run: RunRead | None) -> int:
     from instrument.report.page.html_page import write_page
 
     for name in ("json", "by", "view"):

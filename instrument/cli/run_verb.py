@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     flush(sys.stdout)
     flush(sys.stderr)
     if listener is not None and os.getpid() == 1:
-        return serve_as_first(listener, name, command.words, environ)
+        return run_under_agent(listener, name, command.words, environ)
     if listener is not None:
         _begin_agent(listener, name, environ)
     return _replace_process(command.words, environ)
@@ -188,7 +188,7 @@ AGENTS = 10
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
 
-def serve_as_first(listener: socket.socket, run: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the service under an agent that listens on `listener`. Returns the exit code."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     service = os.fork()
@@ -232,7 +232,7 @@ def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
     while True:
         number = signal.sigwaitinfo(signal.valid_signals()).si_signo
         if number == signal.SIGCHLD:
-            reaped = _reaped()
+            reaped = _reap_children()
             ended = [status for pid, status in reaped if pid == service]
             if agent in dict(reaped):
                 agent, starts = 0 if ended or starts == AGENTS else _restarted_agent(path, run, service), starts + 1
@@ -245,7 +245,7 @@ def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
                 os.kill(service, number)
 
 
-def _reaped() -> list[tuple[int, int]]:
+def _reap_children() -> list[tuple[int, int]]:
     """Reap the children that have ended. Returns their pids and statuses."""
     ended = []
     with suppress(ChildProcessError):
@@ -271,6 +271,6 @@ def _end_others(agent: int) -> None:
 
 def _await_agent(agent: int, until: float) -> None:
     while (left_s := until - time.monotonic()) > 0:
-        if agent in [pid for pid, _ in _reaped()]:
+        if agent in [pid for pid, _ in _reap_children()]:
             return
         signal.sigtimedwait({signal.SIGCHLD}, min(left_s, 0.1))

@@ -48,7 +48,7 @@ def ps(options: argparse.Namespace, host: list[str]) -> int:
     """Print the runs. Returns the exit code."""
     from instrument.agent.live_view import LiveSampler
 
-    with client.asked(options.run, memory=True) as runs:
+    with client.find_runs(options.run, memory=True) as runs:
         screens = [(run, LiveSampler(run.name).look(run.members, run.folded)) for run in runs]
     if options.json:
         documents = [
@@ -99,8 +99,8 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
 
     def look() -> Screen:
         nonlocal sampler
-        with client.asked(options.run, memory=True) as runs:
-            run = client.only("live", runs)
+        with client.find_runs(options.run, memory=True) as runs:
+            run = client.single_run("live", runs)
             if not sampler.is_of(run.name):
                 sampler = LiveSampler(run.name)
             screen = sampler.look(run.members, run.folded)
@@ -186,8 +186,8 @@ class RunRead(NamedTuple):
 
 def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead:
     """Read the memory of a run's processes. Raises `InstrumentError` if there is no such run or recording."""
-    with client.asked(name, memory=True) as runs:
-        run = client.only(verb, runs)
+    with client.find_runs(name, memory=True) as runs:
+        run = client.single_run(verb, runs)
         now_ns = time.monotonic_ns()
         since_ns = 0 if last_ns is None else max(now_ns - last_ns, 0)
         read: list[Saved] = []

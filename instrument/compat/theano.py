@@ -241,7 +241,7 @@ def function(
             if stats not in _profiles:
                 _profiles.append(stats)
             _begin()
-            recorded = _beginning(recorded)
+            recorded = _with_torch_start(recorded)
         recorded.profile = stats  # type: ignore[attr-defined]
         return recorded
 
@@ -269,7 +269,7 @@ def _begin() -> None:
     atexit.register(_print_at_exit)  # before the session's own end, which was registered earlier
 
 
-def _beginning(target: Function) -> Function:
+def _with_torch_start(target: Function) -> Function:
     """Have torch.profiler begin at a function's first call, or now if it is no plain function."""
     torch = _torch
     if torch is None or torch.profiler is None:

@@ -257,7 +257,7 @@ class Anchors:
         rate, rate_error, _ = self._rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
         if rate_error != DRIFT:
-            uncertainty_ns, wander = uncertainty_ns + self._bent_ns(), rate_error + self._change
+            uncertainty_ns, wander = uncertainty_ns + self._deviation_ns(), rate_error + self._change
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def place(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
@@ -291,7 +291,7 @@ class Anchors:
         )
         return 0, place
 
-    def _bent_ns(self) -> float:
+    def _deviation_ns(self) -> float:
         """Return the deviation of the host's clock since the newest anchor from its rate before."""
         if self._raw is None:
             return 0.0  # the distance accounts for it

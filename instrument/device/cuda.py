@@ -163,7 +163,7 @@ class CudaDriver:
     @functools.cached_property
     def misfit(self) -> str:
         """The misfit of bindings and driver, in one sentence; "" for none."""
-        error, version = self._ask(self._driver.cuDriverGetVersion)
+        error, version = self._call_driver(self._driver.cuDriverGetVersion)
         return misfit(self.version, 0 if error else version)
 
     def name(self, error: int) -> str:
@@ -185,7 +185,7 @@ class CudaDriver:
         number_of = 0 if numbers is None else _address(numbers)
         return functools.partial(native.MODULE.mark, *addresses, number_of, not self.holds_gil)
 
-    def _ask(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
+    def _call_driver(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
         """Call a function of the bindings. Return the driver's error, and the value if there is one.
 
         The bindings raise if a newer driver returns a code that they do not know.
@@ -199,39 +199,39 @@ class CudaDriver:
 
     def current(self) -> int:
         """Return the calling thread's current context, 0 without one."""
-        error, context = self._ask(self._driver.cuCtxGetCurrent)
+        error, context = self._call_driver(self._driver.cuCtxGetCurrent)
         return 0 if error else int(context)
 
     def current_device(self) -> int:
         """Return the index of the current context's device, -1 without one."""
-        error, device = self._ask(self._driver.cuCtxGetDevice)
+        error, device = self._call_driver(self._driver.cuCtxGetDevice)
         return -1 if error else int(device)
 
     def primary(self, device: int) -> int:
         """Return the primary context of a device, 0 if the service has made none. Releases it at once."""
         driver = self._driver
-        error, handle = self._ask(driver.cuDeviceGet, device)
+        error, handle = self._call_driver(driver.cuDeviceGet, device)
         if error:
             return 0
-        error, state = self._ask(driver.cuDevicePrimaryCtxGetState, handle)
+        error, state = self._call_driver(driver.cuDevicePrimaryCtxGetState, handle)
         if error or not state[1]:
             return 0
-        error, context = self._ask(driver.cuDevicePrimaryCtxRetain, handle)
+        error, context = self._call_driver(driver.cuDevicePrimaryCtxRetain, handle)
         if error:
             return 0
-        self._ask(driver.cuDevicePrimaryCtxRelease, handle)
+        self._call_driver(driver.cuDevicePrimaryCtxRelease, handle)
         return int(context)
 
     def capture(self, stream: int) -> int:
         """Return `CAPTURING` for a stream that is captured into a graph, else the driver's error, 0 for none."""
-        error, status = self._ask(self._driver.cuStreamIsCapturing, stream)
+        error, status = self._call_driver(self._driver.cuStreamIsCapturing, stream)
         return error or (CAPTURING if status else 0)
 
     def device_of(self, stream: int) -> int:
         """Return the index of a stream's device, the current one for the default streams, -1 for an error."""
         if stream <= PER_THREAD:
             return self.current_device()
-        error, context = self._ask(self._driver.cuStreamGetCtx, stream)
+        error, context = self._call_driver(self._driver.cuStreamGetCtx, stream)
         if error or self.push(int(context)):
             return -1
         try:
@@ -243,20 +243,20 @@ class CudaDriver:
         """Run a call that makes objects of the driver on a thread of the service, without ending a capture."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
-        error, mode = self._ask(exchange, driver.CUstreamCaptureMode(_RELAXED))
+        error, mode = self._call_driver(exchange, driver.CUstreamCaptureMode(_RELAXED))
         try:
             return make()
         finally:
             if not error:
-                self._ask(exchange, mode)
+                self._call_driver(exchange, mode)
 
     def push(self, context: int) -> int:
         """Make a context current on the calling thread until `pop`."""
-        return self._ask(self._driver.cuCtxPushCurrent, context)[0]
+        return self._call_driver(self._driver.cuCtxPushCurrent, context)[0]
 
     def pop(self) -> None:
         """Restore the calling thread's earlier context."""
-        self._ask(self._driver.cuCtxPopCurrent)
+        self._call_driver(self._driver.cuCtxPopCurrent)
 
     # ---------------------------------------------------------------- on the resolver's thread
 
@@ -266,37 +266,37 @@ class CudaDriver:
         Otherwise a query from here would end the capture of another thread in the mode `global`, torch's default.
         """
         driver = self._driver
-        error, _ = self._ask(driver.cuCtxSetCurrent, context)
+        error, _ = self._call_driver(driver.cuCtxSetCurrent, context)
         if not error:
             mode = driver.CUstreamCaptureMode(_THREAD_LOCAL)
-            error, _ = self._ask(driver.cuThreadExchangeStreamCaptureMode, mode)
+            error, _ = self._call_driver(driver.cuThreadExchangeStreamCaptureMode, mode)
         return error
 
     def new_event(self) -> tuple[int, Any]:
         """Return the driver's error, and a new event of the current context that records the time."""
-        return self._ask(self._driver.cuEventCreate, 0)
+        return self._call_driver(self._driver.cuEventCreate, 0)
 
     def handle(self, event: Any) -> int:
         """Return the argument of `mark` for an event."""
         return int(event)
 
     def destroy_event(self, event: Any) -> None:
-        self._ask(self._driver.cuEventDestroy, event)
+        self._call_driver(self._driver.cuEventDestroy, event)
 
     def new_stream(self) -> tuple[int, int]:
         """Return the driver's error, and a new stream of the highest priority that waits for no other."""
-        error, priorities = self._ask(self._driver.cuCtxGetStreamPriorityRange)
+        error, priorities = self._call_driver(self._driver.cuCtxGetStreamPriorityRange)
         if error:
             return error, 0
-        error, stream = self._ask(self._driver.cuStreamCreateWithPriority, _NON_BLOCKING, priorities[1])
+        error, stream = self._call_driver(self._driver.cuStreamCreateWithPriority, _NON_BLOCKING, priorities[1])
         return error, 0 if error else int(stream)
 
     def destroy_stream(self, stream: int) -> None:
-        self._ask(self._driver.cuStreamDestroy, stream)
+        self._call_driver(self._driver.cuStreamDestroy, stream)
 
     def query(self, event: Any) -> int:
         """Return 0 for an event that has happened, `NOT_READY` for any other."""
-        return self._ask(self._driver.cuEventQuery, event)[0]
+        return self._call_driver(self._driver.cuEventQuery, event)[0]
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
         """Return a call that reads the device's clock against `now`, None if `now` is not the recorder's clock."""

@@ -136,7 +136,7 @@ class Nvml:
             self._open = True
             self._find(pynvml)
         except pynvml.NVMLError as error:
-            raise NvmlError(_explained(pynvml, error)) from error
+            raise NvmlError(_error_text(pynvml, error)) from error
 
     def close(self) -> None:
         """Close what `open` opened. Never raises."""
@@ -162,7 +162,7 @@ class Nvml:
         import pynvml
 
         if self._environ.get(VARIABLE) != self._variable:
-            self._show()
+            self._choose_visible()
         readings = [*_OFTEN, *(_RARELY if rarely else ())]
         return [
             (gpu.device, self._read_one(pynvml, gpu, device, readings, now_ns))
@@ -185,13 +185,13 @@ class Nvml:
                 device = NvmlDevice(handle, nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
                 device.instances = list(_instances(nvml, handle))
             except nvml.NVMLError as error:
-                self._note(f"GPU {index} of NVML is left out: {_explained(nvml, error)}")
+                self._note(f"GPU {index} of NVML is left out: {_error_text(nvml, error)}")
                 continue
             places.append(((pci.domain, pci.bus, pci.device), device))
         self._devices = [device for _, device in sorted(places, key=lambda place: place[0])]
-        self._show()
+        self._choose_visible()
 
-    def _show(self) -> None:
+    def _choose_visible(self) -> None:
         """Choose the GPUs that the variable shows now: the service may set it late."""
         self._variable = self._environ.get(VARIABLE)
         for device in self._shown:
@@ -223,20 +223,20 @@ class Nvml:
                 values.update(reading.ask(self, nvml, device, now_ns))
             except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
                 values.update(dict.fromkeys(names))
-                self._judge(nvml, gpu, device, names, error)
+                self._stop_failed(nvml, gpu, device, names, error)
         if device.lost:  # reported once, and not read again
             names = [name for reading in (*_OFTEN, *_RARELY) for name in reading.names if name not in device.absent]
             device.absent.update(names)
             values = {**dict.fromkeys(names), **values}
         return values
 
-    def _judge(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
+    def _stop_failed(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
         """Decide after a failed call whether to stop reading: all gauges, a GPU's, or the gauges of this call."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error
         if code in (nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH):
-            raise NvmlError(_explained(nvml, error)) from error
+            raise NvmlError(_error_text(nvml, error)) from error
         if code in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
             device.lost = True
             self._note(f"GPU {gpu.device} ({device.model}, {device.uuid}) is no longer read: {error}")
@@ -416,7 +416,7 @@ def _memory_info(nvml: Any, device: NvmlDevice) -> Any:
     return nvml.nvmlDeviceGetMemoryInfo(device.handle)
 
 
-def _explained(nvml: Any, error: Exception) -> str:
+def _error_text(nvml: Any, error: Exception) -> str:
     """Return NVML's error in one line, with advice where there is any."""
     advice = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: f"{LIBRARY} is not found",

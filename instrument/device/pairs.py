@@ -316,7 +316,7 @@ class Placing:
             last_end_ns, last_at_ns = last.end_ns, last.place.at_ns + times[id(last)][0]
         context.floors[stream] = floor_ns, last_end_ns, last_at_ns
 
-    def labelled(
+    def labelled_interval(
         self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
         """Return begin, end and label of an interval that has ended. `is_alone` is True on the only stream."""

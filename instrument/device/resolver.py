@@ -137,7 +137,7 @@ class Resolver:
         """True while the thread exists."""
         return self._thread is not None
 
-    def disown(self) -> None:
+    def leave_to_parent(self) -> None:
         """Leave all open pairs to the parent, in a forked child."""
         self.asleep = False
         for context in self.contexts.values():
@@ -176,7 +176,7 @@ class Resolver:
             context.alive = False
             self.faults[context.device] = f"device {context.device} is no longer timed: the driver reports {name}"
 
-    def refused(self, context: Context, error: int) -> str:
+    def failure_label(self, context: Context, error: int) -> str:
         """Return the label of a span whose event failed."""
         if error == self._driver.CAPTURING or error in cuda.CAPTURE_ERRORS:
             return "captured"
@@ -193,7 +193,7 @@ class Resolver:
             if stopping.is_set():  # read after `clear`, since `stop` sets it before `waking`
                 break
             try:
-                moved, waits = self.look()
+                moved, waits = self.resolve_ended()
                 if waits and self.watch():
                     continue
             except Exception as fault:
@@ -225,14 +225,14 @@ class Resolver:
                     waking.wait(POLL_S[0])
         end_ns = time.monotonic_ns() + STOP_NS
         try:
-            while self.look(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
+            while self.resolve_ended(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
                 sleep(STOP_POLL_S)
             self._drop_ended_pairs()
             self._close()
         except Exception as fault:
             FAULTS.note("device thread", fault)
 
-    def look(self, *, growing: bool = True) -> tuple[bool, bool]:
+    def resolve_ended(self, *, growing: bool = True) -> tuple[bool, bool]:
         """Resolve the events that have happened. Return two flags: if there were any, and if pairs are in flight."""
         moved, driver = self._note_untimed(), self._driver
         while self.finished:
@@ -394,7 +394,7 @@ class Resolver:
                 is_alone = all(other_stream == stream for other_stream in (*context.recent, *context.under_way))
                 for pair, (error, device_ns, _) in answered:
                     finished.append(pair)
-                    self._take(context, stream, pair, error, device_ns, is_alone)
+                    self._finish(context, stream, pair, error, device_ns, is_alone)
             finally:  # after a fault, too: a pair must not return to the pool twice
                 self._write_intervals()
                 if finished:
@@ -425,13 +425,13 @@ class Resolver:
             return answers
         return [(error, device_ns, None) for error, device_ns, _ in answers]
 
-    def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
+    def _finish(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
         """Resolve a pair that has ended."""
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
             self._resolve_untimed(context, stream, pair, error)
             return
-        start_ns, end_ns, label = self._placing.labelled(context, stream, pair, place, device_ns, is_alone)
+        start_ns, end_ns, label = self._placing.labelled_interval(context, stream, pair, place, device_ns, is_alone)
         self.pairs += 1
         if whole.deferred is None:
             self._add(whole, context, stream, start_ns, end_ns, label, place.uncertainty_ns)
@@ -479,7 +479,7 @@ class Resolver:
             self._give_back(pair)
             return
         self.pairs += 1
-        label = self.refused(context, error) or "dropped"
+        label = self.failure_label(context, error) or "dropped"
         self._keep(whole.span_id, context.device, stream, pair.begin_ns, pair.begin_ns, label, 0)
         whole.taken += 1
         if pair is not whole:

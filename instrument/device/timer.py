@@ -98,7 +98,7 @@ class Timer:
         if context is None:
             captured = self.driver.capture(stream)
             is_captured = captured == cuda.CAPTURING or captured in cuda.CAPTURE_ERRORS
-            context = None if is_captured else self.driver.relaxed(partial(self._meet, device))
+            context = None if is_captured else self.driver.relaxed(partial(self._context_of, device))
             if context is None:
                 self.resolver.start()
                 if not is_captured:  # the service is about to make one
@@ -118,7 +118,7 @@ class Timer:
             if number < 0:
                 number = self._mark_again(context, pair.begin_key, stream, number)
                 if number < 0:
-                    label = self._refused(context, stream, -number)
+                    label = self._failure_label(context, stream, -number)
                     refused = Untimed(self, place, label, pair.begin_ns) if label else None
                     context.free.append(pair)
                     return refused
@@ -174,11 +174,11 @@ class Timer:
             self._devices[stream] = device
         return device
 
-    def _refused(self, context: Context, stream: int, error: int) -> str:
+    def _failure_label(self, context: Context, stream: int, error: int) -> str:
         """Return the label of a span whose first event failed, "" if the device is given up."""
         if error == cuda.BAD_HANDLE:  # the handle may now be of a stream of another device
             self._devices.pop(stream, None)
-        return self.resolver.refused(context, error)
+        return self.resolver.failure_label(context, error)
 
     def begin_again(self, whole: Pair) -> None:
         """Begin another part of a span, with a pair of its own. A part that cannot be timed is counted."""
@@ -249,7 +249,7 @@ class Timer:
         finally:
             driver.pop()
 
-    def _meet(self, device: int) -> Context | None:
+    def _context_of(self, device: int) -> Context | None:
         """Return the context of a device, new with a few events. The resolver makes the others."""
         driver = self.driver
         with self._meeting:

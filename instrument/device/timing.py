@@ -141,7 +141,7 @@ class Timing:
         if self.timer is not None:
             before = self.timer
             self._inherited.append(before)
-            before.resolver.disown()
+            before.resolver.leave_to_parent()
             self.timer = self._new_timer(before.driver)
             self.timer.sources.extend(before.sources)
             self.timer.frameworks.update(before.frameworks)

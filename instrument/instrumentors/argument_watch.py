@@ -255,13 +255,13 @@ class _Looking:
 
     def at_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._left:
-            self._guarded(args, kwargs)
+            self._look_guarded(args, kwargs)
 
     def at_result(self, value: Any) -> None:
         if self._left:
-            self._guarded(value)
+            self._look_guarded(value)
 
-    def _guarded(self, *values: Any) -> None:
+    def _look_guarded(self, *values: Any) -> None:
         self._left -= 1
         begin_ns = time.perf_counter_ns()
         try:

@@ -40,7 +40,7 @@ def watch(recorder: Recorder = RECORDER) -> Undo:
     """Inform the recorder of copies of contexts from now on. Return the undo."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
-    recorder.tells_of_tasks = _Tasks(recorder, undos).are_known
+    recorder.tells_of_tasks = _Tasks(recorder, undos).reports_tasks
     rebind([(original, copy_context)])
 
     def undo() -> None:
@@ -65,7 +65,7 @@ class _Tasks:
         self._informing: dict[Any, Any] = {}  # the informing `create_task` by class of loop
         self._attach()
 
-    def are_known(self) -> bool:
+    def reports_tasks(self) -> bool:
         """Return True if the running loop informs the recorder of its tasks."""
         loop = sys.modules["asyncio.events"]._get_running_loop()
         # A class or an instance with another `create_task` does not.
@@ -80,9 +80,9 @@ class _Tasks:
         for module, name in LOOPS:
             kind = getattr(sys.modules.get(module), name, None)
             if kind is not None and kind not in self._informing:
-                self._informing[kind] = self._make_informing(kind)
+                self._informing[kind] = self._reporting_create_task(kind)
 
-    def _make_informing(self, kind: Any) -> Any:
+    def _reporting_create_task(self, kind: Any) -> Any:
         original, publish, share, contexts = kind.create_task, self._publish, self._share, self._given
 
         @functools.wraps(original)

@@ -116,7 +116,7 @@ def replace(owner: Any, attribute: str, new: Any) -> Undo:
     return Assignment(owner, attribute, new).undo
 
 
-def takes_place(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
+def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
     """Return a decorator that replaces an attribute by the function, under its name, and returns the undo."""
     original = getattr(owner, attribute)
     return lambda function: replace(owner, attribute, functools.wraps(original)(function))
@@ -228,12 +228,12 @@ _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary
 
 def _note_decorated(site: Site, wrapper: Any) -> None:
     """Register a decorated function by its site."""
-    _promise_hint()
+    _register_hint()
     _decorated[site] = wrapper
 
 
 @functools.cache
-def _promise_hint() -> None:
+def _register_hint() -> None:
     atexit.register(_say_hint, os.getpid())
 
 
@@ -249,7 +249,7 @@ def _say_hint(pid: int) -> None:
 
 def withdraw_hint() -> None:
     """Cancel the hint at the exit: there is a session."""
-    _promise_hint()  # or a later decorator would register it
+    _register_hint()  # or a later decorator would register it
     atexit.unregister(_say_hint)
 
 

@@ -27,7 +27,7 @@ from instrument.instrumentors.regions import (
 )
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
-from instrument.instrumentors.work import tensors_near, tensors_of
+from instrument.instrumentors.work import near_tensors, tensors_of
 from instrument.profile.model import LayerRule
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -55,9 +55,9 @@ class Layers:
         self._patches: dict[type[Any], Undo] = {}
         self._unseen: list[Verdict] | None = None
         self._regions = Regions(self._first, lambda key: self._sites.pop(key, None), recorder)
-        self._take_on(rules)
+        self._set_rules(rules)
 
-    def _take_on(self, rules: Sequence[LayerRule]) -> None:
+    def _set_rules(self, rules: Sequence[LayerRule]) -> None:
         # Each rule with its selected sites. The list is replaced as a whole, as calls read it while rules change.
         self._at_work: list[Selected] = [(rule, {}) for rule in rules]
         self._patched: set[type[Any]] = set()
@@ -72,7 +72,7 @@ class Layers:
         """Apply other rules. A layer that is recorded as before keeps its site; a class without a rule gets its own
         `forward` back. Walks the heap, tens of milliseconds in a large process.
         """
-        self._take_on(rules)
+        self._set_rules(rules)
         if not rules:
             self.undo()
             self._torch = None
@@ -86,9 +86,9 @@ class Layers:
         self._sites.clear()
         self._regions.forget()
         for cls in subclasses(self._module_type):
-            self._defined(cls)
+            self._patch_new_class(cls)
         for name, child in self._paths.walk_heap():
-            self._placed(name, child)
+            self._patch_if_named(name, child)
             if id(child) in decided and id(child) not in self._sites:
                 self._decide(child)
         for cls in [cls for cls in self._patches if cls not in self._patched]:
@@ -121,14 +121,14 @@ class Layers:
         dynamo = getattr(getattr(torch, "_C", None), "_dynamo", None)
         self._evaluate = getattr(getattr(dynamo, "eval_frame", None), "set_eval_frame", None)
         self._paths = Paths(module_type, torch_children)
-        handle = torch.nn.modules.module.register_module_module_registration_hook(self._registered)
+        handle = torch.nn.modules.module.register_module_module_registration_hook(self._note_child)
         self._undos.append(handle.remove)
         # A model without children is never registered anywhere.
-        self._undos.append(watch_subclasses(module_type, self._defined, "a layer class"))
+        self._undos.append(watch_subclasses(module_type, self._patch_new_class, "a layer class"))
         for cls in subclasses(module_type):
-            self._defined(cls)
+            self._patch_new_class(cls)
         for name, child in self._paths.walk_heap():
-            self._placed(name, child)
+            self._patch_if_named(name, child)
         self._regions.attach(torch, self._paths)
         return self.undo
 
@@ -148,20 +148,20 @@ class Layers:
         self._sites.clear()
         self._shared.clear()
 
-    def _defined(self, cls: type[Any]) -> None:
+    def _patch_new_class(self, cls: type[Any]) -> None:
         if known_as(cls) in self._types:
             self._patch(cls)
 
-    def _registered(self, parent: Any, name: str, child: Any) -> None:
+    def _note_child(self, parent: Any, name: str, child: Any) -> None:
         """Note a child for torch's registration hook. Returns None, which leaves the child as it is."""
         try:
             if child is not None:
                 self._paths.place(parent, name, child)
-                self._placed(name, child)
+                self._patch_if_named(name, child)
         except Exception as fault:
             FAULTS.note("module registration hook", fault)
 
-    def _placed(self, name: str, child: Any) -> None:
+    def _patch_if_named(self, name: str, child: Any) -> None:
         """Patch the class of a module whose last name a path rule could mean. Its whole path is known only later."""
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
@@ -247,7 +247,7 @@ class Layers:
 
     def _tensors_of(self, module: Any) -> Sequence[Any]:
         """Return the tensors whose devices a layer uses: its own, else one of a neighbour."""
-        return tensors_of(module) or tensors_near(
+        return tensors_of(module) or near_tensors(
             module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
         )
 

@@ -87,10 +87,10 @@ class LineageMember:
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         """Pickle a test that is never True, as a function pickled by value takes it along to another process."""
-        return _refuse_member, ()
+        return _none_passes, ()
 
 
-def _refuse_member() -> Callable[[tuple[Any, ...]], bool]:
+def _none_passes() -> Callable[[tuple[Any, ...]], bool]:
     return _passes_none
 
 
@@ -98,17 +98,15 @@ def _passes_none(args: tuple[Any, ...]) -> bool:
     return False
 
 
-def is_reached(cls: type[Any], attribute: str) -> bool:
+def is_recorded(cls: type[Any], attribute: str) -> bool:
     """Return True if a probe sees each call of a method: its own probe, or one that it reaches by `super`."""
     return any(
-        site_on(function) is not None
-        or hasattr(function, "__instrument_layers__")
-        or _goes_to_super(function, attribute)
+        site_on(function) is not None or hasattr(function, "__instrument_layers__") or _calls_super(function, attribute)
         for _, function, _ in parts_of(type_attribute(cls, attribute))
     )
 
 
-def _goes_to_super(function: Any, attribute: str) -> bool:
+def _calls_super(function: Any, attribute: str) -> bool:
     """Return True if a function calls the method of `super` before any branch or return."""
     code = getattr(function, "__code__", None)
     has_super = False

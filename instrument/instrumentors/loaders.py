@@ -50,16 +50,16 @@ def loader(iterable: T, name: str | None = None) -> T:
     title = getattr(iterable, "__name__", None)
     site = RECORDER.scope_site(name or (title if isinstance(title, str) and title else kind.__name__), "loader")
     RECORDER.may_mute(site, shape="wrapper")
-    proxy: T = _stand_in(iterable, site)
+    proxy: T = _make_proxy(iterable, site)
     return proxy
 
 
-def _stand_in(source: Any, site: Site) -> Any:
+def _make_proxy(source: Any, site: Site) -> Any:
     kind: Any = type(source)
     return _class_for(kind)(source, site)
 
 
-def _reloaded(source: Any, name: str) -> Any:
+def _copy_proxy(source: Any, name: str) -> Any:
     """Return a new proxy, in a copy or from a pickle."""
     return loader(source, name)
 
@@ -105,22 +105,22 @@ class StandIn:
         return hash(self._instrument_source)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reloaded, (self._instrument_source, self._instrument_site.name)
+        return _copy_proxy, (self._instrument_source, self._instrument_site.name)
 
 
 def _iter(self: Any) -> Any:
-    return _stand_in(iter(self._instrument_source), self._instrument_site)
+    return _make_proxy(iter(self._instrument_source), self._instrument_site)
 
 
 def _aiter(self: Any) -> Any:
-    return _stand_in(self._instrument_source.__aiter__(), self._instrument_site)
+    return _make_proxy(self._instrument_source.__aiter__(), self._instrument_site)
 
 
 def _self(self: Any) -> Any:
     return self
 
 
-def _resuming(name: str) -> Callable[..., Any]:
+def _recorded_method(name: str) -> Callable[..., Any]:
     """Return a recorded `__next__` of an iterator, or `send` or `throw` of a generator."""
 
     def resume(self: Any, *args: Any) -> Any:
@@ -224,7 +224,7 @@ _FORWARDED = (
 """The methods that Python looks up in the class, not in the object."""
 
 
-def _forwarding(name: str) -> Callable[..., Any]:
+def _forwarding_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._instrument_source, name)(*args, **kwargs)
 
@@ -240,10 +240,10 @@ def _has(kind: Any, method: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def _class_for(kind: Any) -> type[StandIn]:
     """Return the class of proxies for objects of a class, with the methods of that class alone."""
-    methods: dict[str, Any] = {name: _forwarding(name) for name in _FORWARDED if _has(kind, name)}
+    methods: dict[str, Any] = {name: _forwarding_method(name) for name in _FORWARDED if _has(kind, name)}
     if _has(kind, "__next__"):
         methods["__iter__"] = _self
-        methods.update({name: _resuming(name) for name in ("__next__", "send", "throw") if _has(kind, name)})
+        methods.update({name: _recorded_method(name) for name in ("__next__", "send", "throw") if _has(kind, name)})
     elif _has(kind, "__iter__") or (_has(kind, "__getitem__") and not _has(kind, "__aiter__")):
         methods["__iter__"] = _iter
     if _has(kind, "__anext__"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instrument.instrumentors.functions import Switch, takes_place
+from instrument.instrumentors.functions import Switch, replaces
 from instrument.instrumentors.requests.propagation import current
 from instrument.instrumentors.verdict import Verdict
 from instrument.runtime.faults import FAULTS
@@ -49,7 +49,7 @@ class LogRecords(Switch):
     def _records(self, owner: Any, name: str) -> Any:
         make_record = getattr(owner, name)
 
-        @takes_place(owner, name)
+        @replaces(owner, name)
         def undo(logger: Any, *args: Any, **kwargs: Any) -> Any:
             record = make_record(logger, *args, **kwargs)
             record.__dict__ = {TRACE_ID: "", SPAN_ID: "", **self._ids(), **record.__dict__}
@@ -60,7 +60,7 @@ class LogRecords(Switch):
     def _events(self, owner: Any, name: str) -> Any:
         process_event = getattr(owner, name)
 
-        @takes_place(owner, name)
+        @replaces(owner, name)
         def undo(logger: Any, method: str, event: Any, event_kw: Any) -> Any:
             return process_event(logger, method, event, {**self._ids(), **event_kw})
 

@@ -84,11 +84,11 @@ class Phases(Switch):
         self._run_as_they_are = functools.partial(run_as_they_are, torch)
         self._run_as_they_are((self._run, _unwrapped))
         module_type = torch.nn.Module
-        self._undos.append(replace(module_type, "__call__", self._forward(module_type.__call__)))
+        self._undos.append(replace(module_type, "__call__", self._wrap_call(module_type.__call__)))
         autograd = torch.autograd
         # Both backward() and grad() call it. Compilers know those two by identity, but not this one.
         engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
-        self._undos.append(replace(autograd, engine, self._around(BACKWARD, getattr(autograd, engine))))
+        self._undos.append(replace(autograd, engine, self._wrap_function(BACKWARD, getattr(autograd, engine))))
         self._watch_optimizers(torch.optim.Optimizer)
         return False
 
@@ -111,7 +111,7 @@ class Phases(Switch):
 
     # ---------------------------------------------------------------- wrappers
 
-    def _forward(self, method: Callable[..., Any]) -> Any:
+    def _wrap_call(self, method: Callable[..., Any]) -> Any:
         """Return the wrapper of `Module.__call__`, which wraps no other function.
 
         torch.profiler (`with_stack`) identifies calls of modules by the code of `Module.__call__`, which is our
@@ -132,7 +132,7 @@ class Phases(Switch):
         self._run_as_they_are((wrapper,))
         return wrapper
 
-    def _around(self, phase: str, function: Callable[..., Any]) -> Any:
+    def _wrap_function(self, phase: str, function: Callable[..., Any]) -> Any:
         """Return the wrapper of an optimizer's `step`, or of the engine's function, which has no object."""
         recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[phase]
         is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
@@ -247,7 +247,7 @@ class Phases(Switch):
             if cls.__qualname__ not in self._lacking:
                 self._lacking.append(cls.__qualname__)
             return
-        self._undos.append(replace(owner, "step", self._around(OPTIMIZER, step)))
+        self._undos.append(replace(owner, "step", self._wrap_function(OPTIMIZER, step)))
 
 
 def _unwrapped(thing: Any) -> Any:

@@ -276,7 +276,7 @@ class Costs:
         """
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
-        costs, self.passed_ns = self._of_run("costs", measure)
+        costs, self.passed_ns = self._shared_measurement("costs", measure)
         self.by_shape = {shape: ProbeCost(*cost) for shape, cost in costs.items()}
         if run_folder.shared_file("cold") is None:
             self._cold_ns = self.cold_ns
@@ -285,11 +285,11 @@ class Costs:
     def cold_ns(self) -> float:
         """The additional cost of a call whose memory is in no cache. The first report of a run measures it, in 8 ms."""
         if self._cold_ns is None:
-            among_ns = self._of_run("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
+            among_ns = self._shared_measurement("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)
         return self._cold_ns
 
-    def _of_run(self, name: str, measure: Callable[[], Any]) -> Any:
+    def _shared_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return what another process of the run has measured, else measure it."""
         path = run_folder.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):

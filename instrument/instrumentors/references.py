@@ -116,7 +116,7 @@ class Search:
                     continue
                 if _is_namespace(holder) or (depth and _is_of_class(holder)):
                     for part in parts if depth else ():
-                        self._note(roots[id(part)], _named(holder, part))
+                        self._note(roots[id(part)], _describe_name(holder, part))
                     continue
                 if id(holder) in roots:
                     continue
@@ -167,7 +167,7 @@ def _is_of_class(holder: Any) -> bool:
     return type(holder) is dict and "__module__" in holder and "__doc__" in holder
 
 
-def _named(names: dict[str, Any], part: Any) -> str:
+def _describe_name(names: dict[str, Any], part: Any) -> str:
     """Describe an object by the name that a module or class has for it."""
     name = next((name for name, value in list(names.items()) if value is part), "")
     module = sys.modules.get(names.get("__module__", ""))

@@ -283,7 +283,7 @@ class Regions:
     def _watch_compile(self, module_type: Any) -> None:
         """Wrap `Module.compile()`, which stores a compiled call in an instance. Copies and pickles omit this call."""
         compile_ = module_type.compile
-        take = self._take
+        take = self._wrap_compiled_call
 
         @functools.wraps(compile_)
         def compile(self_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ class Regions:
         for module, _, _ in self._walk():
             take(module)
 
-    def _take(self, module: Any) -> None:
+    def _wrap_compiled_call(self, module: Any) -> None:
         call = vars(module).get("_compiled_call_impl")
         if call is None or hasattr(call, "__instrument_region__"):
             return
@@ -365,7 +365,7 @@ class Regions:
         inner = (vars(module).get("_modules") or {}).get("_orig_mod")
         return known_as(type(module if inner is None else inner))
 
-    def _inside(self, module: Any) -> str:
+    def _why_children_unseen(self, module: Any) -> str:
         """Return the reason why the children of a module are not called from Python, "" if they are."""
         torch, kind = self._torch, type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -395,7 +395,7 @@ class Regions:
             children = vars(module).get("_modules") or {}
             if "_orig_mod" not in children:
                 yield module, path, reason
-            inside = below or self._inside(module)
+            inside = below or self._why_children_unseen(module)
             for name, child in list(children.items()):
                 if child is not None and name in WRAPPING:
                     waiting.append((child, path, reason, inside))

@@ -56,18 +56,18 @@ def install(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo
     for seam in SEAMS[module.__name__]:
         owner = getattr(module, seam.owner, None)
         if isinstance(getattr(owner, seam.method, None), FunctionType):
-            undos.append(replace(owner, seam.method, _taking(seam, getattr(owner, seam.method), registered)))
+            undos.append(replace(owner, seam.method, _wrap_registration(seam, getattr(owner, seam.method), registered)))
     return undos
 
 
-def _taking(seam: Seam, original: FunctionType, registered: Callable[[FunctionType], Any]) -> Any:
+def _wrap_registration(seam: Seam, original: FunctionType, registered: Callable[[FunctionType], Any]) -> Any:
     @functools.wraps(original)
     def take(*args: Any, **kwargs: Any) -> Any:
         try:
             if seam.argument in kwargs:
-                kwargs[seam.argument] = _probed(kwargs[seam.argument], registered)
+                kwargs[seam.argument] = _probe_handler(kwargs[seam.argument], registered)
             elif len(args) > seam.position:
-                handler = _probed(args[seam.position], registered)
+                handler = _probe_handler(args[seam.position], registered)
                 args = (*args[: seam.position], handler, *args[seam.position + 1 :])
         except Exception as fault:
             FAULTS.note("registration of a handler", fault)
@@ -76,7 +76,7 @@ def _taking(seam: Seam, original: FunctionType, registered: Callable[[FunctionTy
     return take
 
 
-def _probed(handler: Any, registered: Callable[[FunctionType], Any]) -> Any:
+def _probe_handler(handler: Any, registered: Callable[[FunctionType], Any]) -> Any:
     if type(handler) is MethodType and type(handler.__func__) is FunctionType:
         probe = registered(handler.__func__)
         return handler if probe is handler.__func__ else MethodType(probe, handler.__self__)
@@ -89,10 +89,10 @@ def keep_picklable() -> Undo:
 
     if hasattr(ForkingPickler, "reducer_override"):
         return lambda: None
-    return replace(ForkingPickler, "reducer_override", _reduced)
+    return replace(ForkingPickler, "reducer_override", _reduce_function)
 
 
-def _reduced(_: Any, thing: Any) -> Any:
+def _reduce_function(_: Any, thing: Any) -> Any:
     if isinstance(thing, FunctionType):
         value: Any = sys.modules.get(thing.__module__)
         path: str = thing.__qualname__

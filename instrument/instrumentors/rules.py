@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.instrumentors import arguments, functions, registrations, targets
 from instrument.instrumentors.arguments import FactReader, KeyReader
 from instrument.instrumentors.functions import Probe, undo_all
-from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
+from instrument.instrumentors.lineages import Lineage, is_recorded, subclasses
 from instrument.instrumentors.references import (
     Kept,
     Name,
@@ -62,9 +62,9 @@ class Functions:
         self._modules: dict[str, ModuleType] = {}
         self._lineages: dict[tuple[int, str], Lineage] = {}  # by identity of the class, and attribute
         self._lock = RLock()  # classes are defined on threads of the host
-        self._take_on(rules)
+        self._set_rules(rules)
 
-    def _take_on(self, rules: Sequence[FunctionRule]) -> None:
+    def _set_rules(self, rules: Sequence[FunctionRule]) -> None:
         self.rules: tuple[FunctionRule, ...] = tuple(rules)
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(self.rules))}
         self._taken: dict[str, int] = {}
@@ -82,7 +82,7 @@ class Functions:
 
     def _change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
         before = {label: verdict for table in self._found.values() for label, verdict in table.items() if verdict.site}
-        self._take_on(rules)
+        self._set_rules(rules)
         undo_all(self._seams)
         modules = list(modules)
         for module in modules if rules else ():
@@ -101,7 +101,7 @@ class Functions:
             owner = owners.get(label)
             if (
                 owner is None
-                or not _serves(rule, self.rules[owner])
+                or not _makes_equal_probes(rule, self.rules[owner])
                 or probe.site.kind != self._kind(label, self.rules[owner])
                 or self._is_in_lineage(probe, before_lineages) != self._is_in_lineage(probe, self._lineages)
             ):
@@ -112,7 +112,7 @@ class Functions:
             known_verdict = before.get(label) or Verdict("", "attached", label, site=probe.site)
             self._found[owner][label] = replace(known_verdict, rule=self.rules[owner].text)
         # In this order, as a fork may happen in between: the child must know of every probe.
-        self._take_off(obsolete)
+        self._remove_probes(obsolete)
         self._probes = stay
         for key, lineage in before_lineages.items():
             if key in self._lineages:
@@ -147,13 +147,13 @@ class Functions:
         """Attach to the functions of a module that rules name. Return True if there were any."""
         with self._lock:
             self._take_registrations(module)
-            return any(map(self.is_named, names_of(module))) and self._imported(module)
+            return any(map(self.is_named, names_of(module))) and self._attach_module(module)
 
     def _take_registrations(self, module: ModuleType) -> None:
         if names_of(module)[0] in registrations.SEAMS:
-            self._seams += registrations.install(module, self._registered)
+            self._seams += registrations.install(module, self._probe_registered)
 
-    def _imported(self, module: ModuleType) -> bool:
+    def _attach_module(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
         attachable = list(self._attachable(self._selected(module)))
         shared = [target for _, target in attachable if functions.references_elsewhere(target) > 0]
@@ -180,7 +180,7 @@ class Functions:
             self._note_references(*probes[key], search.others[key])
         return bool(probes)
 
-    def _registered(self, function: FunctionType) -> Any:
+    def _probe_registered(self, function: FunctionType) -> Any:
         """Return the probe of a function that is being registered, if a rule names it, else the function itself."""
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
@@ -211,7 +211,7 @@ class Functions:
             for lineage in lineages.values():
                 lineage.end()
             probes, self._probes = list(self._probes), {}
-            self._take_off(probes)
+            self._remove_probes(probes)
 
     def after_fork_in_child(self) -> None:
         """Replace the lock, which another thread of the parent may have locked."""
@@ -228,16 +228,16 @@ class Functions:
         for probe in probes:
             probe.undo()
         rebind((probe.wrapped, probe.target.function) for probe in probes)
-        return partial(self._put_on, probes) if probes else None
+        return partial(self._restore_probes, probes) if probes else None
 
-    def _put_on(self, probes: Sequence[Probe]) -> None:
+    def _restore_probes(self, probes: Sequence[Probe]) -> None:
         """Restore probes that were removed for a while, unless their rules have gone since."""
         off = [probe for probe in probes if not probe.is_set and probe in self._probes]
         for probe in off:
             probe.set()
         rebind((probe.target.function, probe.wrapped) for probe in off if probe.target.raw is not None)
 
-    def _take_off(self, probes: Sequence[Probe]) -> None:
+    def _remove_probes(self, probes: Sequence[Probe]) -> None:
         for probe in reversed(probes):
             try:
                 probe.undo()
@@ -265,7 +265,7 @@ class Functions:
             return
         key = (id(thing.owner), thing.attribute)
         if key not in self._lineages:
-            lineage = self._lineages[key] = Lineage(thing.owner, thing.attribute, self._subclassed)
+            lineage = self._lineages[key] = Lineage(thing.owner, thing.attribute, self._attach_subclass)
             for target in [probe.target for probe in self._probes]:
                 if lineage.holds(target.owner, target.attribute):
                     lineage.join(target.owner)
@@ -273,20 +273,20 @@ class Functions:
         for cls in self._lineages[key].overrides():
             yield from targets.override(cls, thing.attribute)
 
-    def _subclassed(self, cls: type[Any]) -> None:
+    def _attach_subclass(self, cls: type[Any]) -> None:
         """Attach to a new subclass of a class whose overrides a rule wants."""
         with self._lock:
             selected = {
                 (index, thing.label): thing
                 for index, rule in enumerate(self.rules)
-                for attribute in self._wanted_below(index, cls)
+                for attribute in self._wanted_overrides(index, cls)
                 for thing in targets.override(cls, attribute)
                 if not _is_excluded(rule, thing)
             }
             for index, target in list(self._attachable(selected)):
                 self._attach(index, target)
 
-    def _wanted_below(self, index: int, cls: type[Any]) -> Iterator[str]:
+    def _wanted_overrides(self, index: int, cls: type[Any]) -> Iterator[str]:
         """Yield the methods of a class that are overrides and that a rule wants."""
         for key, lineage in self._lineages.items():
             is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
@@ -343,7 +343,7 @@ class Functions:
         rule = self.rules[index]
         site = targets.site_of(
             target.function,
-            name=target.filled_in(rule.name) if rule.name else target.name,
+            name=target.fill_fields(rule.name) if rule.name else target.name,
             kind=self._kind(target.label, rule),
             device=rule.device,
             phase=rule.phase,
@@ -403,7 +403,7 @@ class Functions:
 
     def _is_swept(self, index: int, target: Target) -> bool:
         """Return True for a function of a module that only patterns with a wildcard in the module's name match."""
-        texts = [text for text in self.rules[index].match if _means(text, target.label)]
+        texts = [text for text in self.rules[index].match if _matches_label(text, target.label)]
         return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in texts)
 
     def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
@@ -421,7 +421,7 @@ class Functions:
         with self._lock:
             for lineage in list(self._lineages.values()):
                 for cls in list(lineage.overrides()):
-                    self._subclassed(cls)  # its base may not have reported it
+                    self._attach_subclass(cls)  # its base may not have reported it
             verdicts: list[Verdict] = []
             for index, rule in enumerate(self.rules):
                 rows = [self._with_overrides(index, verdict) for verdict in self._found[index].values()]
@@ -440,9 +440,9 @@ class Functions:
         labels = [
             targets.override_label(cls, attribute)
             for cls in subclasses(owner)
-            if attribute in type_namespace(cls) and not is_reached(cls, attribute)
+            if attribute in type_namespace(cls) and not is_recorded(cls, attribute)
         ]
-        missed = [label for label in sorted(labels) if not any(_means(text, label) for text in rule.exclude)]
+        missed = [label for label in sorted(labels) if not any(_matches_label(text, label) for text in rule.exclude)]
         if not missed:
             return verdict
         shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
@@ -467,7 +467,7 @@ class Functions:
             if (script := script_name()) in names:
                 why += f", but run as the program: a rule calls it __main__, not {script}"
             return Verdict(rule.text, "waiting", why=why)
-        if main := next((module for module in modules if is_main(module) and self._defined_unseen(rule, module)), None):
+        if main := next((module for module in modules if is_main(module) and self._has_unseen(rule, module)), None):
             program = names_of(main)[0]
             why = "__main__" if program == "__main__" else f"{program} runs as __main__, and"
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
@@ -483,7 +483,7 @@ class Functions:
         label = next(filter(None, (nearest(text, targets.unmatched(text, modules)) for text in rule.match)), "")
         return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {label}" if label else ""))
 
-    def _defined_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
+    def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
         """Return True if a module has functions that a rule names, which no import hook has seen."""
         things = (thing for text in rule.match for thing in targets.find(module, text))
         return any(isinstance(thing, Target) for thing in things)
@@ -506,7 +506,7 @@ def _references(references: Sequence[str]) -> str:
     return f"also referenced by {' and '.join(sorted(references)[:3])}{more}"
 
 
-def _serves(rule: FunctionRule, second: FunctionRule) -> bool:
+def _makes_equal_probes(rule: FunctionRule, second: FunctionRule) -> bool:
     """Return True if two rules make equal probes of a target."""
     return replace(rule, match=second.match, exclude=second.exclude, text=second.text) == second
 
@@ -517,9 +517,9 @@ def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
 
 
 def _is_excluded(rule: FunctionRule, thing: Target | Unreachable) -> bool:
-    return any(_means(text, thing.label) for text in rule.exclude)
+    return any(_matches_label(text, thing.label) for text in rule.exclude)
 
 
-def _means(text: str, label: str) -> bool:
+def _matches_label(text: str, label: str) -> bool:
     module, _, qualname = label.partition(":")
     return matches(text.partition(":")[0], module) and matches(text.partition(":")[2], qualname)

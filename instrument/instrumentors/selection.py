@@ -87,7 +87,7 @@ class Selection:
         self._wakers: frozenset[str] = frozenset()
         """The packages that wake any family that sleeps or slept."""
         for key in FAMILIES:
-            self._lay_down(key)
+            self._attach_or_defer(key)
         self._unfinished: list[ModuleType] = []
         self._seen: set[str] = set()
         self._looks_left = 0
@@ -96,7 +96,7 @@ class Selection:
         self.noted: Callable[[], object] = lambda: None
         self.begun: Callable[[str], object] = lambda _: None
 
-    def _lay_down(self, key: str) -> None:
+    def _attach_or_defer(self, key: str) -> None:
         """Attach the rules of a key now if any module may have a target, else with the first of their packages."""
         if not rules_of(self.profile, key):
             self._asleep.pop(key, None)
@@ -128,10 +128,10 @@ class Selection:
     def _family_of(self, key: str) -> Any:
         """Return the family of a key, and wake it if it sleeps; None if the profile has no such rules."""
         if key in self._asleep:
-            self.wake(key)
+            self.attach_family(key)
         return self._families.get(key)
 
-    def wake(self, key: str) -> None:
+    def attach_family(self, key: str) -> None:
         """Make the family of a key, and attach it to the imported modules."""
         import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
@@ -147,7 +147,7 @@ class Selection:
                     elif family.imported(module):
                         self.late.append(names_of(module)[0])
 
-    def _wakened_by(self, module_name: str) -> list[str]:
+    def _families_of(self, module_name: str) -> list[str]:
         """Return the keys of the families that a module wakes. Triton names a model's module by a number."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
@@ -166,7 +166,7 @@ class Selection:
         """
         with self._lock:
             for _, module in loaded_modules():
-                for key in {key for name in names_of(module) for key in self._wakened_by(name)}:
+                for key in {key for name in names_of(module) for key in self._families_of(name)}:
                     self._make(key)
         loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
         watch = main_module.Watch(self.wants, self.imported)
@@ -202,7 +202,7 @@ class Selection:
                 if family is not None:
                     family.undo()
                     self._families = {name: awake for name, awake in self._families.items() if name != key}
-                self._lay_down(key)
+                self._attach_or_defer(key)
                 if rules and (family is not None or self._is_wakened(key, loaded)):
                     family = self._families.get(key) or self._make(key)
                     for module in loaded:
@@ -222,9 +222,9 @@ class Selection:
     def _is_wakened(self, key: str, modules: Iterable[ModuleType]) -> bool:
         """Return True if a family is awake, or if one of the modules wakes it."""
         names = (name for module in modules for name in names_of(module))
-        return key in self._families or any(key in self._wakened_by(name) for name in names)
+        return key in self._families or any(key in self._families_of(name) for name in names)
 
-    def settle(self) -> bool:
+    def attach_unfinished(self) -> bool:
         """Attach to modules whose import had not ended at a change of the rules. Return True if a later look is needed.
 
         Another thread may have asked for a module by the earlier rules and have put it into `sys.modules` since.
@@ -265,8 +265,8 @@ class Selection:
 
     def wants(self, module_name: str) -> bool:
         """Wake the families of a module. Return True if a rule could have a target in the module."""
-        for key in self._wakened_by(module_name):
-            self.wake(key)
+        for key in self._families_of(module_name):
+            self.attach_family(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
 
     def _wants_import(self, module_name: str) -> bool:
@@ -296,9 +296,9 @@ class Selection:
         `of_all` is False for the verdicts of awake families alone.
         """
         for key in list(self._asleep) if of_all else ():
-            self.wake(key)
+            self.attach_family(key)
         with self._lock:
-            self.settle()
+            self.attach_unfinished()
             if (requests := self._families.get("requests")) is not None:
                 requests.ports = self._ports
             return [verdict for family in self._families.values() for verdict in family.verdicts()]

@@ -101,7 +101,7 @@ class Target:
         part = self.qualname.rpartition(".")[2]
         return self.qualname if own_name in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
 
-    def filled_in(self, name: str) -> str:
+    def fill_fields(self, name: str) -> str:
         """Fill the fields in braces of a rule's name with the target's names. Other braces stay as they are."""
         owner, _, function_name = self.qualname.rpartition(".")
         value_by_field = {"module": self.module, "qualname": self.qualname, "class": owner, "function": function_name}
@@ -184,7 +184,9 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
         holder = namespace(module).get(first)
         inner_class = None if "*" in first else _class_inside(holder, module.__name__, first)
         if inner_class is not None:
-            yield from _noted(_walk(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name), holder)
+            yield from _noting(
+                _walk(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name), holder
+            )
         return
     owner: Any = module
     holder = None
@@ -198,7 +200,7 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
         inner_class = _class_inside(owner, module.__name__, ".".join(path[: index + 1]))
         if inner_class is not None and type_attribute(inner_class, [*path, last][index + 1]) is not None:
             owner, holder = inner_class, owner
-    yield from _noted(_find_in(module, owner, last, qualname, label), holder)
+    yield from _noting(_find_in(module, owner, last, qualname, label), holder)
 
 
 def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
@@ -216,7 +218,7 @@ def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: st
         return
     inner_class = _class_inside(value, module.__name__, qualname)
     if inner_class is not None:
-        yield from _noted(_find_class(module, inner_class, qualname, label), value)
+        yield from _noting(_find_class(module, inner_class, qualname, label), value)
     elif isinstance_of(value, type):
         yield from _find_class(module, value, qualname, label)
     else:
@@ -231,7 +233,7 @@ def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
-def _noted(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
+def _noting(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
     """Yield the targets with a note on the decorator's object that contains their class, if there is one."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
@@ -368,34 +370,34 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
     parts: list[tuple[str, Any, Put]]
     if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and site_on(raw) is None:
         cell = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))["func"]
-        parts = [("", cell.cell_contents, partial(_with, raw, setattr, cell, "cell_contents"))]
+        parts = [("", cell.cell_contents, partial(_put_and_return, raw, setattr, cell, "cell_contents"))]
     elif _is_function(raw):
         parts = [("", raw, lambda new: new)]
     elif issubclass(kind, (staticmethod, classmethod)):
         parts = [("", raw.__func__, kind)]
     elif issubclass(kind, property):
         sides = ((0, "", raw.fget), (1, ".setter", raw.fset), (2, ".deleter", raw.fdel))
-        parts = [(suffix, side, partial(_set_side, raw, index)) for index, suffix, side in sides]
+        parts = [(suffix, side, partial(_set_accessor, raw, index)) for index, suffix, side in sides]
     elif issubclass(kind, partial):
         state: Any = partial.__reduce__(raw)[2]
         parts = [("", state[0], partial(_set_partial, raw))]
     elif issubclass(kind, (functools.cached_property, functools.partialmethod)):
         names = own_names(raw) or {}
-        parts = [("", names.get("func"), partial(_with, raw, dict.__setitem__, names, "func"))]
+        parts = [("", names.get("func"), partial(_put_and_return, raw, dict.__setitem__, names, "func"))]
     elif issubclass(kind, functools.singledispatchmethod):
         dispatcher = (own_names(raw) or {})["dispatcher"]
         parts = [
-            ("" if of is object else f"[{of.__name__}]", part, partial(_with, raw, dispatcher.register, of))
+            ("" if of is object else f"[{of.__name__}]", part, partial(_put_and_return, raw, dispatcher.register, of))
             for of, part in dict(dispatcher.registry).items()
         ]
     else:
         proxied = _wrapped_slot(kind)
-        put = partial(_with, raw, type(proxied).__set__, proxied, raw) if proxied is not None else None
+        put = partial(_put_and_return, raw, type(proxied).__set__, proxied, raw) if proxied is not None else None
         parts = [("", proxied.__get__(raw), put)] if put is not None else []
     yield from (DecoratedPart(*part) for part in parts if _is_function(part[1]))
 
 
-def _with(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
+def _put_and_return(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
     """Call `put(*arguments)`, which puts a new function into the object. Return the object."""
     put(*arguments)
     return raw
@@ -407,7 +409,7 @@ def _set_partial(raw: Any, new: Any) -> Any:
     return raw
 
 
-def _set_side(raw: property, index: int, new: Any) -> property:
+def _set_accessor(raw: property, index: int, new: Any) -> property:
     sides: list[Any] = [raw.fget, raw.fset, raw.fdel]
     sides[index] = new
     property.__init__(raw, sides[0], sides[1], sides[2], property.__dict__["__doc__"].__get__(raw))
@@ -456,7 +458,7 @@ def _decorated_function(raw: Any, module: str, qualname: str, kind: type[Any] = 
             ):
                 near.append(part)
     has_place = function is not None and any(_places(near, function))
-    return function, partial(_put_in, near, Kept([function])) if has_place else None
+    return function, partial(_replace_in_places, near, Kept([function])) if has_place else None
 
 
 def _places(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
@@ -470,7 +472,7 @@ def _places(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart
                 yield from ((thing, name, part) for part in parts_of(value) if part.function is function)
 
 
-def _put_in(near: Kept, now: Kept, new: Any) -> None:
+def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
     """Replace the function in `now` in the attributes of objects and classes, and in dicts."""
     for thing, name, part in Kept(_places(near, now[0])):
         if isinstance_of(thing, type):

@@ -95,7 +95,7 @@ def tensors_of(module: Any) -> list[Any]:
     return parameters if any(parameter.is_cuda for parameter in parameters) else [*parameters, *module.buffers()]
 
 
-def tensors_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
+def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
     """Return a tensor of the neighbours of a module that has no tensor itself; empty without one.
 
     The module before it gives it its input. So the last tensor of the nearest neighbour before it comes first, then the

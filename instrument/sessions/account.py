@@ -205,7 +205,7 @@ class SessionDiagnostics:
 
     def unmet(self) -> str:
         """Return a sentence on requests or jobs that came and were not recorded, "" without any."""
-        self.selection.wake("requests")
+        self.selection.attach_family("requests")
         verdicts = without_others(self.verdicts(of_all=False), board.marks())
         return "; ".join(str(verdict) for verdict in verdicts if verdict.state == "unmet")
 

@@ -194,7 +194,7 @@ class Generations:
         self._enter = enter
         self._refine = refine
         self.has_ended = has_ended
-        self.settle = session.selection.settle
+        self.settle = session.selection.attach_unfinished
         self.file = file_of(session.profile, folder)
         self.lock = RLock()
         """The lock of the change from one profile to another."""

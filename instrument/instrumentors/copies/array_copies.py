@@ -307,7 +307,7 @@ def _attach_bindings(module: Any, transfers: Transfers) -> PatchedFunctions:
             continue
         facts = _facts(name, function)
         if facts is not None:
-            patched.functions(module, (name,), _if_done(facts), _stream(function))
+            patched.functions(module, (name,), _if_succeeded(facts), _stream(function))
     return patched
 
 
@@ -381,7 +381,7 @@ def _stream(function: Any) -> Stream:
     return stream
 
 
-def _if_done(facts: Facts) -> Facts:
+def _if_succeeded(facts: Facts) -> Facts:
     """Return `facts` for calls that succeed. A call with an error code has moved nothing."""
     return lambda out, args, kwargs: facts(out, args, kwargs) if int(out[0]) == 0 else None
 

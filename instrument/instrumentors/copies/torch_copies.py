@@ -50,24 +50,24 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _private_backend(torch)
-    patched = PatchedFunctions(transfers, "torch", ready, _where)
-    patched.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_converted, fake))
+    patched = PatchedFunctions(transfers, "torch", ready, _copier)
+    patched.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_conversion, fake))
     patched.methods(tensor, ("copy_",), _if_real(_copied, fake))
-    patched.methods(tensor, ("pin_memory",), _if_new(_pinned, fake), _nowhere)
+    patched.methods(tensor, ("pin_memory",), _if_new(_pinning, fake), _no_device)
     # Most calls read tensors that are on the host already.
-    patched.methods(tensor, READING, _read, lambda args, kwargs: _where(args, kwargs) if args[0].is_cuda else NOWHERE)
+    patched.methods(tensor, READING, _read, lambda args, kwargs: _copier(args, kwargs) if args[0].is_cuda else NOWHERE)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         patched.methods(storage, ("to", "cuda", "cpu"), _storage_moved)
         patched.methods(storage, ("copy_",), _storage_copied)
-        patched.methods(storage, ("pin_memory",), _storage_pinned, _nowhere)
+        patched.methods(storage, ("pin_memory",), _storage_pinned, _no_device)
     return patched
 
 
-def _nowhere(args: Any, kwargs: Any) -> Any:
+def _no_device(args: Any, kwargs: Any) -> Any:
     return NOWHERE
 
 
-def _where(args: Any, kwargs: Any) -> Any:
+def _copier(args: Any, kwargs: Any) -> Any:
     """Return the device that runs a copy: the source's, or the target's if the source is on the host.
 
     `tensor.to(...)` takes many kinds of target. None means the current device, if the target names no device.
@@ -97,11 +97,11 @@ def device_direction(source: Any, target: Any) -> str | None:
 # ---------------------------------------------------------------- the bytes that a call has moved
 
 
-def _converted(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     """Return the copy of a method that returns a tensor. It returns its own tensor if it had nothing to do."""
     if not hasattr(out, "device"):  # `type()` names the class
         return None
-    return _between(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
+    return _transfer(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
 
 
 def _copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -109,10 +109,10 @@ def _copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     source = argument(args, kwargs, 1, "src", kwargs.get("other"))
     if not hasattr(source, "device") or source is out:
         return None
-    return _between(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
+    return _transfer(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
 
 
-def _between(source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False) -> Transfer | None:
+def _transfer(source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False) -> Transfer | None:
     direction = device_direction(source.device, target)
     if direction is None or (direction == "h2h" and not overwrites and _shares(source, out)):
         return None
@@ -125,7 +125,7 @@ def _between(source: Any, out: Any, target: Any, asynchronous: bool, overwrites:
     return Transfer(direction, _nbytes(source), not asynchronous, pinned)
 
 
-def _pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _pinning(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     return Transfer("h2h", _nbytes(out), True, True)
 
 

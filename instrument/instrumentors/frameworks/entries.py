@@ -104,15 +104,15 @@ class Entries:
         bases = owner.__mro__ if isinstance(owner, type) else ()
         owner = next((base for base in bases if entry.method in vars(base)), None)
         if owner is None:
-            return missing(self.rule, entry.label)
+            return missing_entry(self.rule, entry.label)
         method = vars(owner)[entry.method]
         if hasattr(method, "__instrument_framework__"):  # a second name of the same module
             return Verdict(self.rule.text, "attached", entry.label)
-        if (verdict := taken(self.rule, entry.label, method)) is not None:
+        if (verdict := already_recorded(self.rule, entry.label, method)) is not None:
             return verdict
         if not isinstance(method, FunctionType):
-            return no_function(self.rule, entry.label, method)
-        return replaced(self.rule, entry.label, owner, entry.method, self._wrap(entry, method), self._undos)
+            return not_a_function(self.rule, entry.label, method)
+        return replace_method(self.rule, entry.label, owner, entry.method, self._wrap(entry, method), self._undos)
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
         recorder, by_class, decide = self._recorder, self._by_class, self._decide
@@ -146,18 +146,18 @@ class Entries:
         return recording
 
 
-def missing(rule: FrameworkRule, label: str) -> Verdict:
+def missing_entry(rule: FrameworkRule, label: str) -> Verdict:
     """Return the verdict on an entry point that the imported version of a framework does not have."""
     version = next((namespace(m).get("__version__") for name, m in loaded_modules() if name == rule.name), None)
     return Verdict(rule.text, "unreachable", label, f"{rule.name} {version or '(of unknown version)'} has none")
 
 
-def no_function(rule: FrameworkRule, label: str, value: Any) -> Verdict:
+def not_a_function(rule: FrameworkRule, label: str, value: Any) -> Verdict:
     """Return the verdict on an entry point that is no Python function."""
     return Verdict(rule.text, "unreachable", label, f"it is a {type(value).__name__}, not a function")
 
 
-def replaced(rule: FrameworkRule, label: str, owner: Any, name: str, new: Any, undos: list[Undo]) -> Verdict:
+def replace_method(rule: FrameworkRule, label: str, owner: Any, name: str, new: Any, undos: list[Undo]) -> Verdict:
     """Replace a method of a class. Return the verdict on it."""
     try:
         undos.append(replace(owner, name, new))
@@ -176,7 +176,7 @@ def recorded_once(recorder: Recorder, method: Any, site: Site, recordings: dict[
     return recording
 
 
-def taken(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
+def already_recorded(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
     """Return the verdict on an entry point that a function rule or a decorator records already, None for others."""
     site = getattr(function, "__instrument__", None)
     if not isinstance(site, Site):

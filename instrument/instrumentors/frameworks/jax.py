@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import missing, replaced, taken
+from instrument.instrumentors.frameworks.entries import already_recorded, missing_entry, replace_method
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.loaders import StandIn
 from instrument.instrumentors.references import loaded_modules, namespace, rebind
@@ -76,10 +76,10 @@ class Jitted:
         bases = array.__mro__ if isinstance(array, type) else ()
         concrete = next((cls for cls in bases if "block_until_ready" in vars(cls)), None)
         if concrete is None:
-            self._verdicts.append(missing(self.rule, "Array.block_until_ready"))
+            self._verdicts.append(missing_entry(self.rule, "Array.block_until_ready"))
         else:
             self._attach_method(concrete)
-        self._bound.extend(self._made_before(namespace(module).get("jit")))
+        self._bound.extend(self._wrap_existing(namespace(module).get("jit")))
         rebind(self._bound, spared=OWN)
         return True
 
@@ -101,11 +101,11 @@ class Jitted:
     def _attach(self, name: str, wrap: Callable[[Any], Any]) -> None:
         function = namespace(self._jax).get(name) if self._jax is not None else None
         label = f"jax.{name}"
-        if (verdict := taken(self.rule, label, function)) is not None:
+        if (verdict := already_recorded(self.rule, label, function)) is not None:
             self._verdicts.append(verdict)
             return
         if not isinstance(function, FunctionType):
-            self._verdicts.append(missing(self.rule, label))
+            self._verdicts.append(missing_entry(self.rule, label))
             return
         wrapped = wrap(function)
         wrapped.__instrument_framework__ = self.rule.name
@@ -116,7 +116,7 @@ class Jitted:
     def _attach_method(self, cls: type[Any]) -> None:
         name = "block_until_ready"
         wrapped = self._wrap_call(vars(cls)[name], name=f"jax.{name}")
-        self._verdicts.append(replaced(self.rule, f"Array.{name}", cls, name, wrapped, self._undos))
+        self._verdicts.append(replace_method(self.rule, f"Array.{name}", cls, name, wrapped, self._undos))
 
     def _wrap_jit(self, jit: Any) -> Any:
         @functools.wraps(jit)
@@ -186,7 +186,7 @@ class Jitted:
 
         return wrapper
 
-    def _made_before(self, jit: Any) -> Iterator[tuple[Any, Any]]:
+    def _wrap_existing(self, jit: Any) -> Iterator[tuple[Any, Any]]:
         """Yield each jitted function that a module of the service names, with its proxy. Note a verdict on the rest."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):

@@ -14,7 +14,7 @@ import weakref
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import missing, no_function, recorded_once, replaced
+from instrument.instrumentors.frameworks.entries import missing_entry, not_a_function, recorded_once, replace_method
 from instrument.instrumentors.functions import Undo, undo_all
 from instrument.instrumentors.lineages import subclasses, watch_subclasses
 from instrument.instrumentors.references import namespace
@@ -54,16 +54,16 @@ class Estimators:
         """Attach to every estimator class, now or when it is defined."""
         base = namespace(module).get(BASE[1])
         if not isinstance(base, type):
-            self._verdict = missing(self.rule, ".".join(BASE))
+            self._verdict = missing_entry(self.rule, ".".join(BASE))
             return False
         self._base = base
         bases = getattr(namespace(module).get("TransformerMixin"), "__mro__", ())
         self._wrapping = next((cls for cls in bases if cls.__name__ == WRAPPING), None)
         for watched in filter(None, (base, self._wrapping)):
-            defined = functools.partial(self._defined_below, watched)
+            defined = functools.partial(self._attach_subclass, watched)
             self._undos.append(watch_subclasses(watched, defined, "an estimator class"))
         for cls in subclasses(base):
-            self._defined(cls)
+            self._attach_class(cls)
         return False
 
     def undo(self) -> None:
@@ -82,13 +82,13 @@ class Estimators:
             first = Verdict(self.rule.text, "waiting", why="no estimator has run")
         return [*([] if self.rule.auto and not self.hits else [first]), *self._unreachable.values()]
 
-    def _defined_below(self, watched: type[Any], cls: type[Any]) -> None:
+    def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
         """Attach to a new class, after the last watched base class has done its own work on it."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
-            self._defined(cls)
+            self._attach_class(cls)
 
-    def _defined(self, cls: type[Any]) -> None:
+    def _attach_class(self, cls: type[Any]) -> None:
         for name in METHODS:
             owner = next((base for base in cls.__mro__ if name in vars(base)), None)
             if owner is None:
@@ -101,7 +101,7 @@ class Estimators:
             if not isinstance(function, FunctionType):
                 if raw is not None:
                     label = f"{owner.__qualname__}.{name}"
-                    self._unreachable[label] = no_function(self.rule, label, raw)
+                    self._unreachable[label] = not_a_function(self.rule, label, raw)
                 continue
             if not hasattr(function, "__instrument_framework__"):
                 self._attach(owner, name, raw, self._wrap(name, function))
@@ -111,7 +111,7 @@ class Estimators:
         if not isinstance(raw, FunctionType):
             new = copy.copy(raw)
             new.fn = wrapped
-        verdict = replaced(self.rule, f"{owner.__qualname__}.{name}", owner, name, new, self._undos)
+        verdict = replace_method(self.rule, f"{owner.__qualname__}.{name}", owner, name, new, self._undos)
         if verdict.state == "unreachable":
             self._unreachable[verdict.target] = verdict
 

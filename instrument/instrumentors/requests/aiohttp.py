@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace, takes_place
+from instrument.instrumentors.functions import Undo, replace, replaces
 from instrument.instrumentors.requests.exchange import CLOSE_CODE, SERVER_TIMING, Arrival, Exchange, Exchanges, reads
 
 
@@ -53,7 +53,7 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     StreamWriter.__qualname__, StreamWriter.__module__ = base.__qualname__, base.__module__
 
-    @takes_place(owner, "_handle_request")
+    @replaces(owner, "_handle_request")
     async def undo_handle(self: Any, request: Any, start_time: Any, request_handler: Any) -> Any:
         writer = request._payload_writer
         if not isinstance(writer, StreamWriter) or request._message is module.ERROR:
@@ -80,7 +80,7 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange.finish(is_gone=is_closed(self.transport), in_parts=is_http)
         return result
 
-    @takes_place(owner, "handle_error")
+    @replaces(owner, "handle_error")
     def undo_error(self: Any, request: Any, status: int = 500, exc: Any = None, *args: Any, **kwargs: Any) -> Any:
         exchange = getattr(request._payload_writer, "exchange", None)
         if exchange is not None:
@@ -102,7 +102,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
     def counted(name: str) -> Undo:
         send = getattr(owner, name)
 
-        @takes_place(owner, name)
+        @replaces(owner, name)
         def undo(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
             exchange = getattr(self._payload_writer, "exchange", None)
             if exchange is not None and exchange.is_open:

@@ -25,7 +25,7 @@ from threading import get_native_id
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.rows import END_NS, SPAN_ID, START_NS, Row, is_request_root, unpacked_rows
 from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, COLLECTION, VALUE_LIMIT, Site
@@ -63,7 +63,7 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
 
     places = LoopPlaces(recorder, limit_ns)
 
-    @takes_place(handle, "_run")
+    @replaces(handle, "_run")
     def restore(self: Any) -> None:
         begun_ns = now()
         if places.is_on:
@@ -106,7 +106,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
     def timing(name: str) -> Undo:
         original = getattr(owner, name)
 
-        @takes_place(owner, name)
+        @replaces(owner, name)
         def restore(self: Any, callback: Any, *args: Any, context: Any = None) -> Any:
             if type(callback) in _NAMED:
                 return original(self, _Named(step, self, callback), *args, context=context)
@@ -117,7 +117,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
     def timing_later() -> Undo:
         original = owner.call_later
 
-        @takes_place(owner, "call_later")  # `call_at` calls it
+        @replaces(owner, "call_later")  # `call_at` calls it
         def restore(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
             return original(self, delay, _Named(step, self, callback), *args, context=context)
 

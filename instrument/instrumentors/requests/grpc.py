@@ -14,7 +14,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
     PORT,
@@ -424,7 +424,7 @@ def _attach(
     if "interceptors" not in signature.parameters:
         raise TypeError(f"{class_name} takes no interceptors")
 
-    @takes_place(server, "__init__")
+    @replaces(server, "__init__")
     def restore(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         bound.arguments["interceptors"] = (interceptor(grpc, _Service(grpc)), *(bound.arguments["interceptors"] or ()))

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests.exchange import CURRENT, SERVER_TIMING, Arrival, Exchange, Exchanges
 from instrument.instrumentors.requests.grpc import DEADLINE_SLACK_S, SERVER_ERRORS, address_in, headers_in
 from instrument.recorder.outcomes import CANCELLED, RPC_STATUS
@@ -23,7 +23,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     handle, abort = module.request_handler, module._abort
     send, send_trailers, leave = stream.send_message, stream.send_trailing_metadata, stream.__aexit__
 
-    @takes_place(module, "request_handler")
+    @replaces(module, "request_handler")
     async def undo_handle(mapping: Any, h2_stream: Any, headers: Any, *args: Any, **kwargs: Any) -> None:
         exchange = arrivals.begun((dict(headers), mapping))
         if exchange is None:
@@ -38,14 +38,14 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             _end(exchange, error or getattr(exchange, "failure", None))
 
-    @takes_place(stream, "send_message")
+    @replaces(stream, "send_message")
     async def undo_send(self: Any, message: Any) -> None:
         await send(self, message)
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open and self._cardinality.server_streaming:
             exchange.item()
 
-    @takes_place(stream, "send_trailing_metadata")
+    @replaces(stream, "send_trailing_metadata")
     async def undo_trailers(self: Any, *, status: Any = module.Status.OK, metadata: Any = None, **kwargs: Any) -> None:
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open:
@@ -55,7 +55,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
                 metadata = [*pairs, (SERVER_TIMING.lower(), exchange.timing.text(exchange))]
         await send_trailers(self, status=status, metadata=metadata, **kwargs)
 
-    @takes_place(stream, "__aexit__")
+    @replaces(stream, "__aexit__")
     async def undo_leave(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open:
@@ -64,7 +64,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.facts[OUTCOME] = "timed out"
         return await leave(self, kind, error, traceback)
 
-    @takes_place(module, "_abort")
+    @replaces(module, "_abort")
     async def undo_abort(h2_stream: Any, h2_status: int, grpc_status: Any = None, *args: Any, **kwargs: Any) -> None:
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open and grpc_status is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests.exchange import EXCHANGE, SERVER_TIMING, Arrival, Exchange, Exchanges, reads
 
 
@@ -19,7 +19,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     respond, flush = handler.send_response_only, handler.flush_headers
     arrivals = exchanges.arrivals("wsgi", *READS)  # like an app of WSGI it has its thread for itself
 
-    @takes_place(handler, "handle_one_request")
+    @replaces(handler, "handle_one_request")
     def undo_handle(self: Any) -> None:
         vars(self)[EXCHANGE] = None
         error: BaseException | None = None
@@ -38,7 +38,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
                     exchange.end(error)
                 exchange.finish()
 
-    @takes_place(handler, "parse_request")
+    @replaces(handler, "parse_request")
     def undo_parse(self: Any) -> Any:
         is_whole = parse(self)
         if is_whole and EXCHANGE in vars(self) and not hasattr(self, "run_wsgi"):
@@ -47,14 +47,14 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
                 _count_parts(self.wfile, exchange)
         return is_whole
 
-    @takes_place(handler, "send_response_only")
+    @replaces(handler, "send_response_only")
     def undo_respond(self: Any, code: Any, message: Any = None) -> None:
         exchange = vars(self).get(EXCHANGE)
         if exchange is not None and code >= 200:
             exchange.begin_answer(code, None)
         respond(self, code, message)
 
-    @takes_place(handler, "flush_headers")
+    @replaces(handler, "flush_headers")
     def undo_flush(self: Any) -> None:
         exchange = vars(self).get(EXCHANGE)
         if exchange is None:

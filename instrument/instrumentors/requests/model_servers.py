@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Arrival, Exchanges, SteppedItems
 from instrument.recorder.outcomes import FIRST_OF_SERVER, STATUS
@@ -47,7 +47,7 @@ def _litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
-    @takes_place(handler, "_submit_request")
+    @replaces(handler, "_submit_request")
     async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
         submitted = await submit(self, *args, **kwargs)
         try:
@@ -68,7 +68,7 @@ def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
     start, parts = module.LitAPIStatus.START, module.LitAPIStatus.OK
     streaming = module.LoopResponseType.STREAMING
 
-    @takes_place(module.LitLoop, "put_response")
+    @replaces(module.LitLoop, "put_response")
     def undo_put(
         self: Any, transport: Any, response_queue_id: Any, uid: Any, response_data: Any, status: Any, response_type: Any
     ) -> None:
@@ -82,7 +82,7 @@ def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
             FAULTS.note("batch of LitServe", fault)
         put(self, transport, response_queue_id, uid, response_data, status, response_type)
 
-    @takes_place(module, "_inject_context")
+    @replaces(module, "_inject_context")
     def undo_inject(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if not open_requests.ids or not exchanges.is_on or not recorder.on:
             return inject(context, func, *args, **kwargs)
@@ -169,7 +169,7 @@ def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
     receive, send = protocol.receive, protocol.send
     of: WeakKeyDictionary[Any, _Batches] = WeakKeyDictionary()
 
-    @takes_place(protocol, "receive")
+    @replaces(protocol, "receive")
     def undo_receive(self: Any) -> Any:
         task = receive(self)
         if exchanges.is_on and exchanges.recorder.on:
@@ -179,7 +179,7 @@ def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
                 FAULTS.note("batch of mosec", fault)
         return task
 
-    @takes_place(protocol, "send")
+    @replaces(protocol, "send")
     def undo_send(self: Any, flag: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return send(self, flag, ids, *args, **kwargs)
@@ -203,7 +203,7 @@ def _bentoml(module: Any, exchanges: Exchanges) -> list[Undo]:
     key_by_input: dict[int, str] = {}
     numbers, site = itertools.count(1), Site("bentoml batch", "step")
 
-    @takes_place(dispatcher, "inbound_call")
+    @replaces(dispatcher, "inbound_call")
     async def undo_wait(self: Any, data: Any) -> Any:
         if not exchanges.is_on or not recorder.on:
             return await wait(self, data)
@@ -214,7 +214,7 @@ def _bentoml(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             key_by_input.pop(id(data), None)
 
-    @takes_place(dispatcher, "outbound_call")
+    @replaces(dispatcher, "outbound_call")
     async def undo_compute(self: Any, jobs: Any, *args: Any, **kwargs: Any) -> None:
         keys = tuple(key for job in jobs[:BATCH_LIMIT] if (key := key_by_input.get(id(job.data))) is not None)
         if not keys or not exchanges.is_on or not recorder.on:
@@ -242,7 +242,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     arrivals = asgi.arrivals(exchanges)
     calls = exchanges.arrivals("ray_serve", lambda call: "/" + _method(call), None, _read)
 
-    @takes_place(wrapper, "call_http_entrypoint")
+    @replaces(wrapper, "call_http_entrypoint")
     async def undo_http(self: Any, metadata: Any, request: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
         batches = http(self, metadata, request, scope, receive)
         exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begun(scope)
@@ -282,7 +282,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         except Exception as fault:
             FAULTS.note("answer of Ray Serve", fault)
 
-    @takes_place(wrapper, "call_user_method")
+    @replaces(wrapper, "call_user_method")
     def undo_call(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "_local_testing_mode", False):
             return call(self, metadata, *args, **kwargs)
@@ -300,7 +300,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange.end()
         return answer
 
-    @takes_place(wrapper, "call_user_generator")
+    @replaces(wrapper, "call_user_generator")
     async def undo_stream(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         answers = stream(self, metadata, *args, **kwargs)
         exchange = calls.begun((self, metadata))
@@ -328,7 +328,7 @@ def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     queue = module._BatchQueue
     loop = queue._process_batches
 
-    @takes_place(queue, "_process_batches")
+    @replaces(queue, "_process_batches")
     async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
         exchanges.recorder.forget_current()
         return await loop(self, *args, **kwargs)
@@ -343,7 +343,7 @@ def _muted(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
         owner = getattr(module, class_name)
         init = owner.__init__
 
-        @takes_place(owner, "__init__")
+        @replaces(owner, "__init__")
         def undo(self: Any, *args: Any, **kwargs: Any) -> None:
             exchanges.is_on = False
             init(self, *args, **kwargs)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.requests.servers import Attach
 from instrument.recording.spans import TIME_IN_QUEUE, Site
@@ -105,7 +105,7 @@ def _rq(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each job of RQ, in the process that performs it."""
     jobs, perform = _Jobs("rq", exchanges), module.Job.perform
 
-    @takes_place(module.Job, "perform")
+    @replaces(module.Job, "perform")
     def undo(self: Any) -> Any:
         frame = None
         try:
@@ -124,7 +124,7 @@ def _dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     jobs, current = _Jobs("dramatiq", exchanges), threading.local()
     before, after = module.Broker.emit_before, module.Broker.emit_after
 
-    @takes_place(module.Broker, "emit_before")
+    @replaces(module.Broker, "emit_before")
     def undo_before(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
         if signal == "process_message" and args:
             message = args[0]
@@ -133,7 +133,7 @@ def _dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
             current.frame = jobs.begin(name, queue, message.message_id, options, queued_s)
         before(self, signal, *args, **kwargs)
 
-    @takes_place(module.Broker, "emit_after")
+    @replaces(module.Broker, "emit_after")
     def undo_after(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
         after(self, signal, *args, **kwargs)
         if signal in ("process_message", "skip_message"):
@@ -160,7 +160,7 @@ def _arq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
         return run
 
-    @takes_place(module.Worker, "__init__")
+    @replaces(module.Worker, "__init__")
     def undo(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         try:
@@ -177,7 +177,7 @@ def _taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each task of TaskIQ, whose exception is in its result."""
     jobs, run_task = _Jobs("taskiq", exchanges), module.Receiver.run_task
 
-    @takes_place(module.Receiver, "run_task")
+    @replaces(module.Receiver, "run_task")
     async def undo(self: Any, target: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         frame = None
         try:
@@ -194,7 +194,7 @@ def _faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each message that a handler of FastStream takes, by any broker."""
     jobs, call = _Jobs("faststream", exchanges), module.HandlerItem.call
 
-    @takes_place(module.HandlerItem, "call")
+    @replaces(module.HandlerItem, "call")
     async def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         frame = None
         try:
@@ -248,7 +248,7 @@ def _gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
             FAULTS.note("event of Gradio", fault)
             return None
 
-    @takes_place(module.route_utils, "call_process_api")
+    @replaces(module.route_utils, "call_process_api")
     async def undo_call(*args: Any, **kwargs: Any) -> Any:
         try:
             return await call(*args, **kwargs)
@@ -258,7 +258,7 @@ def _gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
                 noted.append(error)
             raise
 
-    @takes_place(module.Queue, "process_events")
+    @replaces(module.Queue, "process_events")
     async def undo(self: Any, events: Any, *args: Any, **kwargs: Any) -> None:
         frames = [frame for event in events if (frame := begin(event)) is not None]
         errors: list[BaseException] = []

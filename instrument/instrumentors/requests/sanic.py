@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests.exchange import (
     CLOSE_CODE,
     CURRENT,
@@ -28,7 +28,7 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
     setup = mixin._setup
     http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))
 
-    @takes_place(mixin, "_setup")
+    @replaces(mixin, "_setup")
     def undo(self: Any) -> None:
         setup(self)
         handle = self.request_handler
@@ -65,7 +65,7 @@ def _response(module: Any, _: Exchanges) -> list[Undo]:
     owner = module.BaseHTTPResponse
     send = owner.send
 
-    @takes_place(owner, "send")
+    @replaces(owner, "send")
     async def undo(self: Any, data: Any = None, end_stream: Any = None) -> None:
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open and self.stream is not None and self.stream.send is not None:
@@ -94,7 +94,7 @@ def _errors(module: Any, _: Exchanges) -> list[Undo]:
     owner = module.ErrorHandler
     look_up = owner._lookup
 
-    @takes_place(owner, "_lookup")
+    @replaces(owner, "_lookup")
     def undo(self: Any, exception: Any, *args: Any, **kwargs: Any) -> Any:
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open:
@@ -109,7 +109,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
     owner = module.WebSocketProtocol
     shake_hands = owner.websocket_handshake
 
-    @takes_place(owner, "websocket_handshake")
+    @replaces(owner, "websocket_handshake")
     async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
         connection = await shake_hands(self, *args, **kwargs)
         exchange = CURRENT.get()
@@ -126,7 +126,7 @@ def _messages(module: Any, _: Exchanges) -> list[Undo]:
     owner = module.WebsocketImplProtocol
     send = owner.send
 
-    @takes_place(owner, "send")
+    @replaces(owner, "send")
     async def undo(self: Any, message: Any) -> None:
         exchange = getattr(self, EXCHANGE, None)
         if exchange is not None and exchange.is_open:
@@ -141,7 +141,7 @@ def _app(module: Any, _: Exchanges) -> list[Undo]:
     owner = module.Sanic
     run = owner._websocket_handler
 
-    @takes_place(owner, "_websocket_handler")
+    @replaces(owner, "_websocket_handler")
     async def undo(self: Any, handler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         async def handled(*args: Any, **kwargs: Any) -> Any:
             try:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests import asgi, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges, ServedApp
 from instrument.runtime.faults import FAULTS
@@ -39,7 +39,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
         run = getattr(owner, method)
         last: tuple[Any, Any] = None, None
 
-        @takes_place(owner, method)
+        @replaces(owner, method)
         def undo(self: Any, app: Any) -> Any:
             nonlocal last
             app_before, served = last
@@ -62,7 +62,7 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
         owner = getattr(module, class_name)
         run = getattr(owner, method)
 
-        @takes_place(owner, method)
+        @replaces(owner, method)
         def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 holder = self if holder_of is None else holder_of(self)
@@ -87,7 +87,7 @@ def _given(name: str, position: int, kind: Any) -> Attach:
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         run = getattr(module, name)
 
-        @takes_place(module, name)
+        @replaces(module, name)
         def undo(*args: Any, **kwargs: Any) -> Any:
             app = _served(args[position], kind, exchanges)
             return run(*args[:position], app, *args[position + 1 :], **kwargs)
@@ -110,7 +110,7 @@ def _embedded(class_name: str) -> Attach:
         owner = getattr(module, class_name)
         call = owner.__call__
 
-        @takes_place(owner, "__call__")
+        @replaces(owner, "__call__")
         def undo(self: Any, environ: Any, start_response: Any) -> Any:
             catch_up_with_fork()
             return wsgi.WsgiApp(functools.partial(call, self), exchanges)(environ, start_response)
@@ -128,7 +128,7 @@ def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
     worker = module.Worker
     load = worker.load_wsgi
 
-    @takes_place(worker, "load_wsgi")
+    @replaces(worker, "load_wsgi")
     def undo(self: Any) -> None:
         load(self)
         is_of_tornado = any(kind.__module__.startswith("tornado.") for kind in type(self.wsgi).__mro__)

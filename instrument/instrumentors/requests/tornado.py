@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from inspect import isawaitable
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests.exchange import (
     CLOSE_CODE,
     EXCHANGE,
@@ -34,14 +34,14 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
     write_headers, write, finish = connection.write_headers, connection.write, connection.finish
     http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))
 
-    @takes_place(matcher, "match")
+    @replaces(matcher, "match")
     def undo_match(self: Any, request: Any) -> Any:
         groups = match(self, request)
         if groups is not None:
             setattr(request, ROUTE, self.regex.pattern.removesuffix("$"))
         return groups
 
-    @takes_place(handler, "_execute")
+    @replaces(handler, "_execute")
     async def undo_execute(self: Any, transforms: Any, *args: Any, **kwargs: Any) -> None:
         request = self.request
         is_http = request.headers.get("Upgrade", "").lower() != "websocket"
@@ -69,14 +69,14 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.finish(error, is_gone=is_gone, in_parts=is_http)
         return None
 
-    @takes_place(handler, "_handle_request_exception")
+    @replaces(handler, "_handle_request_exception")
     def undo_exception(self: Any, error: BaseException) -> None:
         exchange = getattr(self.request.connection, EXCHANGE, None)
         if exchange is not None and not isinstance(error, module.HTTPError | module.Finish):
             exchange.failure = error
         handle_exception(self, error)
 
-    @takes_place(connection, "write_headers")
+    @replaces(connection, "write_headers")
     def undo_headers(self: Any, start_line: Any, headers: Any, chunk: Any = None) -> Any:
         exchange: Exchange | None = getattr(self, EXCHANGE, None)
         if exchange is not None:
@@ -89,14 +89,14 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
                 headers.add(SERVER_TIMING, exchange.timing.text(exchange))
         return write_headers(self, start_line, headers, chunk)
 
-    @takes_place(connection, "write")
+    @replaces(connection, "write")
     def undo_write(self: Any, chunk: Any) -> Any:
         exchange: Exchange | None = getattr(self, EXCHANGE, None)
         if exchange is not None and chunk:
             exchange.part(chunk)
         return write(self, chunk)
 
-    @takes_place(connection, "finish")
+    @replaces(connection, "finish")
     def undo_finish(self: Any) -> None:
         finish(self)
         exchange: Exchange | None = getattr(self, EXCHANGE, None)
@@ -111,7 +111,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
     handler, protocol = module.WebSocketHandler, module.WebSocketProtocol
     write_message, run = handler.write_message, protocol._run_callback
 
-    @takes_place(handler, "write_message")
+    @replaces(handler, "write_message")
     def undo_write(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         future = write_message(self, message, *args, **kwargs)
         exchange = getattr(self.request.connection, EXCHANGE, None)
@@ -119,7 +119,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
             exchange.part(message)
         return future
 
-    @takes_place(protocol, "_run_callback")
+    @replaces(protocol, "_run_callback")
     def undo_run(self: Any, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         request = getattr(self.handler, "request", None)
         exchange: Any = getattr(getattr(request, "connection", None), EXCHANGE, None)

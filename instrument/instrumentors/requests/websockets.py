@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, takes_place
+from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.references import rebind
 from instrument.instrumentors.requests.exchange import (
     ABNORMAL,
@@ -35,7 +35,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     serve, position = getattr(owner, name), int(is_class)
     key = "ws_handler" if is_older else "handler"
 
-    @takes_place(owner, name)
+    @replaces(owner, name)
     def undo_serve(*args: Any, **kwargs: Any) -> Any:
         if key in kwargs:
             kwargs[key] = _recorded(kwargs[key], arrivals)
@@ -115,7 +115,7 @@ def _count_messages(connection: Any) -> Undo:
     """Count each message that the service sends, by any task or thread."""
     send = connection.send
 
-    @takes_place(connection, "send")
+    @replaces(connection, "send")
     def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         exchange = getattr(self, EXCHANGE, None)
         if exchange is not None and exchange.is_open:
@@ -141,7 +141,7 @@ def _record_refusals(connection: Any, arrivals: Any) -> Undo:
 
     if not inspect.iscoroutinefunction(shake_hands):
 
-        @takes_place(connection, "handshake")
+        @replaces(connection, "handshake")
         def undo_by_thread(self: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 shake_hands(self, *args, **kwargs)
@@ -150,7 +150,7 @@ def _record_refusals(connection: Any, arrivals: Any) -> Undo:
 
         return undo_by_thread
 
-    @takes_place(connection, "handshake")
+    @replaces(connection, "handshake")
     async def undo(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             await shake_hands(self, *args, **kwargs)
