@@ -94,6 +94,11 @@ def is_placebo_free(seed: int, seconds: float = SECONDS) -> bool:
     rng, requests = random.Random(seed), arrivals(seed, KINDS[0], seconds)
     for request in requests:
         request.tenant = rng.choice(("a", "b", "placebo"))
-    groups = {row.name: row for row in bill_of(recorded(seed, requests)).groups}
+    return is_free(bill_of(recorded(seed, requests)))
+
+
+def is_free(bill: NeighbourBill) -> bool:
+    """Return True if the tenant `placebo` is charged no more than the difference of `a` and `b`, which are alike."""
+    groups = {row.name: row for row in bill.groups}
     first, second, placebo = (groups[name].inflicted_ns / groups[name].requests for name in ("a", "b", "placebo"))
     return placebo - max(first, second) <= 2 * abs(first - second) + 0.05 * first

@@ -345,7 +345,7 @@ LINES_AND_FILES = {
     "chrome": (3_182, 9),
     "cli": (2_970, 16),
     "compat": (1_181, 6),
-    "device": (3_708, 11),
+    "device": (3_715, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
     "instrumentors": (12_846, 51),

@@ -641,6 +641,11 @@ def test_waits_for_a_processor_and_for_memory_are_read_as_shares_of_time(
     assert (values["cpu_wait"], values["memory_pressure"]) == (50.0, 10.0)
     values = host.read(host._at_ns + 1000 * MS, rarely=False)
     assert (values["cpu_wait"], values["memory_pressure"]) == (0.0, 0.0)
+    (tmp_path / "proc/stat").write_text("cpu  0 0 0 0 0 0 0 0\n")
+    host = Host()
+    (tmp_path / "proc/stat").write_text("cpu  30 0 0 50 0 0 0 20\n")  # the hypervisor took 20 of 50 busy ticks
+    monkeypatch.setattr(host, "_processor_ns", lambda: host._process_ns + 300 * MS)
+    assert host.read(host._at_ns + 1000 * MS, rarely=False)["cpu_wait"] == pytest.approx(20.0)
 
 
 def test_the_peak_of_resident_memory_outlives_what_no_reading_saw() -> None:

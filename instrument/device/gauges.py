@@ -478,7 +478,7 @@ class Host:
         self._pid = pid
         self._folder = PROC / ("self" if pid is None else str(pid))
         self._process_ns, self._at_ns = self._processor_ns(), time.monotonic_ns()
-        self._busy, self._idle = self._system_times()
+        self._busy, self._idle, self._stolen = self._system_times()
         self._waits_ns, self._memory_waits_us = self._processor_waits(), memory_waits_us(self._pid)
 
     def read(self, now_ns: int, rarely: bool) -> Values:
@@ -491,19 +491,23 @@ class Host:
         if self._pid is not None and not resident_bytes:
             raise Gone  # a zombie has no memory
         values["process_memory_peak"] = self._peak_bytes()
-        busy, idle = self._system_times()
+        busy, idle, stolen = self._system_times()
         passed = busy - self._busy + idle - self._idle
         # The time of waits for disks may decrease (man 5 proc), so the sum may, too.
         share = 100 * (busy - self._busy) / passed if passed > 0 else None
         values["system_cpu"] = None if share is None else min(max(share, 0.0), 100.0)
         waits_ns, waits_us = self._processor_waits(), memory_waits_us(self._pid)
         new_ns = sum(max(ns - self._waits_ns.get(thread, 0), 0) for thread, ns in waits_ns.items())
+        if 0 < (stolen_ticks := stolen - self._stolen) < busy - self._busy:
+            # A thread that the hypervisor stopped ran for the kernel. The process had its share of that time.
+            new_ns += round((process_ns - self._process_ns) * stolen_ticks / (busy - self._busy - stolen_ticks))
         values["cpu_wait"] = 100 * new_ns / elapsed_ns if waits_ns and elapsed_ns > 0 else None
         values["memory_pressure"] = None
         if waits_us is not None and self._memory_waits_us is not None and elapsed_ns > 0:
             values["memory_pressure"] = 100_000 * max(waits_us - self._memory_waits_us, 0) / elapsed_ns
         self._waits_ns, self._memory_waits_us = waits_ns, waits_us
-        self._process_ns, self._at_ns, self._busy, self._idle = process_ns, now_ns, busy, idle
+        self._process_ns, self._at_ns = process_ns, now_ns
+        self._busy, self._idle, self._stolen = busy, idle, stolen
         return values
 
     def _processor_ns(self) -> int:
@@ -542,13 +546,16 @@ class Host:
                     waits_ns[task.name] = int(Path(task.path, "schedstat").read_bytes().split()[1])
         return waits_ns
 
-    def _system_times(self) -> tuple[float, float]:
-        """Read busy and idle time of all cores since the start of the machine, in ticks; zeros if unreadable."""
+    def _system_times(self) -> tuple[float, float, float]:
+        """Read busy and idle time of all cores since the start of the machine, in ticks; zeros if unreadable.
+
+        The third number is the part of the busy time that the hypervisor gave to other machines (steal).
+        """
         try:
             with (PROC / "stat").open("rb") as file:
                 ticks = [int(number) for number in file.readline().split()[1:9]]
         except (OSError, ValueError):
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         # user nice system idle iowait irq softirq steal; guests are in user already
         idle = sum(ticks[3:5])
-        return sum(ticks) - idle, idle
+        return sum(ticks) - idle, idle, sum(ticks[7:8])

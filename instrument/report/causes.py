@@ -46,7 +46,7 @@ CAUSES: Mapping[str, str] = {
     COPY: "copies to or from a device took longer",
     DEVICE: "the device worked for others meanwhile",
     FIRST: "functions were called for the first time in their process",
-    CONTENTION: "threads waited for a processor, or their control group had used up its quota",
+    CONTENTION: "threads waited for a processor, the quota of their control group, or the hypervisor",
     MEMORY: "threads waited for memory",
     INSTRUMENT: "the calls of probes took time",
     TRANSPORTED: "the request was on its way between threads or processes",

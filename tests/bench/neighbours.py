@@ -8,10 +8,10 @@ conserved, and the predicted fall of the queue time of the others, in the mean a
 Then a placebo: the requests of one tenant get one of three names by chance, two of them for A/A. A request of the
 placebo must inflict on others what requests of the other two do, but for twice the difference of these.
 
-`--demonstration` does the same with N workloads on the service in `examples/chat` over HTTP. A device of a fixed speed
-is in the place of its model, so that other work on the machine changes little. `--unpaced` has the model instead, and
-needs a machine without other work. Each side runs `--repeats` times, and medians are compared. A run in which
-other work on the machine stopped the steps is tried again.
+`--demonstration` does the same, placebos too, with N workloads on the service in `examples/chat` over HTTP. A device of
+a fixed speed is in the place of its model, so that other work on the machine changes little. `--unpaced` has the model
+instead, and needs a machine without other work. Each side runs `--repeats` times, and medians are compared. A run in
+which other work on the machine stopped the steps is tried again.
 
 Targets: suffered equals inflicted in 30 of 30, predictions right in 27 of 30, placebos within noise in 27 of 30. A
 recording of a million spans within 2 s.
@@ -48,6 +48,7 @@ from noisy_tenants import (
     arrivals,
     bill_of,
     is_conserved,
+    is_free,
     is_placebo_free,
     queue_times,
     recorded,
@@ -191,6 +192,16 @@ def demonstrated(seed: int, is_loud: bool, is_paced: bool) -> Run:
     return Run(queue_ns, predicted_ns, is_conserved(bill), decode_ns)
 
 
+def is_placebo_free_in_demonstration(seed: int, is_paced: bool) -> bool:
+    """Run a workload on the demonstration, with one of three names for each request by chance."""
+    rng = random.Random(seed)
+    requests = [
+        (at_s, rng.choice(("a", "b", "placebo")), words, tokens)
+        for at_s, _, words, tokens in asked_of_demonstration(seed)
+    ]
+    return is_free(bill_of(served(requests, is_paced=is_paced).recording))
+
+
 def falls_of(loud: Sequence[Run], quiet: Sequence[Run]) -> list[tuple[float, float, float]]:
     """Return the predicted fall, the measured one and the noise of both, of the mean and of p99 in ms.
 
@@ -208,6 +219,7 @@ def demonstrations(count: int, repeats: int, *, is_paced: bool) -> None:
     """Print the falls of workloads on the demonstration, predicted and measured, each by the median of runs."""
     right = right_but_for_noise = conserved = undisturbed = right_undisturbed = 0
     with ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("spawn")) as pool:
+        frees = [pool.submit(is_placebo_free_in_demonstration, seed, is_paced) for seed in range(count)]
         runs = [
             [[pool.submit(demonstrated, seed, is_loud, is_paced) for _ in range(repeats)] for is_loud in (True, False)]
             for seed in range(count)
@@ -230,8 +242,10 @@ def demonstrations(count: int, repeats: int, *, is_paced: bool) -> None:
                 f"{texts[1]} ms; decodes took {decodes} ms",
                 flush=True,
             )
+        free = sum(placebo.result() for placebo in frees)
     print(
-        f"demonstration: conserved in {conserved} of {count}, the fall is within 15 % in {right}, within 15 % or the "
+        f"demonstration: a placebo within noise in {free} of {count}, conserved in {conserved} of {count}, "
+        f"the fall is within 15 % in {right}, within 15 % or the "
         f"noise of equal runs in {right_but_for_noise}, and within 15 % in {right_undisturbed} of {undisturbed} "
         f"without stops of the machine",
         flush=True,
