@@ -198,7 +198,7 @@ def test_a_part_of_the_way_that_nothing_watched_is_not_said_to_have_taken_no_tim
 
 def test_imports_of_the_instrumentation_are_said_to_be_its_own() -> None:
     tally, facts = a_service()
-    note = "instrument (package): what the instrumentation imported for itself"
+    note = "instrument (package): imports of the instrumentation itself"
     assert note not in text_of(view_of(tally, facts))
     own = ImportTime("instrument (cuda)", 1, 9 * MS, 9 * MS)
     assert note in text_of(view_of(tally, replace(facts, imports=(*(facts.imports or ()), own))))
