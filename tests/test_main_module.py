@@ -169,6 +169,29 @@ def test_nothing_watches_a_program_that_no_rule_means() -> None:
     assert watched.stdout != done.stdout  # so the test would see it
 
 
+def test_no_trace_function_slows_what_the_program_imports_and_all_its_functions_are_recorded() -> None:
+    write("slow_import.py", "import sys, colorsys\nTRACES = [sys.gettrace(), colorsys.__spec__.loader.__class__]\n")
+    write("broken.py", "import sys\nTRACES = sys.gettrace()\nraise ImportError(repr(TRACES))\n")
+    source = """
+    import slow_import
+    def early(): return 1
+    early()
+    try:
+        import broken
+    except ImportError as error:
+        why = str(error)
+    def late(): return 2
+    late()
+    print(slow_import.TRACES, why, slow_import.__spec__.loader.__class__, slow_import.__loader__.__class__)
+    """
+    write("importing.py", source)
+    plain = run("importing.py")
+    write("p.yaml", RULES.format("__main__"))
+    done = run("-m", "instrument", "run", "--profile", "p.yaml", "--", "importing.py")
+    assert (done.stdout, done.returncode) == (plain.stdout, 0)
+    assert checked(RULES.format("__main__"), "importing.py")[0] == {"__main__:early": 1, "__main__:late": 1}
+
+
 CHILDREN = """
 import multiprocessing, sys
 

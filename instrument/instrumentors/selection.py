@@ -171,7 +171,7 @@ class Selection:
         loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
         watch = main_module.Watch(self.wants, self.imported)
         expect = watch.expect if main else lambda: None
-        self._undo_imports = imports.install(self._wants_import, self.imported, expect, self._import_begins)
+        self._undo_imports = imports.install(self._wants_import, self.imported, expect, self._import_begins, watch)
         for module in loaded:
             if (main or not main_module.is_main(module)) and not imports.is_asleep(module) and self.imported(module):
                 self.late.append(names_of(module)[0])

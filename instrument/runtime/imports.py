@@ -10,9 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.runtime.faults import FAULTS
+
+if TYPE_CHECKING:
+    from instrument.runtime.main_module import Watch
 
 Undo = Callable[[], None]
 
@@ -24,10 +27,11 @@ rest. Otherwise CPython maps and unmaps 16 KiB at each call across a border: 1,2
 class _Loader:
     """Replaces a module's loader until the module's code runs, and then restores it in the spec."""
 
-    def __init__(self, spec: Any, loader: Any, finder: Finder) -> None:
+    def __init__(self, spec: Any, loader: Any, finder: Finder, is_wanted: bool) -> None:
         self._spec = spec
         self._loader = loader
         self._finder = finder
+        self._is_wanted = is_wanted
 
     def __getattr__(self, name: str) -> Any:
         if name == "get_code":
@@ -48,8 +52,15 @@ class _Loader:
             spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
-        self._finder.begin(module.__name__)
-        self._loader.exec_module(module)
+        if self._is_wanted:
+            self._finder.begin(module.__name__)
+        resume = self._finder.pause_trace()
+        try:
+            self._loader.exec_module(module)
+        finally:
+            resume()
+        if not self._is_wanted:
+            return
         try:
             # A module's code may have put another module into its place.
             now = sys.modules.get(spec.name if spec is not None else module.__name__)
@@ -72,8 +83,10 @@ class Finder:
         imported: Callable[[ModuleType], object],
         asked_for_code: Callable[[], object] = lambda: None,
         begins: Callable[[str], object] = lambda _: None,
+        watch: Watch | None = None,
     ) -> None:
         self._wants = wants
+        self._watch_of_main = watch
         self._imported = imported
         self._begins = begins
         self._asked_for_code = asked_for_code
@@ -95,13 +108,17 @@ class Finder:
         if self.listens and asker.f_globals.get("__name__") == "runpy":
             self._asked_for_code()
 
-    def watch(self, spec: Any) -> None:
+    def pause_trace(self) -> Callable[[], object]:
+        """Stop the trace of the main module's body on this thread. Return its resumption."""
+        return self._watch_of_main.pause() if self._watch_of_main is not None else bool
+
+    def watch(self, spec: Any, is_wanted: bool = True) -> None:
         """Replace the loader of a spec until its module's code has run."""
         lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
         if lazy is not None and isinstance(spec.loader, lazy):
-            spec.loader.loader = _Loader(spec.loader, spec.loader.loader, self)
+            spec.loader.loader = _Loader(spec.loader, spec.loader.loader, self, is_wanted)
         elif hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec, spec.loader, self)
+            spec.loader = _Loader(spec, spec.loader, self, is_wanted)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -111,7 +128,9 @@ class Finder:
         # Another finder may ask the whole path again, but must not meet us twice for one name.
         before = getattr(self._busy, "name", None)
         try:
-            if before == fullname or not self._wants(fullname):
+            is_wanted = before != fullname and self._wants(fullname)
+            is_traced = self._watch_of_main is not None and self._watch_of_main.is_traced()
+            if before == fullname or not (is_wanted or is_traced):
                 return None
         except Exception as fault:  # such as a module of ours that cannot be loaded any more
             FAULTS.note("import hook", fault)
@@ -122,7 +141,7 @@ class Finder:
                 find = getattr(finder, "find_spec", None)
                 spec = None if finder is self or find is None else find(fullname, path, target)
                 if spec is not None:
-                    self.watch(spec)
+                    self.watch(spec, is_wanted)
                     return spec  # type: ignore[no-any-return]
             return None
         finally:
@@ -141,13 +160,14 @@ def install(
     imported: Callable[[ModuleType], object],
     asked_for_code: Callable[[], object] = lambda: None,
     begins: Callable[[str], object] = lambda _: None,
+    watch: Watch | None = None,
 ) -> Undo:
     """Call `begins(name)` before and `imported(module)` after each import of a module for which `wants(name)` is true.
 
     All run on the importing thread, under that module's import lock. `asked_for_code()` is called when `runpy` is
-    about to run such a module, as for `python -m`. Returns the undo.
+    about to run such a module, as for `python -m`. Imports pause the trace of `watch`. Returns the undo.
     """
-    finder = Finder(wants, imported, asked_for_code, begins)
+    finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)
     for name, module in sys.modules.copy().items():
         if is_asleep(module) and wants(name):

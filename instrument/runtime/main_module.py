@@ -257,6 +257,18 @@ class Watch:
         if means is not None:
             means.release()
 
+    def is_traced(self) -> bool:
+        """Return True while a trace function of the watch slows the calls of this thread."""
+        return type(self._means) is _Tracing and self._means.is_on()
+
+    def pause(self) -> Callable[[], object]:
+        """Stop the trace function of this thread for the time of an import. Return its resumption."""
+        means = self._means
+        if not isinstance(means, _Tracing) or not means.is_on():
+            return bool
+        sys.settrace(None)
+        return means.resume
+
     def _take_means(self) -> _Monitoring | _Tracing | None:
         means = _Monitoring(self) if sys.version_info >= (3, 12) else _Tracing(self)
         self._means = means if means.take() else None
@@ -339,7 +351,8 @@ def _module_of(names: dict[str, Any]) -> ModuleType | None:
 
 
 class _Tracing:
-    """The interpreter's trace function, up to Python 3.11: it slows calls down during the main module's definitions."""
+    """The interpreter's trace function, up to Python 3.11: it slows calls down during the main module's definitions,
+    except in what those import."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -355,8 +368,17 @@ class _Tracing:
         sys.settrace(self._called)
 
     def release(self) -> None:
-        if sys.gettrace() == self._called:
+        if self.is_on():
             sys.settrace(None)
+
+    def is_on(self) -> bool:
+        """Return True if this thread has the trace function."""
+        return sys.gettrace() == self._called
+
+    def resume(self) -> None:
+        """Set the trace function again, after a pause, unless the import has set another or the watch is over."""
+        if self._watch._means is self and sys.gettrace() is None:
+            sys.settrace(self._called)
 
     def _is_over(self) -> bool:
         """Return True after the watch's end, and unset the trace function, which another thread cannot."""
