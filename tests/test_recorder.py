@@ -357,6 +357,19 @@ def test_a_generator_behaves_as_without_us_when_sent_to_thrown_into_and_closed(r
     assert [span.error for span in spans_in(recorder)] == [None, None]
 
 
+def test_what_is_thrown_into_a_body_that_has_not_begun_is_raised_and_records_nothing(recorder: Any) -> None:
+    async def coroutine() -> None: ...
+
+    def generator() -> Iterator[None]:
+        yield
+
+    for function in (coroutine, generator):
+        body = wrapped(recorder)(function)()
+        with pytest.raises(KeyError, match="thrown"):
+            body.throw(KeyError("thrown"))
+    assert spans_in(recorder) == []
+
+
 def test_an_async_generator_behaves_as_without_us_when_sent_to_thrown_into_and_closed(recorder: Any) -> None:
     async def plain() -> Any:
         log = []

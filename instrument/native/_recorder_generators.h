@@ -421,14 +421,14 @@ static PyObject *Generator_next(Stretch *self)
 
 static PyObject *Generator_throw(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *result = NULL;
-    if (self->frame == NULL || has_no_span(self))
-        return as_of_iterator(thrown(self->body, args, nargs, &result), result);
-    if (resume(self) < 0)
+    PyObject *result;
+    int has_span = self->frame != NULL && !has_no_span(self);
+    if (has_span && resume(self) < 0)
         return NULL;
-    self->is_running = 1;
+    self->is_running |= (char)has_span;
     PySendResult ended = thrown(self->body, args, nargs, &result);
-    ended = end_body_step(self, ended, &result);
+    if (has_span)
+        ended = end_body_step(self, ended, &result);
     return as_of_iterator(ended, result);
 }
 

@@ -364,14 +364,14 @@ static PySendResult thrown(PyObject *body, PyObject *const *args, Py_ssize_t nar
 
 static PyObject *Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    Stepped *around;
+    Stepped *around = NULL;
     PyObject *result;
-    if (self->is_running || (self->function != NULL && !self->has_begun)) /* no step of its body: there is no span */
-        return as_of_iterator(thrown(self->awaited, args, nargs, &result), result);
-    if (begin_step(self, &around) < 0)
+    int has_span = !self->is_running && (self->function == NULL || self->has_begun); /* a step of its body has one */
+    if (has_span && begin_step(self, &around) < 0)
         return NULL;
     PySendResult ended = thrown(self->awaited, args, nargs, &result);
-    ended = end_step(self, around, ended, &result);
+    if (has_span)
+        ended = end_step(self, around, ended, &result);
     return as_of_iterator(ended, result);
 }
 

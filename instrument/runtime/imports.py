@@ -38,7 +38,8 @@ class _Loader:
             # The caller runs the code without us, and the spec may become that of `__main__`.
             if self._spec.loader is self:
                 self._spec.loader = self._loader
-            self._finder.asked_for_code(sys._getframe(1))
+            if self._is_wanted:
+                self._finder.asked_for_code(sys._getframe(1))
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
