@@ -356,7 +356,7 @@ LINES_AND_FILES = {
     "recorder": (2_786, 11),
     "recording": (4_179, 20),
     "report": (14_700, 50),
-    "runtime": (2_779, 18),
+    "runtime": (2_822, 18),
     "sessions": (6_776, 25),
     "trace": (10_636, 37),
 }

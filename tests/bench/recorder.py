@@ -15,13 +15,13 @@ On two shared x86-64 cores under Python 3.11, where two reads of the clock in C 
     multiples of two reads of the clock                  in a loop
     decorated call                              1.2      1.3
     decorated call, switched off at run time    0.2      0.2
-    layer that a rule selects                   1.8      1.8
+    layer that a rule selects                   1.4      1.3
     another layer of its class                  0.3      0.3
-    with scope                                  2.4      2.4
-    coroutine                                   4.7      4.8
-    step of a generator                         2.4      2.4
+    with scope                                  2.0      2.0
+    coroutine                                   2.0      2.0
+    step of a generator                         1.1      1.1
 
-Where a model computes between two spans, a span waits for memory: 0.5 to 0.9 us for a layer after 1 to 2 MiB of other
+Where a model computes between two spans, a span waits for memory: 0.7 to 0.8 us for a layer after 1 to 2 MiB of other
 work, and every report states its cost with both ends.
 """
 
