@@ -16,7 +16,7 @@ from simulated_engine import Lives, Request, Service
 from instrument import fleet
 from instrument.cli import main
 from instrument.errors import TraceError
-from instrument.recording.remote_parents import RemoteParent
+from instrument.recording.remote_parents import LINK, RemoteParent
 from instrument.recording.spans import KEY, DeviceInterval, Origin, Sample, Site, Span
 from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger
 from instrument.report.view import Recording
@@ -149,6 +149,13 @@ def test_values_that_no_column_has_become_text_or_are_missing(tmp_path: Path) ->
     assert (gauge["value"], gauge["unit"]) == (2.0, "cores")
     (loss,) = rows_of(folder, "losses").to_pylist()
     assert (loss["reason"], loss["count"]) == ("rows overwritten", 3)
+
+
+def test_numbers_of_tokens_beyond_64_bits_are_missing(tmp_path: Path) -> None:
+    front, engine = two_hosts()
+    front.spans[0].attributes = {**front.spans[0].attributes, "gen_ai.usage.input_tokens": 1 << 70, LINK: (1 << 70, 1)}
+    rows = rows_of(written(tmp_path, [front, engine]), "requests").to_pylist()
+    assert [row["input_tokens"] for row in rows] == [None, None]
 
 
 def test_no_folder_has_a_value_that_engines_take_for_a_number(tmp_path: Path) -> None:

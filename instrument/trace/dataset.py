@@ -133,13 +133,17 @@ def attributes_of(trace: Columns, rows: Int64s) -> Values:
     return {name: maps(values, types.field(name).type).take(places.reshape(-1)) for name, values in typed.items()}
 
 
+def _is_int64(value: object) -> bool:
+    return type(value) is int and -1 << 63 <= value < 1 << 63
+
+
 def typed_value(value: AttributeValue) -> tuple[str, Any]:
     """Return the column of an attribute's value, and the value there."""
     if isinstance(value, str):
         return "attributes_text", clean(value)
     if isinstance(value, bool):
         return "attributes_bool", value
-    if type(value) is int and -1 << 63 <= value < 1 << 63:
+    if _is_int64(value):
         return "attributes_int", value
     if isinstance(value, float):
         return "attributes_real", None if value != value else value
@@ -262,7 +266,7 @@ def request_columns(
     arrow = pyarrow()
     for name, attribute in _TOKENS.items():
         counts = trace.attributes.values(attribute, rows)
-        columns[name] = arrow.array([value if type(value) is int else None for value in counts], arrow.int64())
+        columns[name] = arrow.array([value if _is_int64(value) else None for value in counts], arrow.int64())
     types = schema("requests")
     return {
         **columns,
@@ -374,7 +378,7 @@ class TraceRows(ABC):
         links = np.zeros((len(rows), 3), dtype=np.uint64)
         for place in np.flatnonzero(np.isin(rows, self.trace.attributes.having(LINK))).tolist():
             link = self.trace.attributes[int(rows[place])][LINK]
-            if isinstance(link, (list, tuple)) and len(link) == 2 and all(type(number) is int for number in link):
+            if isinstance(link, (list, tuple)) and len(link) == 2 and all(map(_is_int64, link)):
                 links[place] = self._link_of(int(rows[place]), tuple(link))
         return {"link_trace_id": ids_of(links[:, 0], links[:, 1]), "link_span_id": ids_of(links[:, 2])}
 
