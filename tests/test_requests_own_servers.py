@@ -237,7 +237,8 @@ def websockets_service(refuse: Any = None) -> contextlib.AbstractContextManager[
 
     @contextlib.asynccontextmanager
     async def serve() -> AsyncIterator[int]:
-        async with server.serve(talk, "127.0.0.1", 0, process_request=refuse) as serving:
+        # Services often give a handler more arguments by a lambda, which is no coroutine function.
+        async with server.serve(lambda socket: talk(socket), "127.0.0.1", 0, process_request=refuse) as serving:
             yield serving.sockets[0].getsockname()[1]
 
     return in_loop(serve)

@@ -34,16 +34,17 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     owner, name = (entry, "__init__") if is_class else (module, "serve")
     serve, position = getattr(owner, name), int(is_class)
     key = "ws_handler" if is_older else "handler"
+    connection = module.WebSocketServerProtocol if is_older else module.ServerConnection
+    recorded = _recorded if inspect.iscoroutinefunction(connection.send) else _recorded_by_thread
 
     @replaces(owner, name)
     def undo_serve(*args: Any, **kwargs: Any) -> Any:
         if key in kwargs:
-            kwargs[key] = _recorded(kwargs[key], arrivals)
+            kwargs[key] = recorded(kwargs[key], arrivals)
         elif len(args) > position:
-            args = (*args[:position], _recorded(args[position], arrivals), *args[position + 1 :])
+            args = (*args[:position], recorded(args[position], arrivals), *args[position + 1 :])
         return serve(*args, **kwargs)
 
-    connection = module.WebSocketServerProtocol if is_older else module.ServerConnection
     undos = [undo_serve, _count_messages(connection), *([] if is_older else [_record_refusals(connection, arrivals)])]
     if not is_class:
         served = module.serve
@@ -57,20 +58,13 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _recorded(handler: Any, arrivals: Any) -> Any:
-    """Return a recording wrapper of a handler, of its own kind."""
+    """Return a recording wrapper of a handler, which returns an awaitable. It may be no coroutine function itself."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
 
-    def begin(connection: Any) -> Exchange | None:
-        exchange: Exchange | None = arrivals.begun(connection)
-        if exchange is not None:
-            exchange.begin_answer(101, None)
-            setattr(connection, EXCHANGE, exchange)
-        return exchange
-
     @functools.wraps(handler)
-    async def handled(connection: Any, *args: Any) -> Any:
-        exchange = begin(connection)
+    async def recorded(connection: Any, *args: Any) -> Any:
+        exchange = _begin(arrivals, connection)
         if exchange is None:
             return await handler(connection, *args)
         try:
@@ -81,9 +75,18 @@ def _recorded(handler: Any, arrivals: Any) -> Any:
         _end(exchange, connection)
         return result
 
+    setattr(recorded, EXCHANGE, True)
+    return recorded
+
+
+def _recorded_by_thread(handler: Any, arrivals: Any) -> Any:
+    """Return a recording wrapper of a handler that works in a thread."""
+    if not callable(handler) or hasattr(handler, EXCHANGE):
+        return handler
+
     @functools.wraps(handler)
-    def handled_by_thread(connection: Any, *args: Any) -> Any:
-        exchange = begin(connection)
+    def recorded(connection: Any, *args: Any) -> Any:
+        exchange = _begin(arrivals, connection)
         try:
             result = handler(connection, *args)
         except BaseException as error:
@@ -92,10 +95,16 @@ def _recorded(handler: Any, arrivals: Any) -> Any:
         _end(exchange, connection)
         return result
 
-    call = handler if inspect.isroutine(handler) or isinstance(handler, functools.partial) else type(handler).__call__
-    recorded = handled if inspect.iscoroutinefunction(call) else handled_by_thread
     setattr(recorded, EXCHANGE, True)
     return recorded
+
+
+def _begin(arrivals: Any, connection: Any) -> Exchange | None:
+    exchange: Exchange | None = arrivals.begun(connection)
+    if exchange is not None:
+        exchange.begin_answer(101, None)
+        setattr(connection, EXCHANGE, exchange)
+    return exchange
 
 
 def _end(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
