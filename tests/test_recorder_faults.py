@@ -395,6 +395,37 @@ def test_a_thread_whose_first_call_finds_no_memory_runs_and_is_counted() -> None
     assert printed == "survived\n"
 
 
+def test_a_coroutine_met_before_runs_where_its_span_finds_no_memory() -> None:
+    pytest.importorskip("_testcapi")
+    printed = run(
+        NO_MEMORY
+        + """
+    import types
+    @types.coroutine
+    def wait():
+        yield
+    async def coroutine(waiting):
+        await waiting
+    coroutine = wrapped("f")(coroutine)
+    open_ = [coroutine(wait()) for _ in range(400)]
+    for number, send in enumerate([made.send for made in open_]):  # none ends, so each span needs memory of its own
+        _testcapi.set_nomemory(number % 4, number % 4 + 1)
+        try:
+            send(None)
+        except MemoryError:
+            print("the host's")
+        finally:
+            _testcapi.remove_mem_hooks()
+    for made in open_:
+        made.close()
+    lost = recorder.counts().get(LOST, 0)
+    assert 0 < lost < 400 and calls()["f"] + lost == 400, (calls(), lost)
+    print("survived")
+    """,
+    )
+    assert printed == "survived\n"
+
+
 def test_a_reader_without_memory_gets_an_error_and_nothing_is_lost() -> None:
     pytest.importorskip("_testcapi")
     printed = run(

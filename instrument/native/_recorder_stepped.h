@@ -164,7 +164,7 @@ static int begin_own(Stepped *self)
     Frame *own = may_be_known ? new_frame_object() : NULL;
     if (own != NULL && !begin_known(core, own, &function->path, 0))
         Py_CLEAR(own);
-    if (own == NULL && !is_too_deep)
+    if (own == NULL && !is_too_deep && !PyErr_Occurred()) /* without memory */
         own = begin_own_otherwise(self);
     if (own == NULL) {
         if (is_too_deep)
