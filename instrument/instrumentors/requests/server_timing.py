@@ -27,7 +27,7 @@ from instrument.runtime.faults import FAULTS
 from instrument.trace.columns import Columns, device_intervals
 from instrument.trace.joined import ROUNDS, join
 from instrument.trace.ledger import QUEUE, STALL, ledger
-from instrument.trace.of_recording import RowSnapshot
+from instrument.trace.of_recording import RowSnapshot, has_more
 from instrument.trace.stages import LATENCIES, stages
 
 EVENTS, ENDS = "text/event-stream", (b"\n\n", b"\r\n\r\n", b"\r\r")
@@ -109,12 +109,13 @@ def _trace_so_far(recorder: Recorder, frame: Any, details_from: int) -> Columns:
     """Return the rows since a request's begin that are in its tree or in trees with its keys, and itself up to now."""
     mapped = recorder.mapped()
     snapshot = RowSnapshot.of(mapped, recorder.begun_ns(frame), details_from=details_from)
-    root_by_id: dict[int, int] = {}
-    for ring in snapshot.rings:
-        root_by_id.update(zip(ring.rows["span_id"].tolist(), ring.rows["root_id"].tolist(), strict=True))
-    texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items() if span_id in root_by_id}
+    texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}
+    root_by_id = {span.span_id: span.root_id for span in snapshot.open_spans}
+    for ring in snapshot.rings if texts else ():
+        rows = ring.rows[has_more(ring.rows)]  # few of many
+        root_by_id.update(zip(rows["span_id"].tolist(), rows["root_id"].tolist(), strict=True))
+    texts = {span_id: text for span_id, text in texts.items() if span_id in root_by_id}
     for span in snapshot.open_spans:
-        root_by_id[span.span_id] = span.root_id
         texts[span.span_id] = json.dumps({"attributes": span.attributes}, default=str).encode()
     roots, keys = {frame.root_id}, set[bytes]()
     for _ in range(ROUNDS):
