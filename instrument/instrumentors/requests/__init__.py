@@ -163,7 +163,7 @@ ROUTERS: Mapping[str, tuple[Router, ...]] = {
     "quart.app": (
         Router("Quart", "full_dispatch_request", _flask("request")),
         Router("Quart", "full_dispatch_websocket", _flask("websocket")),
-        Router("Quart", "handle_websocket_exception", lambda _, __, error: error, note=_fail, older=True),
+        Router("Quart", "handle_websocket_exception", lambda *arguments: arguments[-1], note=_fail, older=True),
     ),
     "django.core.handlers.base": (Router("BaseHandler", "resolve_request", _django, after=True),),
     "falcon.app": (Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True),),
