@@ -110,9 +110,9 @@ class Exporter:
         self._sender = sender_for(settings)
         self._detected: Mapping[str, object] | None = None if detects else {}
         self._is_in_service = detects
-        self._begin_anew(origin)
+        self._reset_sources(origin)
 
-    def _begin_anew(self, origin: Origin) -> None:
+    def _reset_sources(self, origin: Origin) -> None:
         self.own = Source(Ids(), origin, self._threads, self.resource)
         self._metered: tuple[Source, ...] = ()
         self._metrics_source: Source | None = None
@@ -173,8 +173,8 @@ class Exporter:
         with self._queue.lock:
             if self._thread is not None and self._thread.is_alive():
                 return
-            sender = self._opened()
-            thread = Thread(partial(self._run, sender), THREAD_NAME, partial(self._serves, sender))
+            sender = self._open_sender()
+            thread = Thread(partial(self._run, sender), THREAD_NAME, partial(self._is_current, sender))
             self._thread, self._is_patient = thread, True
         try:
             thread.start()
@@ -189,11 +189,11 @@ class Exporter:
         if self._detected is None:
             self._detected = detected_attributes()
 
-    def _serves(self, sender: Sender) -> bool:
+    def _is_current(self, sender: Sender) -> bool:
         """Return True while the sender's thread delivers: not after `stop`, nor once there is another sender."""
         return self._sender is sender and not self._queue.is_closed
 
-    def _opened(self) -> Sender:
+    def _open_sender(self) -> Sender:
         """Open the queue and a new sender, also after `stop`. The caller has the lock."""
         self._queue.is_closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
         self._sender = sender_for(self._settings)
@@ -206,7 +206,7 @@ class Exporter:
         """
         self.prepare()
         with self._queue.lock:
-            sender = self._opened()
+            sender = self._open_sender()
             self._is_patient = False
         before = self.counts()
         try:
@@ -294,7 +294,7 @@ class Exporter:
         return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
     def _metrics_wait(self) -> bool:
-        return any(metered.waits() for metered in self._of_metered())
+        return any(metered.waits() for metered in self._metrics_of_sources())
 
     def _is_deferred_beyond(self, time_ns: int) -> bool:
         """Return True if the collector has asked for a pause beyond that time."""
@@ -318,7 +318,7 @@ class Exporter:
         finally:
             if has_lock:
                 self._queue.lock.release()
-        for metrics in self._of_metered():
+        for metrics in self._metrics_of_sources():
             metrics.drop()
         self._wake.put(None)
         if thread is not None:
@@ -326,14 +326,14 @@ class Exporter:
             thread.join(PATIENCE_S)
         delivery = replace(self.flush(0), settled=settled)
         if delivery.failed or delivery.dropped:
-            self._say(Response(False, reason=delivery.reason))
+            self._log_outcome(Response(False, reason=delivery.reason))
         return delivery
 
     def note_silence(self) -> None:
         """Log why the collector has not taken a request that has waited too long, before its waiter gives up."""
         began_ns = self._sent_at_ns
         if began_ns and time.monotonic_ns() - began_ns > SILENCE_NS:
-            self._say(Response(False, reason=self._sender.obstacle or "no answer yet"))
+            self._log_outcome(Response(False, reason=self._sender.obstacle or "no answer yet"))
 
     def counts(self) -> Mapping[str, int]:
         """Return the number of spans by fate, see `RequestQueue.counts`."""
@@ -342,13 +342,13 @@ class Exporter:
     def after_fork_in_child(self) -> None:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
         self._sender.forked()
-        self._begin_anew(self.own.origin)
+        self._reset_sources(self.own.origin)
         if self._detected is not None:
             self._detected = of_a_child(self._detected)
 
     def _run(self, sender: Sender) -> None:
         """Run the export thread: send all that waits every second, when enough waits, or on request."""
-        while self._serves(sender):
+        while self._is_current(sender):
             try:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
             except Empty:
@@ -359,7 +359,7 @@ class Exporter:
             except BaseException as fault:  # the thread has to outlive what it did not expect
                 settled = False
                 with self._queue.lock:
-                    if self._serves(sender):
+                    if self._is_current(sender):
                         self._queue.give_up(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
             try:
@@ -374,12 +374,12 @@ class Exporter:
     def _send_queue(self, sender: Sender) -> None:
         while True:
             with self._queue.lock:
-                request = self._queue.take() if self._serves(sender) else None
+                request = self._queue.take() if self._is_current(sender) else None
             if request is None:
                 return
             self._deliver(sender, request)
 
-    def _of_metered(self) -> list[Metrics]:
+    def _metrics_of_sources(self) -> list[Metrics]:
         return [metered.metrics for metered in self._metered if metered.metrics is not None]
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
@@ -403,7 +403,7 @@ class Exporter:
                 self._metrics_source = None
             if not is_taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
                 self._metrics_deferred_until_ns = max(self._metrics_deferred_until_ns, time.monotonic_ns() + DELAY_NS)
-                self._put_last(source)
+                self._move_to_end(source)
 
     def _attempt_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
         """Send a process's metrics, return whether they were taken. A fault in them does not stop other processes'."""
@@ -414,7 +414,7 @@ class Exporter:
             FAULTS.note("OTLP export of metrics", fault)
             return True
 
-    def _put_last(self, source: Source) -> None:
+    def _move_to_end(self, source: Source) -> None:
         with self._queue.lock:
             if source in self._metered:  # it may have been removed meanwhile
                 self._metered = (*(metered for metered in self._metered if metered is not source), source)
@@ -426,7 +426,7 @@ class Exporter:
         """
         suppress_instrumentation()
         is_taken = self._send_snapshot(sender, source, metrics)
-        while is_taken and metrics.has_samples() and self._serves(sender):
+        while is_taken and metrics.has_samples() and self._is_current(sender):
             series, samples = metrics.take(source.origin)
             if not series:
                 continue
@@ -442,7 +442,7 @@ class Exporter:
             return True
         for piece in metrics.pieces(snapshot, source.origin):
             verdict = self._deliver_metrics(sender, source, piece.series)
-            if not self._serves(sender):
+            if not self._is_current(sender):
                 return False
             metrics.settle_piece(piece, verdict)
             if not verdict.taken:
@@ -473,7 +473,7 @@ class Exporter:
         last_ns = time.monotonic_ns() + timeout_ns
         suppress_instrumentation()
         while True:
-            if not self._hold(sender, last_ns):
+            if not self._await_retry(sender, last_ns):
                 verdict = Response(False, reason=self._queue.reason)
                 break
             self._queue.note_sending(request)
@@ -484,7 +484,7 @@ class Exporter:
             self._sent_at_ns = 0
             if not verdict.wait_s:
                 break
-            self._say(verdict)
+            self._log_outcome(verdict)
             self._deferred_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         if verdict.taken:
             self._halvings = 0
@@ -497,25 +497,25 @@ class Exporter:
                 self._deliver(sender, half)
             return
         with self._queue.lock:
-            if not self._serves(sender):
+            if not self._is_current(sender):
                 return
             self._queue.settle(request, verdict)
         self.settled(request.source)
-        self._say(verdict)
+        self._log_outcome(verdict)
 
     def _left_s(self, sender: Sender, deadline_ns: int) -> float:
         """Return the seconds left for a request: 0 once another thread has taken over or the exporter has stopped."""
         until_ns = min(deadline_ns, self._stop_at_ns)
-        return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
+        return (until_ns - time.monotonic_ns()) / 1e9 if self._is_current(sender) else 0.0
 
-    def _hold(self, sender: Sender, deadline_ns: int) -> bool:
+    def _await_retry(self, sender: Sender, deadline_ns: int) -> bool:
         """Wait as long as the collector asked for. Further spans wait, too. Return True if sending may go on.
 
         It returns False at once if that would take longer than the exporter's end, or the deadline of `send`.
         """
         while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns
-            if not self._serves(sender) or self._deferred_until_ns >= end_ns:
+            if not self._is_current(sender) or self._deferred_until_ns >= end_ns:
                 return False
             self._pause(left_ns / 1e9)
         return True
@@ -527,7 +527,7 @@ class Exporter:
         except Empty:
             pass  # waited in full
 
-    def _say(self, verdict: Response) -> None:
+    def _log_outcome(self, verdict: Response) -> None:
         """Log the first failure and the recovery from it, each at most once in a while."""
         if verdict.reason:
             self._queue.reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)

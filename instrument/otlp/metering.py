@@ -75,10 +75,10 @@ class Metering:
         self.unsaved = 0
         """The number of requests whose queue time was counted after the state was last written."""
         self.change(facts)
-        self._catch_up(self._go_on(self._place.read_meter()))
+        self._count_earlier_rows(self._restore(self._place.read_meter()))
         exporter.add_metrics(self._source)
 
-    def _go_on(self, saved: MeterState | None) -> Mapping[int, int]:
+    def _restore(self, saved: MeterState | None) -> Mapping[int, int]:
         """Take over the counts of the exporter before. Returns by ring the place up to which it counted."""
         if saved is None or saved.generation != self._generation:
             return {}
@@ -90,7 +90,7 @@ class Metering:
         self._state, self._settled_ns, self._due_ns = saved, saved.settled_ns, 0
         return saved.places
 
-    def _catch_up(self, places: Mapping[int, int]) -> None:
+    def _count_earlier_rows(self, places: Mapping[int, int]) -> None:
         """Count rows that the reader has read already: those from `places` on."""
         if not self._facts.metered.asks:
             return
@@ -140,7 +140,7 @@ class Metering:
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._settle()
         if self._is_due:
-            self._take(until_ns if is_complete else 0)
+            self._take_snapshot(until_ns if is_complete else 0)
 
     def _settle(self) -> None:
         if self._ended is not None and self._mapped.generation_now() == self._generation:
@@ -151,7 +151,7 @@ class Metering:
     def _is_due(self) -> bool:
         return time.monotonic_ns() >= self._due_ns
 
-    def _take(self, until_ns: int) -> None:
+    def _take_snapshot(self, until_ns: int) -> None:
         """Take a snapshot of the rows read up to a time, and the samples."""
         metrics, header = self.metrics, self._mapped.header
         if self._mapped.generation != self._generation:
@@ -222,7 +222,7 @@ class Metering:
             if self._facts.metered.asks:
                 self._ended = until_ns, self._meter.ended()
                 self._settle()
-            self._take(until_ns)
+            self._take_snapshot(until_ns)
 
     @property
     def is_settled(self) -> bool:

@@ -57,7 +57,7 @@ class RecordingReader:
         self._marks: set[int] = set()
         self._watched: list[Row] | None = None
         if progress.places:
-            self._adopt(progress.settled_ns)
+            self._adopt_unsettled(progress.settled_ns)
 
     # ---------------------------------------------------------------- what the meter asks
 
@@ -133,7 +133,7 @@ class RecordingReader:
         if self._watched is not None:
             self._watched += _rows_of(marked, details)
 
-    def _adopt(self, settled_ns: int) -> None:
+    def _adopt_unsettled(self, settled_ns: int) -> None:
         """Take over the rows that an earlier reader had read but not settled: those of requests that are open or ended
         after `settled_ns`, and of spans that may serve such requests."""
         self._mapped.tree()
@@ -206,12 +206,12 @@ def row_of_open(span: OpenSpan) -> Row:
 def _rows_of(rows: Records, details: Details) -> list[Row]:
     """Return rows as recorders have them."""
     return [
-        row if (detail := details.get(row[SPAN_ID])) is None else with_more(row, _more_of(*detail))
+        row if (detail := details.get(row[SPAN_ID])) is None else with_more(row, _details_of(*detail))
         for row in unpacked_rows(rows.tobytes())
     ]
 
 
-def _more_of(active_ns: int, text: bytes) -> tuple[int, str | None, dict[str, object] | None]:
+def _details_of(active_ns: int, text: bytes) -> tuple[int, str | None, dict[str, object] | None]:
     active_ns, error, attributes = detail_of(active_ns, facts_in(text))
     return active_ns, error, dict(attributes) or None
 

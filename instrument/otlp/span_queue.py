@@ -131,7 +131,7 @@ class RequestQueue:
         self._inbox.append(request)
         if self.lock.acquire(blocking=False):  # otherwise its holder, or the thread's next round, takes it in
             try:
-                self._take_in()
+                self._queue_offered()
             finally:
                 self.lock.release()
 
@@ -147,7 +147,7 @@ class RequestQueue:
         """
         with self._try_lock() as has_lock:
             if has_lock:
-                self._take_in()
+                self._queue_offered()
             return dict(self._counts)
 
     def is_pending(self, newest: int) -> bool:
@@ -167,7 +167,7 @@ class RequestQueue:
 
     def take(self) -> QueuedRequest | None:
         """Return the next request, which is under way from now on. The caller has the lock."""
-        self._take_in()
+        self._queue_offered()
         if not self._queue:
             return None
         request = self._remove_oldest()
@@ -200,7 +200,7 @@ class RequestQueue:
     def fail(self, spans: int, source: Source, reason: str) -> None:
         """Count spans that cannot be packed as failed."""
         with self.lock:
-            self._expect(spans, source)
+            self._count_pending(spans, source)
             self.reason = reason
             self._count(source, "failed", spans)
 
@@ -212,15 +212,15 @@ class RequestQueue:
             request = self._in_flight.popleft()
             request.source.counts[_SENDING] = 0
             self._count(request.source, "failed", request.spans)
-        self._take_in()
+        self._queue_offered()
         while self.is_closed and self._queue:
             self._drop_oldest()
 
-    def _take_in(self) -> None:
+    def _queue_offered(self) -> None:
         """Move offered requests to the queue, within its bound. The caller has the lock."""
         while self._inbox:
             request = self._inbox.popleft()
-            self._expect(request.spans, request.source)
+            self._count_pending(request.spans, request.source)
             self.newest += 1
             request.number = self.newest
             self._queue.append(request)
@@ -228,7 +228,7 @@ class RequestQueue:
             while self._queue and (self.is_closed or self.queued_bytes > QUEUE_BYTES):
                 self._drop_oldest()
 
-    def _expect(self, spans: int, source: Source) -> None:
+    def _count_pending(self, spans: int, source: Source) -> None:
         """Count spans of a source as pending. The caller has the lock."""
         for counts in (self._counts, source.counts):
             counts["offered"] += spans

@@ -143,7 +143,7 @@ def interval(node: YamlNode) -> int | None:
 duration_or_off = or_off(shaped(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))
 
 
-def _with_colon(text: str) -> str:
+def _as_rule(text: str) -> str:
     """Return `chat.engine.Engine.step` as `chat.engine:Engine.step`: a class usually starts with a capital."""
     segments = text.split(".")
     split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
@@ -158,9 +158,9 @@ _WILDCARDS = "no empty segment; * matches any part of a segment, ** alone any nu
 function_pattern = spelled(
     FUNCTION_SYNTAX,
     f"module:qualname with one ':' and {_WILDCARDS}; + after the name of a method for its overrides in subclasses, too",
-    _with_colon,
+    _as_rule,
 )
-function_name = spelled(NAME_SYNTAX, "module:qualname of one function, such as train:step", _with_colon)
+function_name = spelled(NAME_SYNTAX, "module:qualname of one function, such as train:step", _as_rule)
 layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
 class_name = spelled(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
@@ -460,7 +460,7 @@ _SWITCHES = {
 """The variables that switch a signal off, each with the value that does so."""
 
 
-def _unsent(environ: Mapping[str, str]) -> Mapping[str, str]:
+def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the signals that are switched off, each with its switch."""
     return {
         signal: f"{name}={value}"
@@ -475,7 +475,7 @@ def switched(profile: Profile, document: Document) -> Profile:
     remarks, environ = document.remarks, document.environ
     if profile.export.otlp is not None:
         remarks = [*remarks, *_remarks_on(environ)]
-        off = _unsent(environ)
+        off = _switched_off_signals(environ)
         if len(off) == len(_SWITCHES):
             profile = replace(profile, export=replace(profile.export, otlp=None))
         elif "traces" in off:
@@ -485,18 +485,18 @@ def switched(profile: Profile, document: Document) -> Profile:
 
 def _remarks_on(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield sentences on the set variables that change the data sent, and on those that are not followed."""
-    for signal, switch in _unsent(environ).items():
+    for signal, switch in _switched_off_signals(environ).items():
         yield f"no {signal} are sent to a collector: {switch}"
     valid = {name for names in VARIABLES.values() for name, _ in names}
     missed = [
         name
         for name, value in sorted(environ.items())
-        if name.startswith("OTEL_") and value and name not in valid and not _is_followed(name, value.strip().lower())
+        if name.startswith("OTEL_") and value and name not in valid and not _is_supported(name, value.strip().lower())
     ]
     if missed:
         yield f"set without an effect: {', '.join(missed)}"
 
 
-def _is_followed(name: str, value: str) -> bool:
+def _is_supported(name: str, value: str) -> bool:
     _, followed = FOLLOWED.get(name, ("", "(?!)"))
     return name.startswith(_OF_ITS_SDK) or re.fullmatch(followed, value) is not None

@@ -220,7 +220,7 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
         first.preset = "training"
     else:
         _describe_requests(first, observation, choice)
-    first.requests += list(_recorded_anyway(observation))
+    first.requests += list(_preset_records(observation))
     if count:
         first.capture = (
             f"Each request is kept in full: {number_of(count / max(observation.seconds, 1e-3))} a second here. A busy "
@@ -243,7 +243,7 @@ def _describe_requests(first: FirstProfile, observation: Observation, choice: Fu
     met = [node for node in observation.nodes() if node.called.kind == "request"]
     paths = {node.called.name: node.called.name.rpartition(" ")[2] for node in met}
     probes = set(filter(is_probe, paths.values()))
-    served = _sums(node for node in met if node.calls and paths[node.called.name] not in probes)
+    served = _call_sums(node for node in met if node.calls and paths[node.called.name] not in probes)
     if served:
         first.requests = [f"Requests were met at the server, with no rule: {served}."]
     ignored = [path for rule in load(path_of(first.preset)).requests for path in rule.ignore]
@@ -263,9 +263,9 @@ def _describe_requests(first: FirstProfile, observation: Observation, choice: Fu
         )
 
 
-def _recorded_anyway(observation: Observation) -> Iterator[str]:
+def _preset_records(observation: Observation) -> Iterator[str]:
     """Yield a sentence on copies and calls of frameworks, which the preset records."""
-    recorded = _sums(
+    recorded = _call_sums(
         node
         for node in observation.nodes()
         if node.calls and not node.called.label and node.called.kind not in ("request", "layer")
@@ -274,7 +274,7 @@ def _recorded_anyway(observation: Observation) -> Iterator[str]:
         yield f"The preset records these, too: {recorded}."
 
 
-def _sums(nodes: Iterable[ObservedNode]) -> str:
+def _call_sums(nodes: Iterable[ObservedNode]) -> str:
     """List the calls and times of nodes by name, the longest first."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for node in nodes:
@@ -334,7 +334,7 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
             layers.places.add(node.called.instance)
             layers.classes.add(node.called.name)
     rules = []
-    for pattern in _chosen(by_pattern, whole_ns)[:LAYERS]:
+    for pattern in _choose_patterns(by_pattern, whole_ns)[:LAYERS]:
         layers = by_pattern[pattern]
         classes = " or ".join(sorted(layers.classes)[:3])
         places = f"{len(layers.places)} of {classes}" if len(layers.places) > 1 else classes
@@ -344,7 +344,7 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
     return rules
 
 
-def _chosen(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[str]:
+def _choose_patterns(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[str]:
     """Choose repeated blocks and their parts, then large layers outside of blocks."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(

@@ -201,11 +201,11 @@ class _Chooser:
         roots = [] if self._requests or self._units else self._observation.roots
         for rule in chain(
             self._without_server(),
-            self._loading(),
-            self._within(self._requests, "the requests", LEAST_OF_REQUEST),
+            self._propose_loading(),
+            self._propose_below(self._requests, "the requests", LEAST_OF_REQUEST),
             self._top_units(),
-            self._within(self._units, self._of_units, LEAST_OF_WORK),
-            self._within(roots, "the run", LEAST_OF_RUN),
+            self._propose_below(self._units, self._of_units, LEAST_OF_WORK),
+            self._propose_below(roots, "the run", LEAST_OF_RUN),
             self._blocking(rules),
         ):
             rules.setdefault(rule.label, rule)
@@ -230,12 +230,12 @@ class _Chooser:
                 if is_once or not node.called.label:
                     look(node.children.values())
                 elif not _WAITING.search(function_name(node.called.label)):
-                    units.append(self._lowest_alike(node))
+                    units.append(self._delegate_of(node))
 
         look(self._observation.roots)
         return units
 
-    def _lowest_alike(self, node: ObservedNode) -> ObservedNode:
+    def _delegate_of(self, node: ObservedNode) -> ObservedNode:
         """Return the function to which a private unit delegates its work, else the unit itself."""
         while function_name(node.called.label).startswith("_"):
             alike = [
@@ -291,7 +291,7 @@ class _Chooser:
                 node.called.label, "request", first_ns=node.first_ns, is_needed=True, group=OF_REQUESTS, reasons=[words]
             )
 
-    def _within(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
+    def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
         """Propose the functions below `tops` with enough own time, and those that divide their time into such parts."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
@@ -303,7 +303,7 @@ class _Chooser:
             label
             for label, paths in by_label.items()
             if paths.own_ns >= (2 * least if function_name(label).startswith("_") else least) * base_ns
-            and not (self._repeats(paths, tops, base_ns) and paths.own_ns < REPEATS_OWN * base_ns)
+            and not (self._repeats_requests(paths, tops, base_ns) and paths.own_ns < REPEATS_OWN * base_ns)
         }
         holding -= {label for label in holding if self._is_middleware(label, by_label[label], holding, tops, base_ns)}
         splitting = {
@@ -312,7 +312,7 @@ class _Chooser:
             if label not in holding
             and paths.total_ns >= LEAST_SPLIT * base_ns
             and len(self._parts_of(paths, holding)) >= 2
-            and not self._repeats(paths, tops, base_ns)
+            and not self._repeats_requests(paths, tops, base_ns)
         }
         for label, paths in by_label.items():
             if label in holding or label in splitting:
@@ -344,7 +344,7 @@ class _Chooser:
                 waiting += node.children.values()
         return {label for label, total_ns in parts.items() if total_ns >= LEAST_PART * paths.total_ns}
 
-    def _repeats(self, paths: _Paths, tops: list[ObservedNode], base_ns: int) -> bool:
+    def _repeats_requests(self, paths: _Paths, tops: list[ObservedNode], base_ns: int) -> bool:
         is_whole = paths.total_ns >= REPEATS_REQUEST * base_ns and paths.calls == sum(top.calls for top in tops)
         return tops is self._requests and is_whole
 
@@ -355,7 +355,7 @@ class _Chooser:
 
         Its own time is the framework's, which the request's span includes.
         """
-        if not self._repeats(paths, tops, base_ns):
+        if not self._repeats_requests(paths, tops, base_ns):
             return False
         return bool(_MIDDLEWARE.search(label) or self._parts_of(paths, holding))
 
@@ -422,7 +422,7 @@ class _Chooser:
                 reasons=reasons,
             )
 
-    def _loading(self) -> Iterator[FunctionProposal]:
+    def _propose_loading(self) -> Iterator[FunctionProposal]:
         """Propose the outermost functions that load or build an object at the start."""
         firsts = [node.first_ns for node in (*self._requests, *self._units) if node.first_ns]
         until_ns = min(firsts, default=0)

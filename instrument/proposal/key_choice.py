@@ -66,7 +66,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         for path, ids in observation.keys.get(label, {}).items()
         if _shares(ids, bound)
     ]
-    singles = _best([path for path in shared if not path.ids.many])
+    singles = _best_by_label([path for path in shared if not path.ids.many])
     # A function with one request as its argument serves that request, even if its object has others.
     many = [path for path in shared if path.ids.many and not (path.label in singles and path.path.startswith("self."))]
     batches = _batches(many, singles, outside)
@@ -105,7 +105,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     if batches or added or not binder.ids.of_class:
         rule = _rule(choice, binder.label, inside[binder.label])
         rule.key = binder.path
-        rule.reasons.append(f"{_what(binder.path)} names the request")
+        rule.reasons.append(f"{_path_text(binder.path)} names the request")
     choice.rules.sort(key=lambda rule: rule.order)
 
 
@@ -159,7 +159,7 @@ def _batches(
 
     The parts of a function replace it if they, with those of `singles`, take its time.
     """
-    best = _best(paths)
+    best = _best_by_label(paths)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
     chosen: dict[str, _Path] = {}
     for label in sorted(best, key=lambda label: (_depth(outside[label]), -total[label], label)):
@@ -180,7 +180,7 @@ def _batches(
     return dict(list(chosen.items())[:BATCHES])
 
 
-def _best(paths: Iterable[_Path]) -> dict[str, _Path]:
+def _best_by_label(paths: Iterable[_Path]) -> dict[str, _Path]:
     best: dict[str, _Path] = {}
     for candidate in paths:
         if candidate.label not in best or candidate.rank < best[candidate.label].rank:
@@ -236,5 +236,5 @@ def _last_name(path: str) -> str:
     return re.split(r"[.\[\]]+", path)[-1]
 
 
-def _what(path: str) -> str:
+def _path_text(path: str) -> str:
     return "the result" if path == RETURN else path

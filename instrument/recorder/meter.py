@@ -119,13 +119,13 @@ class Meter:
             site, attributes = site_of(row), row[ATTRIBUTES] or {}
             endpoint = endpoint_of(site)
             if isinstance(queued_s := attributes.get(TIME_IN_QUEUE), float):
-                labels = (*_call_labels(site), *_ending(attributes, row[ERROR]), *self._group(attributes))
+                labels = (*_call_labels(site), *_outcome_labels(attributes, row[ERROR]), *self._group(attributes))
                 self._generated.add(QUEUE_TIME, labels, round(queued_s * 1e9))
             if not endpoint:
                 continue
             duration_ns = row[END_NS] - row[START_NS]
             group = self._group(attributes)
-            _series(self._requests, (*_labels(endpoint, attributes, row[ERROR]), *group)).add(duration_ns)
+            _distribution_of(self._requests, (*_labels(endpoint, attributes, row[ERROR]), *group)).add(duration_ns)
             if self._is_generation(endpoint):
                 self._count_generation((*_of_route(site), *group), attributes, duration_ns, row[ERROR])
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
@@ -169,7 +169,7 @@ class Meter:
         labels = _of_route(site) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, attributes) if is_generation else (*labels, *said_of_generation(attributes))
-        labels = (*labels, *_ending(attributes, error), *self._group(attributes))
+        labels = (*labels, *_outcome_labels(attributes, error), *self._group(attributes))
         values = {QUEUE_TIME: queue_ns, **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
         for name, value in values.items():
             self._generated.add(name, labels, value)
@@ -221,7 +221,7 @@ class Meter:
             counter = self._met.setdefault(endpoint, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
             if missed:
-                _series(self._requests, endpoint).add_buckets(missed)
+                _distribution_of(self._requests, endpoint).add_buckets(missed)
                 counter.update(missed)
 
     def _active_requests(self) -> Metric:
@@ -364,7 +364,7 @@ def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
     return Distribution(sum(buckets.values()), max(total.elapsed_ns, least_ns), total.min_ns, total.max_ns, buckets)
 
 
-def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
+def _distribution_of(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
     """Return the distribution of a series, or that of all beyond the limit."""
     if labels not in series and len(series) >= SERIES_LIMIT:
         labels = OVERFLOW
@@ -400,10 +400,10 @@ def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) 
         endpoint += ((STATUS, status),)
     if _is_rpc(endpoint) and isinstance(name := attributes.get(RPC_STATUS), str):
         endpoint += ((RPC_STATUS, name),)
-    return (*endpoint, *_ending(attributes, error))
+    return (*endpoint, *_outcome_labels(attributes, error))
 
 
-def _ending(attributes: Mapping[Any, Any], error: str | None) -> Labels:
+def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
     """Return the label of requests that failed or were broken off."""
     if error is not None:
         return (("error.type", error),)
@@ -425,7 +425,7 @@ def _generation(
 ) -> Iterator[tuple[str, Labels, int]]:
     """Yield the metrics of a generation that has ended; each item of its stream counts as a token."""
     labels = generation_labels(call_labels, attributes)
-    yield REQUEST_DURATION, (*labels, *_ending(attributes, error)), duration_ns
+    yield REQUEST_DURATION, (*labels, *_outcome_labels(attributes, error)), duration_ns
     if error is not None:
         return
     times = token_times(attributes)

@@ -122,7 +122,7 @@ class Tally:
         self.tree = CallTree() if tree is None else tree
         located = self.tree.located()
         self.site_of, self.parents = (np.asarray(ids, dtype=np.int32) for ids in (located.site_of, located.parents))
-        self.lines = _bounded(np.zeros(0, TOTALS) if lines is None else lines)
+        self.lines = _narrowed(np.zeros(0, TOTALS) if lines is None else lines)
         self.buckets = np.zeros(0, BUCKETS) if buckets is None else buckets
         self.threads = dict(threads or {})
         self._make_histogram = make_histogram
@@ -408,7 +408,7 @@ def total_of(lines: Records) -> Totals:
     return Totals._make(total)
 
 
-def _bounded(lines: Records) -> Records:
+def _narrowed(lines: Records) -> Records:
     """Return lines whose sums need no more than 64 bits."""
     lines = np.ascontiguousarray(lines)
     table = numbers_of(lines)[:, : CORE_WIDTH - 1]

@@ -125,7 +125,7 @@ class Finder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if not sys.meta_path or sys.meta_path[0] is not self:
-            self._go_first()
+            self._move_to_front()
         # Another finder may ask the whole path again, but must not meet us twice for one name.
         before = getattr(self._busy, "name", None)
         try:
@@ -148,7 +148,7 @@ class Finder:
         finally:
             self._busy.name = before
 
-    def _go_first(self) -> None:
+    def _move_to_front(self) -> None:
         """Move before a finder that was put in front of us, such as the one that rewrites pytest's test modules."""
         order = list(sys.meta_path)
         if self in order:

@@ -89,7 +89,7 @@ class _Guard:
     ) -> ModuleSpec | None:
         if path is not None:
             return None
-        if not _is_for_us(sys._getframe(1)):
+        if not _is_own_import(sys._getframe(1)):
             self.release()
             if fullname in self.of_service:
                 spec = PathFinder.find_spec(fullname)
@@ -124,7 +124,7 @@ def release() -> None:
             finder.of_service.clear()
 
 
-def _is_for_us(frame: FrameType | None) -> bool:
+def _is_own_import(frame: FrameType | None) -> bool:
     """Return True if the import comes from one of our modules, directly or indirectly."""
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]

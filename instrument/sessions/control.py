@@ -125,7 +125,7 @@ class ControlThread:
             now = time.monotonic()
             if self._generations.watched is not None:
                 if now >= look_at:
-                    _attempt(self._look)
+                    _attempt(self._check_file)
                     now = time.monotonic()
                     look_at = now + (SETTLE_S if self._changed is not None else POLL_S)
             else:
@@ -144,7 +144,7 @@ class ControlThread:
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)  # the word to stop, or to look for the agent
                 else:
-                    _attempt(self._hear_agent)
+                    _attempt(self._handle_agent_message)
 
     def _wait(self, wait_s: float) -> list[tuple[int, int]]:
         """Wait for the agent, or to be woken. A forked child would share an epoll with its parent."""
@@ -171,7 +171,7 @@ class ControlThread:
         self._exporting.look_after(is_joined=self._agent_fd >= 0)
         return now + EXPORT_S if self._agent_fd >= 0 else self._agent_at
 
-    def _hear_agent(self) -> None:
+    def _handle_agent_message(self) -> None:
         membership = self._membership
         message = membership.heard()
         if message is None:
@@ -186,17 +186,17 @@ class ControlThread:
         except TypeError:
             answer: Answer = {"error": "this version does not know the request"}
         else:
-            answer = self._ask(request)
+            answer = self._request_reload(request)
         membership.send({"answer": answer, "number": message.get("number", 0)})
 
-    def _ask(self, request: Request) -> Answer:
+    def _request_reload(self, request: Request) -> Answer:
         answer = self._generations.answer(request)
         self._unsettled = True
         return answer
 
     # ---------------------------------------------------------------- the file
 
-    def _look(self) -> None:
+    def _check_file(self) -> None:
         """Apply the profile's file after a change, once it no longer changes. Read it once more after that.
 
         A write within the clock tick of the file's modification time, with the same size, would otherwise stay unseen.
@@ -206,7 +206,7 @@ class ControlThread:
             self._changed = None
             again, self._read_again = self._read_again, False
             if again:
-                self._follow(stamp)
+                self._apply_file(stamp)
             elif self._error and time.monotonic() - self._error_at >= GRACE_S:
                 error, self._error = self._error, ""
                 self._generations.refuse(error)
@@ -214,10 +214,10 @@ class ControlThread:
             self._changed = stamp
         else:
             self._read_again = True
-            self._follow(stamp)
+            self._apply_file(stamp)
 
-    def _follow(self, stamp: tuple[int, ...] | None) -> None:
-        error = str(self._ask(Request()).get("error", ""))
+    def _apply_file(self, stamp: tuple[int, ...] | None) -> None:
+        error = str(self._request_reload(Request()).get("error", ""))
         # A file that was being written counts neither as a success nor as an error.
         if _identity_of_file(self._generations.watched) != stamp:
             self._changed, self._seen = None, (-1,)

@@ -68,9 +68,9 @@ class GaugeWatch:
         """Start the reading: by the agent, where this process has one."""
         self._has_begun = True
         if not (self._membership.has_agent() and RECORDER.memory_fd >= 0):
-            self._read_here()
+            self._start_own_thread()
 
-    def _read_here(self) -> None:
+    def _start_own_thread(self) -> None:
         """Read the gauges on a thread of this process, unless another process does."""
         if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
             return
@@ -103,7 +103,7 @@ class GaugeWatch:
             why = f"device: a thread of this process reads the gauges, not the agent: {message['yours']!s}"
             self._gauges.note_outside((), [why])
             if self._has_begun:
-                self._read_here()
+                self._start_own_thread()
         elif "gpus" in message:
             gpus = [Gpu(int(gpu["device"]), str(gpu["model"]), str(gpu["uuid"])) for gpu in message["gpus"]]
             self._gauges.note_outside(gpus, [str(note) for note in message["notes"]])

@@ -295,7 +295,7 @@ class Handover:
         """Return the progress of this session's export by another process."""
         try:
             with closing(self._opened()) as place:
-                return _of_session(place)
+                return _session_progress(place)
         except OSError:
             return Progress()
 
@@ -337,7 +337,7 @@ def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
     return replace(state, places={threads[ring]: row for ring, row in state.places.items() if ring in threads})
 
 
-def _of_session(place: ExportCheckpoint) -> Progress:
+def _session_progress(place: ExportCheckpoint) -> Progress:
     """Return the progress of the export of what is recorded now. The recording may have that of an earlier session."""
     progress = place.read()
     return progress if progress.generation == place.head().generation else Progress(before=progress.unreported())

@@ -126,9 +126,9 @@ class Leaving:
             report = partial(report_to_check, folder, RECORDER.calls, self._recorded.profile)
             FAULTS.attempt("report to check", lambda: report(self._recorded.account.verdicts()))
         if self._observed_for:
-            FAULTS.attempt("report to init", self._leave_observation)
+            FAULTS.attempt("report to init", self._write_observation)
 
-    def _leave_observation(self) -> None:
+    def _write_observation(self) -> None:
         from instrument.proposal import observation
 
         recorded = self._recorded
@@ -158,7 +158,7 @@ class Leaving:
             FAULTS.attempt("last window", partial(self._deliver, deadline))
         exporting.finish(has_delivered=bool(is_due))
         RECORDER.write_goodbye()
-        FAULTS.attempt("goodbye", partial(self._leave_run, deadline, is_due=bool(is_due)))
+        FAULTS.attempt("goodbye", partial(self._say_goodbye, deadline, is_due=bool(is_due)))
         while self.undos:
             FAULTS.attempt("way back", self.undos.pop())
 
@@ -204,7 +204,7 @@ class Leaving:
         if not has_just_been and (has_lost or not after.settled):
             board.note_wait_in_vain(time.monotonic_ns())
 
-    def _leave_run(self, deadline: Deadline, *, is_due: bool) -> None:
+    def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
         """Say goodbye to the run, and print the summary: of the whole run, where this is its last process.
 
         Of several processes that share a standard stream the last one prints one report of all. A process without an

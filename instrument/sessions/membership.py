@@ -74,17 +74,17 @@ class Membership:
         self.close()
         if not self.path:
             return ""
-        problem = self._joined()
+        problem = self._send_join()
         if problem and begins and self.can_begin_agent() and not run_folder.is_heard(Path(self.path)):
             has_begun: list[bool] = []
             self._while_no_fork(lambda: has_begun.append(agent_launch.replace_gone(Path(self.path))))
             if any(has_begun):
                 self._has_begun_agent = True
-                problem = self._joined()
+                problem = self._send_join()
         self.joins += 1  # when it is done: the thread for control goes on from there
         return problem
 
-    def _joined(self) -> str:
+    def _send_join(self) -> str:
         facts = {
             **self._facts(),
             "pid": os.getpid(),

@@ -313,17 +313,17 @@ def stop_on_sigterm() -> None:
     replaces ours. The session's end removes ours. The stop takes at most twice `EXIT_LIMIT_NS`: for its waits, and for
     its work.
     """
-    session().leaving.undos.append(Termination(_end_by).install())
+    session().leaving.undos.append(Termination(_stop_for_signal).install())
 
 
-def _end_by(number: int, frame: FrameType | None) -> bool:
+def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
     """Stop the session for a signal. Return False if that is not possible now: the signal is then sent again."""
     running = _session
     if running is not None and running.exporting.lock.postpone(number):
         return False
     # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
     # come again.
-    inside = _is_inside(frame)
+    inside = _is_in_own_code(frame)
     if inside and _coming_again.get(number) == os.getpid():
         return False
     _coming_again[number] = os.getpid() if inside else 0
@@ -342,7 +342,7 @@ _coming_again: dict[int, int] = {}
 """The id of the process that a signal is being sent to again, by signal number; 0 once the signal is handled."""
 
 
-def _is_inside(frame: FrameType | None) -> bool:
+def _is_in_own_code(frame: FrameType | None) -> bool:
     """Return True if the session or its selection is at work in a frame or above it. Neither runs user code."""
     rooms = {__name__, *(part.__module__ for part in (Session, Recorded, SessionThreads, Selection))}
     while frame is not None:

@@ -121,9 +121,9 @@ def other_than(request: Request, now: Profile, file: Path | None) -> str:
     service, path = request.service, request.path
     if path is not None and not (file is not None and _is_same(Path(path), file)):
         if not request.switch:
-            return _known_as(now)
+            return _process_text(now)
         service = load_profile(path).service
-    return "" if service in (None, now.service) else _known_as(now)
+    return "" if service in (None, now.service) else _process_text(now)
 
 
 def _is_same(first: Path, second: Path) -> bool:
@@ -133,7 +133,7 @@ def _is_same(first: Path, second: Path) -> bool:
         return first.resolve() == second.resolve()
 
 
-def _known_as(profile: Profile) -> str:
+def _process_text(profile: Profile) -> str:
     return f"it runs the service {profile.service} with {profile.source}"
 
 

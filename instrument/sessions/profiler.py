@@ -147,9 +147,9 @@ class Profiler:
         self._backlog = Backlog(self._fail)
         self._delivered: list[weakref.ref[Window]] = []
         self._pid = os.getpid()
-        self._begin_costs()
+        self._reset_benchmarks()
 
-    def _begin_costs(self) -> None:
+    def _reset_benchmarks(self) -> None:
         self._benchmark = Benchmark(keeps=True)
         self._since = Benchmark(skip=0)
         self._step_ns = time.monotonic_ns()
@@ -163,7 +163,7 @@ class Profiler:
             if not self._timer_only:
                 session = join(self._profile, state=self._state, tracer_option=self._tracer_option)
                 try:
-                    self._windows = Windows(self._guarded(self._schedule)) if session else None
+                    self._windows = Windows(self._guard_schedule(self._schedule)) if session else None
                 except BaseException:
                     if session is not None:
                         leave(session)
@@ -171,7 +171,7 @@ class Profiler:
                 self._session = session
                 if session is not None:
                     session.recorded.loop.join(self)
-                    session.onlookers.append(self._leave_with_the_session)
+                    session.onlookers.append(self._end_with_session)
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self.window = None
             self._steps.clear()
@@ -187,7 +187,7 @@ class Profiler:
                 self._torch = torch_profiler_for(self._session, self._torch_options, self._state)
                 self._host = Host() if is_of_everything(self._session) else None
                 self._prepare(self._windows)
-            self._begin_costs()
+            self._reset_benchmarks()
             if self._windows is not None:
                 self._windows.arm(self._step_ns)
 
@@ -214,7 +214,7 @@ class Profiler:
             self._samples = []
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
-    def _guarded(self, schedule: Schedule | States | None) -> Schedule | States | None:
+    def _guard_schedule(self, schedule: Schedule | States | None) -> Schedule | States | None:
         """Wrap a user's schedule. An error at step 0 is raised. At a later step it is noted, and the step is closed."""
         if schedule is None or isinstance(schedule, Schedule):
             return schedule
@@ -276,7 +276,7 @@ class Profiler:
                 bounds = windows.advance(now_ns)
                 try:
                     if bounds is not None:
-                        self._deliver(self._made(session, windows, bounds, last))
+                        self._deliver(self._make_window(session, windows, bounds, last))
                 except Exception as fault:
                     FAULTS.note("window of a Profiler", fault)
                 finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
@@ -307,7 +307,7 @@ class Profiler:
             self._unlisten()
             self._leave(WAIT_LIMIT_NS)
 
-    def _leave_with_the_session(self) -> None:
+    def _end_with_session(self) -> None:
         """Leave the session as it ends, perhaps by SIGTERM or within `step`. The loop goes on and is timed alone."""
         if self._pid != os.getpid():
             return
@@ -335,7 +335,7 @@ class Profiler:
         try:
             bounds = windows.stop(now_ns)
             if bounds is not None:
-                window = self._made(session, windows, bounds, windows.steps, partial=True)
+                window = self._make_window(session, windows, bounds, windows.steps, partial=True)
                 if window.first_step <= window.last_step:
                     self._deliver(window)
         except Exception as fault:
@@ -358,8 +358,8 @@ class Profiler:
         finally:
             atexit.unregister(self.stop)
             session.recorded.loop.leave(self)
-            if self._leave_with_the_session in session.onlookers:
-                session.onlookers.remove(self._leave_with_the_session)
+            if self._end_with_session in session.onlookers:
+                session.onlookers.remove(self._end_with_session)
             if self.failures > 1:
                 session.account.complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
             leave(session)
@@ -370,7 +370,7 @@ class Profiler:
         if not self._is_running:
             raise StateError(f"cannot {verb} a Profiler that does not run; use it in a with statement, or call start()")
 
-    def _made(
+    def _make_window(
         self, session: Session, windows: Windows, bounds: tuple[int, int, int], last_step: int, *, partial: bool = False
     ) -> Window:
         self._is_making = True

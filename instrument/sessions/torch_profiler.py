@@ -371,13 +371,13 @@ class TorchProfiler:
             record = self._record
             if self._running is not None and record is not None:
                 lasted_ns = time.monotonic_ns() - record.begin_ns
-                if lasted_ns >= self._limit_s * 1e9 and self._is_here():
+                if lasted_ns >= self._limit_s * 1e9 and self._can_end_here():
                     self._stop(f"it ran for {self._limit_s:g} s and was ended before the window was")
 
     def end(self) -> TorchRecord | None:
         """End torch.profiler after its window. Return its record, None for none."""
         with self._lock:
-            if self._running is not None and not self._is_here():
+            if self._running is not None and not self._can_end_here():
                 self._say(
                     "torch.profiler was started on another thread, and can only stop there; its operators are not "
                     "joined"
@@ -421,7 +421,7 @@ class TorchProfiler:
             **more,
         )
 
-    def _is_here(self) -> bool:
+    def _can_end_here(self) -> bool:
         """Return True if torch.profiler can be ended on this thread."""
         return not self._is_bound or threading.get_ident() == self._thread_id
 
@@ -433,7 +433,7 @@ class TorchProfiler:
         def prepare(profiler: Any) -> Any:
             if self._running is ours and profiler is not ours.profiler:
                 with self._lock:
-                    if self._running is ours and self._is_here():
+                    if self._running is ours and self._can_end_here():
                         self._stop("the program began a torch.profiler of its own")
             return original(profiler)
 
@@ -515,7 +515,7 @@ class TorchRecord:
         """
         window = f"window {trace.window}"
         try:
-            joined = self._joined(trace)
+            joined = self._join_window(trace)
         except (InstrumentError, OSError) as error:
             return replace(trace, notes=[*trace.notes, f"{window}: what torch.profiler saw is not joined: {error}"])
         finally:
@@ -534,7 +534,7 @@ class TorchRecord:
             )
         return replace(joined, notes=[*joined.notes, *notes])
 
-    def _joined(self, trace: Trace) -> Trace:
+    def _join_window(self, trace: Trace) -> Trace:
         torch_trace = chrome.read(Path(self._folder, "window.json")).trace
         moved_ns = self._moved_ns(trace, torch_trace)
         watched = self.begin_ns - moved_ns, self.end_ns - moved_ns

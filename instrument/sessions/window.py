@@ -66,10 +66,10 @@ class Loop:
             self.join(loop)
         order, steps = self._orders[loop], self._steps
         with self._lock:
-            if not steps or steps[-1][1].end_ns <= step.start_ns or self._gives_way(order, step.start_ns):
+            if not steps or steps[-1][1].end_ns <= step.start_ns or self._drop_overlapping(order, step.start_ns):
                 steps.append((order, step))
 
-    def _gives_way(self, order: int, start_ns: int) -> bool:
+    def _drop_overlapping(self, order: int, start_ns: int) -> bool:
         """Drop the steps that reach over a time if all are of loops that joined later. Return True if dropped."""
         over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
         if any(step_order <= order for step_order, _ in over):
@@ -277,10 +277,10 @@ class WindowReader:
 
     def look(self) -> None:
         """Cut the windows that end with the newest steps."""
-        for end_ns in sorted(self._ends()):
+        for end_ns in sorted(self._window_ends()):
             self._cut_off(self._windows.step(end_ns))
 
-    def _ends(self) -> Iterator[int]:
+    def _window_ends(self) -> Iterator[int]:
         schedule, cursor = self._schedule, self._cursor
         if schedule is None or cursor is None:
             return

@@ -40,14 +40,14 @@ class DistinctNumbers:
 
     def column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
         """Return the distinct numbers for a column of an owner's numbers."""
-        return _renumbered(numbers, lambda number: self.number(number, owner))
+        return _renumber(numbers, lambda number: self.number(number, owner))
 
     def owned(self, owner: Hashable) -> dict[int, int]:
         """Return the own numbers of an owner by their joined numbers."""
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
 
-def _renumbered(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
+def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
     """Return the new number of each number. Calls `become` once per distinct number."""
     distinct, places = ranked(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
@@ -171,7 +171,7 @@ class Numbers:
 
     def devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the joined numbers of devices."""
-        return _renumbered(numbers, lambda number: self.device(number, part))
+        return _renumber(numbers, lambda number: self.device(number, part))
 
     def device(self, number: int, part: MergedFile) -> int:
         """Return the joined number of a device. A GPU with a known UUID has one number in all processes."""
@@ -236,7 +236,7 @@ def unmerged(saved: Saved) -> list[Saved]:
 
 def _own_numbers_of(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
     """Return the own numbers of a process for merged numbers. An unknown number stays."""
-    return _renumbered(numbers, lambda number: own_numbers.get(number, number))
+    return _renumber(numbers, lambda number: own_numbers.get(number, number))
 
 
 def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:

@@ -108,13 +108,13 @@ def _cause(
     rows = np.array(sorted({moment.row for _, moment in turns if moment.row != NONE}), dtype=np.int64)
     if not len(rows):
         return other_cause
-    own_cause = _taking_most(trace, joined, place, times, _below(trace, joined, place, rows))
+    own_cause = _taking_most(trace, joined, place, times, _is_below(trace, joined, place, rows))
     if own_cause is None or (other_cause is not None and other_cause.ran_ns >= own_cause.ran_ns):
         return other_cause
     return own_cause
 
 
-def _below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
+def _is_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
     """Return True for spans of a request below the given rows of it."""
     family = np.flatnonzero(joined.of == place)
     parents = rows_of(family, trace.parent[family].astype(np.int64))

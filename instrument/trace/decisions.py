@@ -97,7 +97,7 @@ class Gathered:
 
     def _part(self, member: UnsettledRows, horizon_ns: int) -> dict[str, NDArray[Any]]:
         """Return the columns of one recording: rows that may matter now, and open spans behind them."""
-        place = np.flatnonzero(_matter(member, horizon_ns))
+        place = np.flatnonzero(_matters(member, horizon_ns))
         rows = member.rows[place]
         ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
         opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
@@ -168,7 +168,7 @@ class Gathered:
         return np.asarray((self.own == self.own_root) & (self.own & REQUEST_BIT != 0))
 
 
-def _matter(member: UnsettledRows, horizon_ns: int) -> Bools:
+def _matters(member: UnsettledRows, horizon_ns: int) -> Bools:
     """Mark the rows that may be settled now, and rows that decide about other rows.
 
     In requests that are not due these are roots, rows with details such as keys, and the rows above them.
@@ -270,7 +270,7 @@ class Decisions:
         """Rows that are sent."""
         self.gone = np.zeros(count, np.bool_)
         """Rows that are dropped."""
-        self._place_adopted()
+        self._mark_adopted()
         self.states: dict[int, str] = {}
         """The `tracestate` of requests of the random share, by their roots."""
         self.kept, self.passed = self._decided()
@@ -334,7 +334,7 @@ class Decisions:
         passed: set[int] = set()
         standing_out: list[tuple[int, int, int]] = []
         for unit in due:
-            self._judge(unit, parts[unit], kept_roots, passed, undue_traces, standing_out)
+            self._decide_tree(unit, parts[unit], kept_roots, passed, undue_traces, standing_out)
         for unit in list(passed):  # a part of its trace may have been kept after it was looked at
             if self._remembered.is_kept(self.trace_id(unit)):
                 passed.discard(unit)
@@ -342,7 +342,7 @@ class Decisions:
         self._keep_before(standing_out, kept_roots, passed)
         return kept_roots, passed
 
-    def _place_adopted(self) -> None:
+    def _mark_adopted(self) -> None:
         """Mark the rows of an earlier reader as settled if that reader had settled them, else as waiting."""
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
@@ -362,7 +362,7 @@ class Decisions:
             state[row] = member.state[gathered.place[row]] = WAITING if waits else SETTLED
             member.adopted += waits
 
-    def _judge(
+    def _decide_tree(
         self,
         unit: int,
         parts: Sequence[int],

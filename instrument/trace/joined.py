@@ -110,8 +110,8 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     for place, key in zip(of[keyed].tolist(), key_of.tolist(), strict=True):
         if place != NONE and names[key] not in keys.setdefault(place, []):
             keys[place].append(names[key])
-    served = _served(trace, numbers, bound, place_of)
-    foreign = _foreign(served, of)
+    served = _served_requests(trace, numbers, bound, place_of)
+    foreign = _foreign_batches(served, of)
     if len(foreign):
         has_owner = np.zeros(len(trace), dtype=np.bool_)
         has_owner[keyed] = has_owner[foreign] = True
@@ -203,8 +203,8 @@ class _Bound:
                     parts.setdefault(int(requests[place]), int(wholes[place]))
         # A request may be a part by one key and whole by another. Its whole wins.
         self.parts = np.array(list(parts), dtype=np.int64)
-        self.wholes = np.array([_top(parts, request) for request in parts], dtype=np.int64)
-        whole = np.array([_top(parts, request) for request in requests.tolist()], dtype=np.int64)
+        self.wholes = np.array([_outermost_request(parts, request) for request in parts], dtype=np.int64)
+        whole = np.array([_outermost_request(parts, request) for request in requests.tolist()], dtype=np.int64)
         names_from = self._named_from(trace, keys, whole, since_ns[order], owner, first)
         order = np.lexsort((-trace.end_ns[whole], trace.start_ns[whole], names_from, keys))
         self._keys, self._requests, self._starts = keys[order], whole[order], names_from[order]
@@ -253,7 +253,7 @@ class _Bound:
         return np.where(begun_counts > 0, np.append(self._requests, NONE)[last], NONE)
 
 
-def _top(parts: Mapping[int, int], request: int) -> int:
+def _outermost_request(parts: Mapping[int, int], request: int) -> int:
     """Return the outermost request that a request is a part of. Keys may disagree, so cycles end the search."""
     path = {request}
     while (above := parts.get(request)) is not None and above not in path:
@@ -261,7 +261,7 @@ def _top(parts: Mapping[int, int], request: int) -> int:
     return request
 
 
-def _served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
+def _served_requests(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
     batch, weights, keys = _members(trace.attributes)
     key_of = np.array([numbers.get(key, NONE) for key in keys], dtype=np.int64)
     request = place_of[bound.at(key_of, trace.start_ns[batch])]
@@ -284,7 +284,7 @@ def _members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
     return members
 
 
-def _foreign(served: Served, of: Int64s) -> Int64s:
+def _foreign_batches(served: Served, of: Int64s) -> Int64s:
     """Return the batches in the tree of a request that serve other requests only."""
     around = of[served.batch]
     serves = served.batch[(around != NONE) & (served.request != NONE)]
@@ -465,7 +465,7 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     requests = joined.rows[joined.of[moves]]
     parent[moves] = _hand_offs(trace, joined, moves)
     for fallback in (requests, trace.parent[moves]):
-        stuck = _in_circles(parent)[moves]
+        stuck = _are_cyclic(parent)[moves]
         parent[moves[stuck]] = fallback[stuck]
     moved = moves[parent[moves] != trace.parent[moves]]
     root_id, parent_id = trace.root_id.copy(), trace.parent_id.copy()
@@ -561,7 +561,7 @@ def _tops_of_pieces(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
     return nearest(trace.parent, is_top)
 
 
-def _in_circles(parent: Int32s) -> Bools:
+def _are_cyclic(parent: Int32s) -> Bools:
     """Return True for rows whose ancestors are cyclic."""
     above = parent.copy()
     for _ in range(len(parent).bit_length() + 1):

@@ -317,17 +317,17 @@ def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) ->
         sites=tuple(sites),
         errors=errors,
         span_id=span_id,
-        parent_id=_with_rare(arrays, "parent_id", np.where(is_top, 0, span_id[above])),
-        root_id=_with_rare(arrays, "root_id", span_id[tops(np.where(is_top, NONE, above).astype(np.int32))]),
+        parent_id=_fill_rare(arrays, "parent_id", np.where(is_top, 0, span_id[above])),
+        root_id=_fill_rare(arrays, "root_id", span_id[tops(np.where(is_top, NONE, above).astype(np.int32))]),
         thread_id=arrays["thread_ids"].astype(np.int64)[arrays["thread"]],
         task_id=arrays["task_ids"].astype(np.int64)[arrays["task"]],
         start_ns=start_ns,
         end_ns=start_ns + total_ns,
-        active_ns=_with_rare(arrays, "active_ns", total_ns.copy()),
+        active_ns=_fill_rare(arrays, "active_ns", total_ns.copy()),
         self_ns=total_ns - arrays["children_ns"],
         site=arrays["site"].astype(np.int32),
-        error=_with_rare(arrays, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
-        clipped=_with_rare(arrays, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
+        error=_fill_rare(arrays, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
+        clipped=_fill_rare(arrays, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
         device=_unpacked_intervals(arrays, start_ns, labels),
         attributes=_unpacked_attributes(arrays, count),
         remote={
@@ -336,7 +336,7 @@ def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) ->
             )
             for row, trace_id, span_id, flags, is_local, in_server_span in facts["remote"]
         },
-        own_id=_with_rare(arrays, "own_id", span_id.copy()) if "own_id" in arrays else span_id,
+        own_id=_fill_rare(arrays, "own_id", span_id.copy()) if "own_id" in arrays else span_id,
     )
 
 
@@ -351,7 +351,7 @@ def _refuse_outside(rows: Column, count: int) -> None:
         raise ValueError("it refers to a row that does not exist; it is damaged")
 
 
-def _with_rare(arrays: Arrays, name: str, usual: Int64s) -> Int64s:
+def _fill_rare(arrays: Arrays, name: str, usual: Int64s) -> Int64s:
     rows = summed(arrays[f"{name}_row_steps"])
     _refuse_outside(rows, len(usual))
     usual[rows] = arrays[name]

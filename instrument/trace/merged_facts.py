@@ -42,7 +42,7 @@ def _processes(parts: Sequence[MergedFile]) -> Iterator[list[MergedFile]]:
         yield list(files)
 
 
-def _counting(parts: Sequence[MergedFile]) -> list[MergedFile]:
+def _files_to_count(parts: Sequence[MergedFile]) -> list[MergedFile]:
     """Return files of a process whose tallies count every call once. Return none if two files overlap in part."""
     counting: list[MergedFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
@@ -60,7 +60,7 @@ def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns
         for part in files:
             if part.saved.tally is not None and 0 in part.saved.tally.threads:
                 names.setdefault(0, part.saved.tally.threads[0])
-        counting = _counting(files)
+        counting = _files_to_count(files)
         if not counting or any(part.saved.tally is None for part in counting):
             is_of_process = np.zeros(len(columns), dtype=np.bool_)
             for part in files:
@@ -177,7 +177,7 @@ def _deaths(newest: Sequence[Trace]) -> str:
     return " ".join([*deaths[: MOST_DEATHS - 1], f"{words}.", deaths[-1]])
 
 
-def _before(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:
+def _thread_prefix(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:
     """Return the prefix of the thread names of a process, "" if there is no other process."""
     origin = files[0].saved.trace.origin
     is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
@@ -187,7 +187,7 @@ def _before(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:
 def _threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
     for files in _processes(parts):
-        prefix = _before(files, parts)
+        prefix = _thread_prefix(files, parts)
         for part in files:
             labels = part.saved.trace.threads
             for thread in dict.fromkeys([*labels, *np.unique(part.trace.thread_id).tolist()]):
@@ -214,11 +214,11 @@ def _notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
                 uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
         for note in dict.fromkeys(note for part in files for note in part.saved.trace.notes if note not in refuted):
             users.setdefault(note, []).append(called(files[0].saved))
-    notes = [note if len(names) == len(processes) else f"{_few(names)}: {note}" for note, names in users.items()]
+    notes = [note if len(names) == len(processes) else f"{_some_names(names)}: {note}" for note, names in users.items()]
     return [*notes, *([never_called([*uncalled])] if uncalled else [])]
 
 
-def _few(names: Sequence[str]) -> str:
+def _some_names(names: Sequence[str]) -> str:
     more = len(names) - NOTED_BY
     return ", ".join(names) if more <= 0 else f"{', '.join(names[:NOTED_BY])} and {more} more"
 
@@ -228,7 +228,7 @@ def _cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | N
     has the mean cost."""
     costs, uncosted_calls = list[Cost](), 0
     for files in processes:
-        for part in _counting(files) or [max(files, key=lambda part: len(part.trace))]:
+        for part in _files_to_count(files) or [max(files, key=lambda part: len(part.trace))]:
             if part.saved.trace.cost is not None:
                 costs.append(part.saved.trace.cost)
             elif part.saved.trace.origin.recorder != "other" and part.saved.tally is not None:

@@ -57,7 +57,7 @@ def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[in
 
 def _facts_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
     """Yield each value of a fact: its word of `KEEPS`, its name, its request's key (None for that of the span)."""
-    for text in _listed(attributes):
+    for text in _fact_texts(attributes):
         keep, _, name = text.partition(" ")
         value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
         if isinstance(keys, (list, tuple)) and isinstance(value, (list, tuple)):
@@ -66,14 +66,14 @@ def _facts_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | N
             yield keep, name, None, value
 
 
-def _listed(attributes: Mapping[str, Any]) -> list[str]:
+def _fact_texts(attributes: Mapping[str, Any]) -> list[str]:
     listed = attributes.get(FACTS)
     return [text for text in listed if isinstance(text, str)] if isinstance(listed, (list, tuple)) else []
 
 
 def _without_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
     """Return the attributes of a span whose requests have its facts, without those that no reader needs any more."""
-    names = [text.partition(" ")[2] for text in _listed(attributes)]
+    names = [text.partition(" ")[2] for text in _fact_texts(attributes)]
     lists = [name for name in names if name + FACT_KEYS in attributes]
     read_names = {FACTS, *lists, *(name + FACT_KEYS for name in lists)}
     return {name: value for name, value in attributes.items() if name not in read_names}

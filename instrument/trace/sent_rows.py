@@ -66,7 +66,7 @@ class SentRows:
         self.callers: list[RemoteParent] = []
         self.caller_of: Int64s = np.full(len(self._unit), NONE)
         self.outcome: dict[int, Settled] = {}
-        self._remotes = {**self._found.remote, **self._of_share()}
+        self._remotes = {**self._found.remote, **self._remotes_of_share()}
         roots, passed = decisions.kept, decisions.passed
         decided = roots | passed if asks_queues else roots
         its_stages = self._stages(decided) if decided else []
@@ -109,7 +109,7 @@ class SentRows:
                 if decided.remote is not None:
                     caller[at], callers = len(callers), [*callers, decided.remote]
         alone = is_apart[rows] & (piece == NONE) & ~((above != NONE) & self._out[above])
-        for row, (root, remote) in self._of_unknown().items():
+        for row, (root, remote) in self._remotes_of_unknown().items():
             if piece[at := int(np.searchsorted(rows, row))] == NONE:
                 root_id[at], caller[at], alone[at] = root, len(callers), False
                 callers.append(remote)
@@ -146,7 +146,7 @@ class SentRows:
             )  # fmt: skip
             settled.links = {at: links[row] for at, row in enumerate(picked.tolist()) if row in links} if links else {}
 
-    def _of_share(self) -> dict[int, RemoteParent]:
+    def _remotes_of_share(self) -> dict[int, RemoteParent]:
         """Return the traces of requests of the random share, whose `tracestate` has the share."""
         remotes = {}
         for unit, state in self._decisions.states.items():
@@ -175,7 +175,7 @@ class SentRows:
                     attributes[row] = {**attributes[row], LINK_TRACE_ID: f"{trace_id:032x}"}
         return attributes
 
-    def _of_unknown(self) -> Mapping[int, tuple[int, RemoteParent]]:
+    def _remotes_of_unknown(self) -> Mapping[int, tuple[int, RemoteParent]]:
         """Return the root and the trace, by the key, of rows below a key that names no request here."""
         run = self._decisions.run
         trace = self._found

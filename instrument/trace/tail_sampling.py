@@ -91,7 +91,7 @@ class TailSampler:
             (capture.errors and request.has_error)
             or (capture.slow_ns is not None and request.end_ns - request.start_ns >= capture.slow_ns)
             or self._usual.is_slow(request)
-            or (bool(capture.where) and all(_holds(condition, request) for condition in capture.where))
+            or (bool(capture.where) and all(_condition_holds(condition, request) for condition in capture.where))
         )
 
     def is_allowed(self, end_ns: int) -> bool:
@@ -103,16 +103,16 @@ class TailSampler:
         return self._usual.is_early(request)
 
 
-def _holds(condition: Where, request: EndedRequest) -> bool:
+def _condition_holds(condition: Where, request: EndedRequest) -> bool:
     """Return True if a condition holds for the request's attributes, or else for its site's."""
     value = request.attributes.get(condition.attribute)
     if value is None:
         value = dict(request.site.attributes).get(condition.attribute)
     values = value if isinstance(value, list | tuple) else (value,)
-    return any(_fits(value, *comparison) for value in values for comparison in condition.any_of)
+    return any(_compares_true(value, *comparison) for value in values for comparison in condition.any_of)
 
 
-def _fits(value: object, comparison: str, bound: str | bool | float) -> bool:
+def _compares_true(value: object, comparison: str, bound: str | bool | float) -> bool:
     if comparison == "=":
         return value == bound and isinstance(value, bool) == isinstance(bound, bool)
     return isinstance(value, int | float) and not isinstance(value, bool) and _COMPARED[comparison](value, bound)

@@ -55,13 +55,13 @@ def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
         return profile, {}
     preset = Document(text_of(value.text), name=path_of(value.text), environ=profile.document.environ)
     preset_texts: dict[str, str] = {}
-    return _merged(profile, _at_preset(preset.read(lambda node: node), key), preset_texts), preset_texts
+    return _merged(profile, _with_place(preset.read(lambda node: node), key), preset_texts), preset_texts
 
 
-def _at_preset(node: YamlNode, at: YamlNode) -> YamlNode:
+def _with_place(node: YamlNode, at: YamlNode) -> YamlNode:
     """Return a node of a preset with the place at which the profile names the preset, for messages."""
-    items = tuple(_at_preset(item, at) for item in node.items)
-    pairs = {name: (_at_preset(key, at), _at_preset(value, at)) for name, (key, value) in node.pairs.items()}
+    items = tuple(_with_place(item, at) for item in node.items)
+    pairs = {name: (_with_place(key, at), _with_place(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
 
 
@@ -71,22 +71,22 @@ def _merged(mapping: YamlNode, preset: YamlNode, preset_texts: dict[str, str]) -
         place, mine = mapping.pairs.get(name, (key, None))
         if mine is None or mine.kind == "null":
             pairs[name] = (place, value)
-            _note(value, preset_texts)
+            _note_texts(value, preset_texts)
         elif mine.kind == value.kind == "mapping":
             pairs[name] = (place, _merged(mine, value, preset_texts))
     return replace(mapping, pairs=pairs)
 
 
-def _note(value: YamlNode, preset_texts: dict[str, str]) -> None:
+def _note_texts(value: YamlNode, preset_texts: dict[str, str]) -> None:
     if value.kind != "mapping":
-        preset_texts[value.key_path] = _written(value)
+        preset_texts[value.key_path] = _as_yaml(value)
     for _, inner in value.pairs.values():
-        _note(inner, preset_texts)
+        _note_texts(inner, preset_texts)
 
 
-def _written(value: YamlNode) -> str:
+def _as_yaml(value: YamlNode) -> str:
     if value.kind == "list":
-        return f"[{', '.join(map(_written, value.items))}]"
+        return f"[{', '.join(map(_as_yaml, value.items))}]"
     if value.kind == "mapping":
-        return f"{{{', '.join(f'{name}: {_written(inner)}' for name, (_, inner) in value.pairs.items())}}}"
+        return f"{{{', '.join(f'{name}: {_as_yaml(inner)}' for name, (_, inner) in value.pairs.items())}}}"
     return value.public_text
