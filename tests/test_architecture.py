@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (14_700, 50),
     "runtime": (2_822, 18),
     "sessions": (6_776, 25),
-    "trace": (10_640, 37),
+    "trace": (10_646, 37),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

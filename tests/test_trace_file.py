@@ -172,6 +172,16 @@ def test_a_recording_whose_array_has_a_damaged_header_is_refused(damaged: bytes,
         file.load(path)
 
 
+def test_a_recording_with_an_infinite_cost_is_refused(tmp_path: Path) -> None:
+    path = file.dump(tmp_path / "recording.npz", sample_trace(0)[0])
+    with np.load(path) as archive:
+        members = dict(archive)
+    text = members["metadata"].tobytes().replace(b'"per_call_ns":1.5', b'"per_call_ns":1e999')
+    np.savez(path, **{**members, "metadata": np.frombuffer(text, dtype=np.uint8)})
+    with pytest.raises(TraceError, match="infinite"):
+        file.load(path)
+
+
 def test_attributes_that_are_damaged_are_refused_as_they_are_read() -> None:
     for text in (b'{"a": "\xb8"}', b'{"a": "\x01"}', b"[1]", b'{"a": '):
         with pytest.raises(TraceError, match="attributes"):

@@ -373,6 +373,12 @@ def _column(kind: Any, text: Any) -> Column:
 _KINDS_OF_COLUMNS = {np.dtype(width).str for width in (*WIDTHS, np.int64)}
 
 
+def _finite(cost: Cost) -> Cost:
+    if not np.isfinite(cost.per_call_ns):
+        raise ValueError("the cost of a call in it is infinite; it is damaged")
+    return cost
+
+
 def _read_process(facts: Mapping[str, Any]) -> Trace:
     return Trace(
         origin=made(Origin, facts["origin"]),
@@ -383,7 +389,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
         losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
         notes=tuple(checked(note, str) for note in facts["notes"]),
         window=checked(facts["window"], int),
-        cost=None if facts["cost"] is None else made(Cost, facts["cost"]),
+        cost=None if facts["cost"] is None else _finite(made(Cost, facts["cost"])),
         held_from_ns=checked(facts.get("held_from_ns", 0), int),
         died=checked(facts.get("died", ""), str),
         own_notes=own_notes_of(facts.get("own_notes", {})),
