@@ -69,6 +69,7 @@ def usage_of(answer: Answer) -> dict[str, object]:
     usage = next(part["usage"] for part in reversed(parts) if part.get("usage"))
     choices = [choice for part in parts for choice in part["choices"]]
     return {
+        "gen_ai.request.model": "tiny",
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": usage["completion_tokens"],
         "gen_ai.usage.cache_read.input_tokens": (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0),
