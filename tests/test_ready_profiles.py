@@ -72,7 +72,7 @@ def usage_of(answer: Answer) -> dict[str, object]:
         "gen_ai.request.model": "tiny",
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": usage["completion_tokens"],
-        "gen_ai.usage.cache_read.input_tokens": (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0),
+        "gen_ai.usage.cache_read.input_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
         "gen_ai.response.finish_reasons": tuple(one["finish_reason"] for one in choices if one["finish_reason"]),
     }
 
@@ -320,6 +320,9 @@ def test_sglang_shows_each_request_in_its_api_server_its_scheduler_and_its_detok
         assert names["run_batch"] == names["process_batch_result"] == tokens[number]
         assert names["detokenise"] >= 1
         assert {"tokenise", "submit", "transport", "enqueue", "queue", "share of batches"} <= set(lives[key])
+        facts = facts_of(served, key)
+        assert 0 <= facts.pop("gen_ai.latency.time_in_queue") < 600  # type: ignore[operator]
+        assert facts == usage_of(answers[number])
     assert served.document("--view", "requests")["merged"]["processes"] == 3
     batches = {one["name"]: one for one in served.document("--view", "batches")["views"]["batches"]["rows"]}
     assert 4 < batches["run_batch"]["max_size"] <= AT_ONCE
