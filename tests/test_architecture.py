@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (137, 1),
     "instrumentors": (12_856, 51),
     "native": (9_040, 28),
-    "otlp": (5_326, 20),
+    "otlp": (5_344, 20),
     "profile": (2_615, 8),
     "proposal": (1_403, 5),
     "recorder": (2_786, 11),

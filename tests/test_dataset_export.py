@@ -184,6 +184,7 @@ def test_a_dataset_grows_while_services_run_and_a_killed_exporter_loses_what_it_
     _, errors = service.communicate(timeout=100)
     until(lambda: not agents())
     assert "lost" not in errors
+    assert read("losses", "reason, count") == []
     assert main(["convert", *map(str, Path("files").iterdir()), "--to", "parquet", "converted"]) == 0
     columns = "span_id, trace_id, parent_span_id, root_span_id, duration_ns, start_unix_ns - clock_offset_ns, thread"
     assert read("spans", columns) == read("spans", columns, "converted")

@@ -81,6 +81,7 @@ class ReadRecording(Protocol):
     def ids(self) -> NumberedIds | None: ...
     @property
     def fates(self) -> Mapping[str, int]: ...
+    def note_written(self, count: int, *, is_written: bool) -> None: ...
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s, /) -> DeviceIntervals: ...
 
 
@@ -116,6 +117,8 @@ class DatasetExport:
         self._due_at = 0.0
         self._problem = ""
         self._remembered = RememberedTraces()
+        self.unwritten: Counter[ReadRecording] = Counter()
+        """The spans that no whole file has, of recordings that send none."""
         self._windows: dict[ReadRecording, tuple[int, Counter[str]]] = {}
         """The end of the last window of each recording, and the losses until then."""
         self._go_on()
@@ -169,6 +172,7 @@ class DatasetExport:
         if member.source is not None:
             self.put_window(member)
         self._windows.pop(member, None)
+        self.unwritten.pop(member, None)
 
     def put(self, tables: Iterable[tuple[str, Any]]) -> None:
         """Take rows of tables."""
@@ -192,8 +196,14 @@ class DatasetExport:
         except OSError as problem:
             self._give_up(problem)
 
+    def _settle_unwritten(self, *, is_written: bool) -> None:
+        for member, count in self.unwritten.items():
+            member.note_written(count, is_written=is_written)
+        self.unwritten.clear()
+
     def _give_up(self, problem: object) -> None:
         """Lose all rows that no whole file has."""
+        self._settle_unwritten(is_written=False)
         if self._writer is not None:
             self._writer.discard()
         self._lose(self._rows, problem)
@@ -227,6 +237,7 @@ class DatasetExport:
         except OSError as problem:
             self._give_up(problem)
         else:
+            self._settle_unwritten(is_written=True)
             rows, self._rows, self._writer = self._rows, 0, None
             self._number += 1
             if self._uploads is None:

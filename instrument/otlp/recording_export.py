@@ -211,6 +211,8 @@ class RecordingExport:
             self._exporter.submit_rows(reading.source, trace, rows, links=settled.links, interruptions=hits)
         if trace is not None and self.files is not None:
             self.files.put(spans_of(trace, rows), reading.source)
+        elif self.dataset is not None and not self._sends:
+            self.dataset.unwritten[self] += len(rows) + intervals
         if settled.derived and self._sends:
             stages = columns_of_spans(settled.derived)
             self._exporter.submit_rows(reading.derived, stages, np.arange(len(stages)))
@@ -223,6 +225,11 @@ class RecordingExport:
             return
         count, is_written = files.write()
         if not self._sends:
+            self.note_written(count, is_written=is_written)
+
+    def note_written(self, count: int, *, is_written: bool) -> None:
+        """Count kept spans that are in whole files of the dataset, or lost."""
+        if (reading := self._reading) is not None:
             reading.source.counts["exported" if is_written else "failed"] += count
             self.note_settled()
 
