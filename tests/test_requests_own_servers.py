@@ -434,6 +434,33 @@ def recorded(**options: Any) -> Iterator[None]:
     assert FAULTS.counts() == {}
 
 
+class Slotted:
+    __slots__ = ("close", "closed", "flush", "write")
+
+    def __init__(self, file: Any) -> None:
+        self.write, self.flush, self.close, self.closed = file.write, file.flush, file.close, False
+
+
+class SlottedHandler(BaseHTTPRequestHandler):
+    def setup(self) -> None:
+        super().setup()
+        self.wfile: Any = Slotted(self.wfile)
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+
+def test_a_handler_of_http_server_may_write_to_a_file_without_attributes() -> None:
+    with recorded(), ThreadingHTTPServer(("127.0.0.1", 0), SlottedHandler) as server:
+        threading.Thread(target=server.handle_request).start()
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=LIMIT_S)
+        connection.request("GET", "/")
+        assert connection.getresponse().read() == b"ok"
+        connection.close()
+
+
 def requests() -> list[Span]:
     return [span for span in spans_in(RECORDER) if span.site.kind == "request"]
 

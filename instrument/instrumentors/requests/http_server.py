@@ -31,7 +31,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             exchange: Exchange | None = vars(self).pop(EXCHANGE, None)
             if exchange is not None:
-                vars(self.wfile).pop("write", None)
+                getattr(self.wfile, "__dict__", {}).pop("write", None)
                 if isinstance(error, ConnectionError):
                     exchange.broken_off()
                 elif error is not None:
@@ -64,7 +64,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange.is_events = any(b"text/event-stream" in line for line in lines)
         if exchange.timing is not None and lines and lines[-1] == b"\r\n":
             lines.insert(-1, f"{SERVER_TIMING}: {exchange.timing.text(exchange)}\r\n".encode())
-        vars(self.wfile).pop("write", None)
+        getattr(self.wfile, "__dict__", {}).pop("write", None)
         flush(self)
         _count_parts(self.wfile, exchange)
 
@@ -72,14 +72,14 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _count_parts(file: Any, exchange: Exchange) -> None:
-    """Have a handler's file count what is written to it."""
+    """Have a handler's file count what is written to it, if the file has attributes."""
     write = file.write
 
     def counted(data: Any) -> Any:
         exchange.part(data)
         return write(data)
 
-    vars(file)["write"] = counted
+    getattr(file, "__dict__", {})["write"] = counted
 
 
 def _arrival(handler: Any) -> Arrival:
