@@ -157,7 +157,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     until(lambda: not run_folder.found())
     names = Counter(collector.taken)
     assert names == {"serve": 6, "decode": 6, "copy": 6, "decode (device)": 5, "copy (device)": 5}
-    assert "reached the collector: 2 spans exported before their device times were known" in Path("errors").read_text()
+    assert "destination: 2 spans exported before their device times were known" in Path("errors").read_text()
 
 
 @pytest.mark.slow

@@ -239,6 +239,6 @@ def test_a_report_into_a_pipe_has_the_export_losses_of_a_killed_worker() -> None
             until(lambda: asked(folder, {"ask": "processes"})[-1]["end"]["runs"][0]["lost"])
             Path("over").touch()
             _, told = service.communicate(timeout=120)
-    lost = re.search(r"reached the collector: (\d+) spans failed by the OTLP export", told.partition("Summary of")[2])
+    lost = re.search(r"destination: (\d+) spans failed by the OTLP export", told.partition("Summary of")[2])
     assert lost is not None, told
     assert int(lost[1]) >= spans_of(10)

@@ -312,13 +312,13 @@ def test_one_look_takes_in_the_spans_of_some_milliseconds(
 ) -> None:
     """Each look takes the interpreter's lock from the service, so there are few, however many spans end."""
     running = session()
-    looks, look = [], Resolver.look
+    looks, look = [], Resolver.resolve_ended
 
     def counted(resolver: Resolver, **how: bool) -> tuple[bool, bool]:
         looks.append(time.monotonic())
         return look(resolver, **how)
 
-    monkeypatch.setattr(Resolver, "look", counted)
+    monkeypatch.setattr(Resolver, "resolve_ended", counted)
     end, count = time.monotonic() + 0.4, 0
     while time.monotonic() < end:
         with instrument.scope("often", device=True):

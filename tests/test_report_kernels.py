@@ -129,7 +129,7 @@ def test_without_torch_the_stretches_of_our_spans_stand_in_and_say_so() -> None:
         "sgemm_128x64_nt": 56, "ncclAllReduceRingLLKernel_sum_f32(ncclColl)": 24, "sgemm_128x64": 20,
         "void conv_kernel<float, 3>(float*, int)": 20,
     }  # fmt: skip
-    assert "a row is a call's stretch of its stream, no kernel" in text_of(view)
+    assert "a row is a call's stretch of its stream, not a kernel" in text_of(view)
 
 
 def test_torch_next_to_for_its_memory_alone_leaves_kernels_to_our_spans() -> None:

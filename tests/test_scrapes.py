@@ -245,7 +245,7 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
     )
     ended = EndedMetrics(None)
     ended.add("0-0", [("run", "r")], Metered(origin(3), of_one(100, 8 * 10**9)))
-    text = text_of(families_of_run([one, other], ended.of(("run", "r"), ["1-0", "2-0"])), openmetrics=True)
+    text = text_of(families_of_run([one, other], ended.totals_of(("run", "r"), ["1-0", "2-0"])), openmetrics=True)
     assert values(text, "lost_total") == {'reason="full"': 105}
     assert values(text, "open") == {"": 2}  # nothing is open in what has ended
     assert values(text, "taken_seconds_count") == {'a="x"': 4}
@@ -268,10 +268,10 @@ def test_counts_of_ended_processes_are_in_a_bounded_file(tmp_path: Path) -> None
         EndedMetrics(home).add(f"{at}-0", scopes, Metered(origin(at), of_one(1, 10**9)))
     ended = EndedMetrics(home)
     for scope in (("run", "r"), ("listen", "here")):
-        (lost, taken) = ended.of(scope, [f"{APART + 4}-0"])["shop"]  # one is read anew, and so not of those
+        (lost, taken) = ended.totals_of(scope, [f"{APART + 4}-0"])["shop"]  # one is read anew, and so not of those
         assert list(lost.series.values()) == [APART + 4]
         assert [one.count for one in taken.series.values() if isinstance(one, Distribution)] == [APART + 4]
-    assert ended.of(("run", "another"), []) == {}
+    assert ended.totals_of(("run", "another"), []) == {}
     (path,) = home.iterdir()
     path.write_text("[1, 2]")
-    assert EndedMetrics(home).of(("run", "r"), []) == {}
+    assert EndedMetrics(home).totals_of(("run", "r"), []) == {}

@@ -70,7 +70,7 @@ class Service:
         pair.end(None, 1, span.span_id, span.start_ns, self.fake.now_ns())
 
     def told(self, span: Span) -> tuple[str, int]:
-        self.thread.submit(self.timer.resolver.look).result()
+        self.thread.submit(self.timer.resolver.resolve_ended).result()
         span.device = intervals_in(self.intervals, {span.span_id}).get(span.span_id, ())
         (found,) = span.device
         return found.label, found.end_ns - found.start_ns
