@@ -365,6 +365,4 @@ def test_metrics_that_a_collector_does_not_take_at_the_end_of_a_run_are_reported
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
         subprocess.run(command, check=True, timeout=60, stderr=errors, env={**os.environ, "IMPATIENT": "1"})
         until(lambda: not run_folder.found())
-    assert re.search(
-        "destination: .*points of metrics that the collector did not accept", Path("errors").read_text()
-    )
+    assert re.search("destination: .*points of metrics that the collector did not accept", Path("errors").read_text())

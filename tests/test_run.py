@@ -251,7 +251,7 @@ def test_a_process_that_records_and_ends_at_once_has_its_threads_for_the_last_de
 @pytest.mark.slow
 def test_a_profile_without_an_export_says_so_at_start_and_in_check_and_once(caplog: pytest.LogCaptureFixture) -> None:
     Path("profile.yaml").write_text("functions: [{match: 'engine:step'}]")
-    says = "has no `export:` (recording, chrome, otlp, prometheus, parquet or summary), so nothing will be written or sent"
+    says = "has no `export:` (recording, chrome, otlp, prometheus, parquet or summary), so nothing will be written or"
     done = run("""
         import engine, os
         engine.step(1)
