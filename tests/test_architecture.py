@@ -357,8 +357,8 @@ LINES_AND_FILES = {
     "recording": (4_179, 20),
     "report": (14_700, 50),
     "runtime": (2_822, 18),
-    "sessions": (6_776, 25),
-    "trace": (10_646, 37),
+    "sessions": (6_778, 25),
+    "trace": (10_650, 37),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

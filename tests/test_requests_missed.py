@@ -255,3 +255,34 @@ def test_verdicts_outlive_a_process_that_ends_without_a_goodbye(tmp_path: Path, 
     assert "1 target was never called: __main__:idle" in trace.notes
     assert any(note.startswith("lacking:x: waiting") for note in trace.notes)
     assert trace.own_notes.uncalled == ("__main__:idle",), "in a report of all it is no note where another calls it"
+
+
+@pytest.mark.slow
+def test_requests_of_children_that_a_server_forks_for_each_are_not_reported_as_missed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent("""
+        import http.server, socketserver, subprocess, sys, threading
+
+        class Server(socketserver.ForkingMixIn, http.server.HTTPServer): pass
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(204)
+                self.end_headers()
+            def log_message(self, *_): pass
+
+        server = Server(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ask = f"import urllib.request as r\\nfor _ in range(4): r.urlopen('http://127.0.0.1:{server.server_port}/')"
+        subprocess.run([sys.executable, "-I", "-S", "-c", ask], check=True)
+        server.shutdown()
+        server.server_close()
+        """)
+    )
+    command = [sys.executable, "-m", "instrument", "run", "--", "main.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert "requests: 4;" in done.stderr
+    assert "unmet" not in done.stderr
+    assert "uncalled (at http.server)" not in done.stderr

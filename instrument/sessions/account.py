@@ -214,6 +214,8 @@ class SessionDiagnostics:
         verdicts = self.verdicts(of_all=of_all)
         idle_verdicts = (verdict for verdict in verdicts if verdict.state in ("waiting", "nothing"))
         waiting = [(board.attached(verdict.rule), str(verdict)) for verdict in idle_verdicts]
+        unmet = (verdict for verdict in verdicts if verdict.state == "unmet" or _is_idle_rule(verdict))
+        waiting += [(board.called(verdict.rule), str(verdict)) for verdict in unmet]
         idle = self.selection.idle_of_preset()
         own_verdicts = without_others(verdicts, board.marks())
         uncalled = sorted(_uncalled(verdict for verdict in own_verdicts if verdict.rule not in idle))

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup, never_called
+from instrument.recording import board
+from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup, is_request, never_called
 from instrument.recording.tally import Tally
 from instrument.trace.apart import MergedFile, Numbers
 from instrument.trace.call_tree import tally_of
@@ -202,7 +203,10 @@ def _notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
     """
     parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
-    called_sites = {f"{site.module}:{site.qualname}" for part in parts for site in part.called_sites()}
+    sites = [site for part in parts for site in part.called_sites()]
+    called_sites = {f"{site.module}:{site.qualname}" for site in sites}
+    if any(map(is_request, sites)):  # also of a process that ended without notes of its own
+        at_work.add(board.called("requests"))
     users: dict[str, list[str]] = {}
     uncalled: dict[str, None] = {}
     for files in processes:
