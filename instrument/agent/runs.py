@@ -39,7 +39,7 @@ GRACE_S = 0.3
 """Seconds without a living process after which a run ends: a child may be about to join."""
 
 AGAIN_S = 5.0
-"""Seconds between two checks for the end of a run that do not depend on messages."""
+"""Seconds between two checks whether a run has ended. The checks do not wait for a message of a process."""
 
 STATUS_S = 0.3
 """Seconds after the end of a process in which its parent may still report the exit status."""

@@ -103,7 +103,7 @@ def mix(value: Any) -> Any:
 
 
 def mixed(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the ids of numbers by a seed, as `Ids.span_id` makes them."""
+    """Return a span id for each number, mixed with a seed as in `Ids.span_id`."""
     import numpy as np
 
     with np.errstate(over="ignore"):

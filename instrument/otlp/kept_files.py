@@ -59,7 +59,7 @@ class KeptFiles:
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
     def write(self) -> tuple[int, bool]:
-        """Write the kept spans. Return their number, and False on failure: they are lost, and the first is logged."""
+        """Write the kept spans. Return their number, and False if a failure lost them. The first is logged."""
         spans, self._spans = self._spans, []
         if not spans or self._source is None:
             return 0, True

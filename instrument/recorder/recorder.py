@@ -105,7 +105,7 @@ MANUAL = 2
 """The state, in the core, of a span that only `end_manual` closes."""
 
 STEP = "step"
-"""The shape of a generator's later steps, whose cost is measured apart. The first step counts with the probe."""
+"""The name under which the cost of a generator's later steps is measured. The probe's cost includes the first step."""
 
 REQUEST = "request"
 """The shape of a request over ASGI."""

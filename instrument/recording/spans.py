@@ -130,7 +130,7 @@ FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
 value has one item per request. The attribute with that name and `FACT_KEYS` has their keys."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
-"""The most characters of a key, a longer one ends in a checksum, and the most keys of a batch that are kept."""
+"""The most characters of a key, and the most keys kept of a batch. A longer key is cut and ends in a checksum."""
 
 BLOCKED_BY, BLOCKED_AT = "instrument.blocked_by", "instrument.blocked_at"
 """The attributes of a stretch of a blocked event loop: the span or function that blocked it, and the line of code."""

@@ -128,7 +128,7 @@ class InstrumentationCost(View):
 
     @property
     def most_ratio(self) -> float | None:
-        """The cost as a share of the window, if no memory of the probes is in the processor's caches."""
+        """The cost as a share of the window, if the processor's caches have none of the memory that the probes use."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def head(self) -> list[str]:

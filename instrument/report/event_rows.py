@@ -1,4 +1,4 @@
-"""The rows of the `events` view: one block per thread, with calls by name and copies, summed from the tally.
+"""The rows of the `events` view, one block per thread: its calls by name, and its copies. The tally has the sums.
 
 The Total time splits into computation and framework, in services also into waiting. A service waits for most of its
 time: in queues, for I/O, and for its turn on the event loop. That is no overhead: the self time of suspended coroutines

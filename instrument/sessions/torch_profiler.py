@@ -223,7 +223,7 @@ OPEN_LIMIT_S = 2.0
 
 MARK = "instrument.clock"
 MARKS = 4
-"""The marks at each end of a window whose times on both clocks are compared. The first is slow and of little use."""
+"""Number of marks at each end of a window. Each has a time on both clocks. The first one is slow and of little use."""
 
 ROUNDS, TRIALS = 8, 32
 """The rounds, and the operators per round, that measure the time of an operator. The quickest round counts."""
@@ -233,7 +233,7 @@ OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit
 BUSY = "another torch.profiler runs in this process, which has one; its operators and kernels are not joined"
 
 _holding = threading.Lock()
-"""The lock of the `TorchProfiler` that has begun torch.profiler."""
+"""Locked while a `TorchProfiler` runs torch.profiler, which can run only once in a process."""
 
 _operator_ns: dict[tuple[bool, bool], float] = {}
 """Nanoseconds that torch.profiler adds to an operator, by its options, as measured in this process."""

@@ -1,4 +1,4 @@
-"""The rows of a merged trace by recording process. Trees span all processes.
+"""The rows of a merged trace by recording process. A tree can have rows of several processes.
 
 A process keeps its own numbers of threads, streams and devices. Ids, parents, roots and clock are those of the merged
 trace. A batch knows the requests that it serves.

@@ -1,4 +1,4 @@
-"""A replay of recorded arrivals through a model of their engine, to predict queues without some of the requests.
+"""A replay of recorded arrivals through a model of their engine. It predicts the queue without some of the requests.
 
 The engine serves the requests in the order of their arrival. Up to its largest recorded number are in service at once.
 A request in service takes part in batches of the recorded names and weights, one after another. In a turn of the engine

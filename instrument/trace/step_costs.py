@@ -23,7 +23,7 @@ from instrument.trace.joined import THOUSANDTHS, Served
 Floats = NDArray[np.float64]
 
 REFERENCES = 10_000
-"""The most steps of a name in a fit, evenly over the recording."""
+"""The most steps of one name that a fit of their costs uses, spread evenly over the recording."""
 
 LEAST_STEPS = 20
 """The least number of steps in a fit. Fewer steps of a name have no expected time."""
