@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "profile": (2_615, 8),
     "proposal": (1_403, 5),
     "recorder": (2_786, 11),
-    "recording": (4_179, 20),
+    "recording": (4_186, 20),
     "report": (14_700, 50),
     "runtime": (2_822, 18),
     "sessions": (6_778, 25),

@@ -170,6 +170,15 @@ def test_gauges_calls_losses_and_cost_are_reported_by_the_names_that_they_have_i
     assert max(of("instrument_losses_total").values()) > 0
 
 
+def test_a_scrape_before_any_loss_has_the_usual_losses_as_0() -> None:
+    start("device: {cuda: off, nvml: off, host: off}")
+    with instrument.scope("work"):
+        pass
+    losses = of("instrument_losses_total")
+    assert len(losses) == 4
+    assert set(losses.values()) == {0}
+
+
 @pytest.mark.parametrize(
     ("name", "unit", "told"),
     [

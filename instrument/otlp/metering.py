@@ -18,7 +18,7 @@ from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Ended, Meter
 from instrument.recording.distributions import UPDOWN, Metric, Snapshot
-from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState
+from instrument.recording.export_checkpoint import DAMAGED, NO_LOSSES, ExportCheckpoint, MeterState
 from instrument.recording.mapped import Mapped, numbers_in
 from instrument.recording.numbers import metrics_of
 from instrument.recording.rows import Row, is_request_root
@@ -190,7 +190,7 @@ class Metering:
         snapshot = self._meter.snapshot(
             requests=facts.requests,
             marks=facts.calls,
-            losses=facts.losses,
+            losses={**NO_LOSSES, **facts.losses},
             costs_ns=facts.costs_ns,
             queued=facts.queued,
         )

@@ -210,19 +210,26 @@ def _json(facts: Mapping[str, Any]) -> bytes:
 
 def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:
     """Return the losses of an export by the names that reports give them; `fates` may have `unread` and `perhaps`."""
-    names = {
-        "spans rejected by the OTLP export": "rejected",
-        "spans failed by the OTLP export": "failed",
-        "spans dropped by the OTLP export": "dropped",
-        "spans overwritten before the export read them": "missed",
-        "spans sent to a collector that did not confirm them": "unanswered",
-        "spans that were read but not sent when the exporter ended": "abandoned",
-        UNTIMED: "untimed",
-        "spans that may not have been sent when an agent was killed": "perhaps",
-        UNREAD: "unread",
-        "points of metrics that the collector did not accept": METRICS_LOST,
-        "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
-        "rows of the dataset that were not written": "unstored",
-        "requests whose time in the queue is missing in the metrics": UNQUEUED,
-    }
-    return {name: fates[fate] for name, fate in names.items() if fates.get(fate)}
+    return {name: fates[fate] for name, fate in _FATE_BY_LOSS.items() if fates.get(fate)}
+
+
+_FATE_BY_LOSS = {
+    "spans rejected by the OTLP export": "rejected",
+    "spans failed by the OTLP export": "failed",
+    "spans dropped by the OTLP export": "dropped",
+    "spans overwritten before the export read them": "missed",
+    "spans sent to a collector that did not confirm them": "unanswered",
+    "spans that were read but not sent when the exporter ended": "abandoned",
+    UNTIMED: "untimed",
+    "spans that may not have been sent when an agent was killed": "perhaps",
+    UNREAD: "unread",
+    "points of metrics that the collector did not accept": METRICS_LOST,
+    "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
+    "rows of the dataset that were not written": "unstored",
+    "requests whose time in the queue is missing in the metrics": UNQUEUED,
+}
+"""The counter of each loss of an export."""
+
+NO_LOSSES = {name: 0 for name, fate in _FATE_BY_LOSS.items() if fate in (*SENT[1:], "missed")}
+"""The usual losses of a live export, each 0. Prometheus' `increase` ignores the first value of a series, so a counter
+that begins with its first loss never raises an alert."""
