@@ -1,4 +1,4 @@
-"""What an agent costs an HTTP service, and a reader in its process, against neither: `python tests/bench/agents.py`.
+"""The cost of an agent to an HTTP service, and of a reader in its process: `python tests/bench/agents.py`.
 
 A service under uvicorn answers requests of so many calls (`--calls`), each some microseconds of work, as three servers:
 bare; under `instrument run` with its agent; and with `agent: off`, whose reader is a thread of the service. `--export`

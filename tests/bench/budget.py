@@ -1,4 +1,4 @@
-"""Whether the budget holds on a hostile profile: `python tests/bench/budget.py`, from the root of the repository.
+"""The overhead under `budget:` with a hostile profile: `python tests/bench/budget.py`, from the root of the repository.
 
 A thread uses what a profile of `budget: 1%` records, in blocks, over and over: functions of 50 ns, layers of torch of
 1 us, coroutines and generators, by rules and by `@profiled`; each would cost more than 20 times the budget if it were

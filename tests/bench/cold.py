@@ -1,4 +1,4 @@
-"""What a span touches and takes when memory is far away: `python tests/bench/cold.py [OTHER]`. Needs valgrind.
+"""The cache lines and the time of a span outside the caches: `python tests/bench/cold.py [OTHER]`. Needs valgrind.
 
 A service computes between two spans, and its own data fills the processor's caches meanwhile. Each span then waits for
 the lines of code and data that it touches. So this prints two figures over the bare shape, each after 2 MiB of other

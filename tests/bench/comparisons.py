@@ -1,4 +1,4 @@
-"""How often `instrument compare` is right, on a simulated service whose costs are known, and what it takes.
+"""The accuracy and the time of `instrument compare`, over a simulated service with known costs.
 
     python tests/bench/comparisons.py [--pairs N] [--requests N] [--spans N]
 

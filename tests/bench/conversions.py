@@ -1,4 +1,4 @@
-"""What `convert`, `merge` and `query` cost over a million spans, from a recording and from Chrome JSON.
+"""The cost of `convert`, `merge` and `query` over a million spans, from a recording and from Chrome JSON.
 
     python tests/bench/conversions.py [--spans N] [--repeat N]
 

@@ -1,4 +1,4 @@
-"""What layers with device time cost a model that decodes: `python tests/bench/decoding.py`.
+"""The cost of layers with device time in a model that decodes: `python tests/bench/decoding.py`.
 
 A Llama of 16 layers with weights made on the spot decodes for four sequences, bare and with a profile that selects its
 blocks, every linear layer, or every linear layer on the host alone; bare and on take turns. Without a CUDA device the

@@ -1,4 +1,4 @@
-"""What a span with device time costs the host, and who keeps the interpreter's lock: `python tests/bench/device.py`.
+"""The cost of a span with device time on the host: `python tests/bench/device.py`.
 
 Where there is a CUDA device and a torch that uses it, that is measured; elsewhere the fake driver of the tests, whose
 calls take next to nothing, so that what remains is ours and the bindings'. `--driver-ns` lets each of its calls take

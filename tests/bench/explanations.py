@@ -1,4 +1,4 @@
-"""How often `instrument explain` is right, on a simulated service whose delays are known, and what it takes.
+"""The accuracy and the time of `instrument explain`, over a simulated service with known delays.
 
     python tests/bench/explanations.py [--planted N] [--plain N] [--spans N]
 

@@ -1,4 +1,4 @@
-"""The dataset of a simulated fleet: its cost, its size, and what engines answer, compared with `instrument report`.
+"""The dataset of a simulated fleet: its cost, its size, and the answers of engines, compared with `instrument report`.
 
 `python tests/bench/fleet.py --hosts 20` writes the recordings of so many hosts, at once and each by a process of its
 own, through the S3 protocol of moto's server. Then DuckDB, Polars, pyarrow, chDB, Spark and Ray answer the questions of

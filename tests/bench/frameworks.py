@@ -1,4 +1,4 @@
-"""What the probe of a framework's entry point costs a call: `python tests/bench/frameworks.py`.
+"""The cost of the probe at a framework's entry point: `python tests/bench/frameworks.py`.
 
 Calls of ONNX Runtime's `run` in rounds: as it is, recorded, and attached with recording switched off at run time, once
 with a tiny real model and once with a `run` that does nothing, which shows the probe alone. Each figure is the median

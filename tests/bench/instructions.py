@@ -1,4 +1,4 @@
-"""How many instructions a span takes: `python tests/bench/instructions.py`. Needs valgrind.
+"""The instructions of a span: `python tests/bench/instructions.py`. Needs valgrind.
 
 Unlike times these are the same in each run, so a change of some percent is seen. Each shape runs in a process of its
 own under cachegrind, few times and many; the difference, less that of its bare twin, is what a span takes. Valgrind has

@@ -1,4 +1,4 @@
-"""What observed layers cost a model: `python tests/bench/layers.py`.
+"""The cost of observed layers in a model: `python tests/bench/layers.py`.
 
 A model of 100 modules whose forward takes about 10 ms on one CPU thread runs in blocks: without a session (A) and with
 one whose profile selects all 100 modules (B). The blocks come as A B B A in one process, so that a steady drift of the

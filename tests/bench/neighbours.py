@@ -1,4 +1,4 @@
-"""How right the neighbours' bill is, on a simulated engine whose costs are known, and what it takes.
+"""The accuracy and the time of the neighbours' bill, over a simulated engine with known costs.
 
     python tests/bench/neighbours.py [--workloads N] [--spans N] [--demonstration N [--repeats N] [--unpaced]]
 

@@ -1,4 +1,4 @@
-"""What one span costs, ours beside other tracers': `python tests/bench/peers.py`.
+"""The cost of one span, ours against those of other tracers: `python tests/bench/peers.py`.
 
 Every shape makes the same empty call with a span around it, in the way that the tracer's documentation shows. All take
 turns in one process, round after round, so that a change of the machine's speed hits them alike. From each turn the

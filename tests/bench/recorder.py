@@ -1,4 +1,4 @@
-"""What a span costs on the thread that records it: `python tests/bench/recorder.py`.
+"""The cost of a span on the thread that records it: `python tests/bench/recorder.py`.
 
 Every figure is the cost over the bare call, as a multiple of two reads of the clock in C. All shapes take turns in one
 process, round after round, outside of an event loop and inside, so that a change of the machine's speed hits them

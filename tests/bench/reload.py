@@ -1,4 +1,4 @@
-"""How soon every worker of a pre-fork server follows a changed profile, and what following costs.
+"""The delay until all workers of a pre-fork server follow a changed profile, and its cost.
 
 `python tests/bench/reload.py [workers]` forks the workers, each of which calls an instrumented function without pause
 a tenth of the time, changes the profile's file thirty times, and prints the time until the last worker has gone over;

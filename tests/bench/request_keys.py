@@ -1,4 +1,4 @@
-"""What keys and batches cost on the service's thread: `python tests/bench/request_keys.py [--instructions]`.
+"""The cost of keys and batches on the service's thread: `python tests/bench/request_keys.py [--instructions]`.
 
 Every figure is what a span with keys takes beyond the same span without: to read them of the call, to keep them with
 its row, and to write them where another process reads them. Of a batch it is told for each key, too. Both take turns in

@@ -1,4 +1,4 @@
-"""What a request's span costs over the bare app: ASGI on a warm loop, and WSGI.
+"""The cost of a request's span over the bare app: ASGI on a warm loop, and WSGI.
 
     python tests/bench/requests.py [--rounds 60]
 

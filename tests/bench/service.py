@@ -1,4 +1,4 @@
-"""What the instrumentation costs a service: `python tests/bench/service.py`, from the root of the repository.
+"""The cost of the instrumentation in a service: `python tests/bench/service.py`, from the root of the repository.
 
 The demonstration's server (`examples/chat`) answers the same requests again and again, one after the other, in three
 states that take turns: bare, without a probe, recording, and with recording switched off. All three are of one process,

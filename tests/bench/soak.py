@@ -1,4 +1,4 @@
-"""Whether memory stays bounded and counts exact: `python tests/bench/soak.py`, or `--calls 1e6` for a quick one.
+"""The memory and the counts after many calls: `python tests/bench/soak.py`, or `--calls 1e6` for a quick one.
 
 Calls of every kind (functions, exceptions, scopes, generators, coroutines, deep recursion) run in a few threads at a
 time, and short-lived threads come and go all the while. First a share of the work runs as a warm-up, until its rings

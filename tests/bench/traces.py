@@ -1,4 +1,4 @@
-"""What saved traces cost, a million spans on threads and as many in tasks: `python tests/bench/traces.py [N]`.
+"""The cost of saved traces, with a million spans on threads and as many in tasks: `python tests/bench/traces.py [N]`.
 
 Writing and reading are timed in processes of their own, whose peak memory is that of the interpreter, the trace and the
 work. The first write of a file also pays the system for memory that was never touched, so the best of three counts.

@@ -1,4 +1,4 @@
-"""What each view costs over a saved trace of a million spans, and what live summaries cost.
+"""The cost of each view over a saved trace of a million spans, and of live summaries.
 
     python tests/bench/views.py [--spans N] [--view V] [--repeat N] [--trace FILE]
 
