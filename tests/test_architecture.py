@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_715, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
-    "instrumentors": (12_856, 51),
+    "instrumentors": (12_850, 51),
     "native": (9_040, 28),
     "otlp": (5_344, 20),
     "profile": (2_615, 8),

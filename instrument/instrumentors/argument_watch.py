@@ -1,9 +1,9 @@
 """A watch of calls for arguments and results that seem to name requests. Only `instrument init` uses it.
 
 It examines the first calls of each function: numbers and texts under names such as `request_id`, objects with such an
-attribute, objects of the service's own classes, and sequences and mappings of them. Each is noted by the path by which
-a rule of a profile would read it. Values leave the process only as keyed digests, which identify the same request in
-another function or process. No code of the service runs: no properties, `__getattr__` or iterators of its classes.
+attribute, objects of the service's own classes, and sequences and mappings of them. Each value is noted under the path
+by which a profile's rule would read it. Values leave the process only as keyed digests, which identify the same request
+in another function or process. No code of the service runs: no properties, `__getattr__` or iterators of its classes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from instrument.recorder.wrapping import Attributes, Results
 from instrument.runtime.faults import FAULTS
 
 SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
-"""The variable with the key of the digests, new for each run of `instrument init`."""
+"""The variable with the secret key of the digests. Each run of `instrument init` makes a new key."""
 
 LOOKS = 1000
-"""The first calls of each function that are examined, all of them: samples would show each function other requests."""
+"""The number of first calls of each function that are examined. Samples would show each function different requests."""
 
 ITEMS = 64
 """The most items of a sequence or mapping that are examined."""
 
 DIGESTS = 4096
-"""The most digests of values per path, and the most objects with a number of their own at a time."""
+"""The most digests per path, and the most objects that are numbered at a time."""
 
 ATTRIBUTES = 60
 """The most attributes of an object that are examined."""
 
 NAME_LENGTH = 64
-"""The most characters of a name; a longer key of a mapping is data."""
+"""The most characters of a name. A mapping's longer keys are data."""
 
 ID = re.compile(
     r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"
@@ -55,7 +55,7 @@ WEAK_ID = re.compile(r"^(?:id|ids|uid|uids|uuid|uuids|rid|rids|key|keys|qid|.*_u
 """Names of values that may identify a request. They are used if no better one exists."""
 
 WEIGHT = re.compile(r"^(?!max_|min_)(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
-"""Names of numbers that weigh a request within a batch. Names of limits are no weights."""
+"""Names of numbers that can be a request's weight within a batch. Limits (`max_`, `min_`) are excluded."""
 
 _BUILTINS = frozenset(dir(builtins))
 _SEQUENCES = (list, tuple, deque, set, frozenset)
@@ -65,7 +65,7 @@ _SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
 
 @dataclass(slots=True)
 class SeenPath:
-    """The values at one path. `many` is True for several requests per call; `looks` counts the calls with a value."""
+    """The values at one path. `many` is True for several requests per call. `looks` counts the calls with a value."""
 
     many: bool
     looks: int = 0
@@ -82,7 +82,7 @@ class SeenPath:
 
 
 class ArgumentWatch:
-    """The values of the calls in this process, and the nanoseconds spent to read them.
+    """An observer of the arguments and results of this process's calls. `spent_ns` is the time that it took.
 
     `is_own` returns True for the name of a module of the service.
     """
@@ -96,13 +96,13 @@ class ArgumentWatch:
         self.spent_ns = 0
 
     def clear(self) -> None:
-        """Drop all values: a forked child begins with none."""
+        """Drop all values, as a forked child begins with none."""
         for paths in self._seen.values():
             paths.clear()
         self.spent_ns = 0
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return the values of each function by its label and path, as JSON values."""
+        """Return the values as JSON, by the label of the function and by path."""
         return {
             label: {path: values.facts() for path, values in sorted(paths.items())}
             for label, paths in sorted(self._seen.items())
@@ -110,10 +110,10 @@ class ArgumentWatch:
         }
 
     def of(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """Return a call that examines a function's arguments, and one that examines its results; None for no such call.
+        """Return an examiner of the calls' arguments, and one of their results. Either may be None.
 
-        Functions that read no attribute and call only builtins are skipped. They are called most often, and to examine
-        their calls would take several times as long as the calls.
+        Functions that read no attribute and call only builtins are skipped. They are called most often, and their
+        examination would take several times as long as the call.
         """
         if not isinstance(function, FunctionType) or label.rpartition(":")[2].rpartition(".")[2] in _SKIPPED:
             return None, None
@@ -149,7 +149,7 @@ class ArgumentWatch:
             self._look(paths, RETURN, value)
 
     def _look(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
-        """Note the keys of requests in a value at a path, and in its attributes."""
+        """Note the request keys in the value at a path, and in the value's attributes."""
         kind = type(value)
         if kind in (str, int):
             if _is_id(path) and len(str(value)) <= 256:
@@ -165,7 +165,7 @@ class ArgumentWatch:
                 self._look_inside(paths, path, value, None)
 
     def _look_inside(self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None) -> None:
-        """Note the sequences and mappings among an object's attributes; `read` limits them to the function's names."""
+        """Examine sequences and mappings in an object's attributes. `read` has the allowed names, None for all."""
         for name, attribute in islice(_attributes(value).items(), ATTRIBUTES):
             if _is_plain(name) and (read is None or name in read) and type(attribute) in (*_SEQUENCES, *_MAPPINGS):
                 self._look(paths, f"{path}.{name}", attribute, inside=False)
@@ -197,7 +197,7 @@ class ArgumentWatch:
                 self._note(paths, path, items, many=True, size=size)
 
     def _note_id(self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1) -> bool:
-        """Note the attribute that names a request in each object. Return False if the first object has none."""
+        """Note each object's attribute that names a request. Return False if the first object has none."""
         attributes = [_attributes(thing) for thing in things]
         first = attributes[0] if attributes else {}
         names = [name for name, value in first.items() if type(value) in (str, int) and _is_id_key(name)]
@@ -213,7 +213,7 @@ class ArgumentWatch:
         return True
 
     def _text(self, key: Any) -> str:
-        """Return the text of a key to digest. An object's text has a number, as its address may be used again."""
+        """Return the text of a key for its digest. An object gets a number, as its address may be reused."""
         text = key_text(key)
         if not text or type(key) in (str, int):
             return text
@@ -279,7 +279,7 @@ def _is_id(path: str) -> bool:
 
 
 def _is_id_key(key: object) -> bool:
-    """Return True if a key of a mapping names a request's key. A key that is no plain name is data."""
+    """Return True if a mapping's key is a name for request keys, such as `request_id`. Other keys are data."""
     return _is_name(key, ID) or _is_name(key, WEAK_ID)
 
 
@@ -292,7 +292,7 @@ def _is_plain(key: object) -> TypeGuard[str]:
 
 
 def _rank(name: str) -> tuple[bool, int, str]:
-    """Return the sort key of a name, the likeliest name of a request first."""
+    """Return a sort key that puts the likeliest names of request keys first."""
     return not ID.match(name), len(name), name
 
 

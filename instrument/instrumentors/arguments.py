@@ -53,7 +53,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class LEFT_OUT:  # noqa: N801 - a mark, and no class of anything
-    """A mark for an argument that a call leaves out, and for a missing part of an argument."""
+    """A marker for an argument that a call omits, and for a missing attribute or item of an argument."""
 
 
 class Parameter(NamedTuple):
@@ -69,7 +69,7 @@ class Parameter(NamedTuple):
 
 
 def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
-    """Return the function's parameter of that name, or the reason in words why there is none."""
+    """Return the function's parameter of that name, or the reason in words why it has none."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -86,7 +86,7 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
 
 
 class _AttributeRead(NamedTuple):
-    """An attribute to read: its name, its parameter, the path below that, and the call that converts the value."""
+    """An attribute to read: its name, its parameter, the path below the parameter, and the converter of the value."""
 
     name: str
     parameter: Parameter
@@ -96,7 +96,7 @@ class _AttributeRead(NamedTuple):
 
 
 class ArgumentReader:
-    """A reader of a call's arguments as attributes. It never raises: an unreadable one is left out, counted and named.
+    """A reader of a call's arguments as attributes. Unreadable arguments are left out, counted and logged.
 
     A function that is pickled by value takes a copy of its reader along.
     """
@@ -126,7 +126,7 @@ class ArgumentReader:
 def reader(
     function: Callable[..., Any], arguments: Sequence[Argument], place: str = ""
 ) -> tuple[Attributes | None, list[str]]:
-    """Return a reader of the function's arguments that a rule names, and a message for each that it does not have.
+    """Return a reader of the arguments that a rule names, and a message for each that the function does not have.
 
     `place` is the rule's place in the profile, for the log.
     """
@@ -143,7 +143,7 @@ def reader(
 
 
 def part_of(value: Any, name: str) -> Any:
-    """Return a mapping's value for a name, else the attribute of that name. Inserts nothing into a `defaultdict`."""
+    """Return a mapping's value for a name, or another object's attribute. Inserts nothing into a `defaultdict`."""
     if not _is_mapping(value):
         return getattr(value, name)
     if isinstance_of(value, dict):
@@ -178,7 +178,7 @@ _READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _size, "type": _
 RETURN = "return"
 EACH = "[]"
 FACTS_OF_REQUEST = 2
-"""The mode of the native reader in which it reads facts of requests."""
+"""The native reader's mode for facts of requests."""
 
 TEXTS_KNOWN = 4096
 """The most texts whose shortened form is cached. One more empties the cache."""
@@ -230,7 +230,7 @@ class KeyReader:
         return _in_one_step(parameter, name, keys, read_call, weighed)
 
     def _without_weights(self, keys: RequestKeys, missing: str) -> RequestKeys:
-        """Return the keys without weights, for members that count alike, and note the missing weights."""
+        """Return the keys without weights, so that all members weigh the same. Note the missing weights."""
         self.missing.append(f"weights: {missing}")
         return replace(keys, weights="")
 
@@ -248,11 +248,11 @@ class KeyReader:
         return _in_one_step(None, name, keys, read_result)
 
     def _reader(self, name: str, keys: RequestKeys) -> Callable[..., Values]:
-        """Return a reader of the key, or of the batch of keys, below a value."""
+        """Return a reader of the key in a value, or of the keys of a batch."""
         return _key_of(keys) if name == KEY else _batch_of(keys, f"{self._place}: {keys.argument}")
 
     def _complainer(self, keys: RequestKeys) -> Callable[[Any, Exception], Values]:
-        """Return a call that logs a failed read without the error's text, which may contain values of the service."""
+        """Return a function that logs a failed read. It omits the error's text, as that may contain values."""
         place = f"{self._place}: {keys.argument}"
 
         def complain(value: Any, error: Exception) -> Values:
@@ -266,10 +266,10 @@ class KeyReader:
 def _in_one_step(
     parameter: Parameter | None, name: str, keys: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
 ) -> _Read:
-    """Return a native reader of texts and numbers in attributes and in Python's own containers, where most keys are.
+    """Return a native reader for keys that are texts or numbers in attributes and built-in containers, as most are.
 
-    It calls `otherwise` for all other values. A Python function here would take microseconds, since the service's own
-    work has removed its code from the processor's caches.
+    It calls `otherwise` for all other values. A Python function would take microseconds, as the service's work has
+    evicted its code from the processor's caches.
     """
     paths = [_steps(path) for path in (keys.argument, keys.weights)]
     if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
@@ -285,14 +285,14 @@ def _in_one_step(
 
 
 def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Return the steps to a container, and the steps from each of its items; None for these without a container."""
+    """Return the steps to a container, and the steps from each of its items. The second is None without a container."""
     at = steps.index(EACH) if EACH in steps else len(steps)
     steps = list(map(sys.intern, steps))
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
 
 
 class _OneFact(NamedTuple):
-    """A fact of the request of a call, below a parameter or the result."""
+    """A fact of a call's request, with its path below a parameter or the result."""
 
     name: str
     place: str
@@ -300,7 +300,7 @@ class _OneFact(NamedTuple):
     take: Callable[[Any], AttributeValue]
 
     def below(self, value: Any) -> AttributeValue | None:
-        """Return the fact below a value, None if a step leads to None: it is not known yet."""
+        """Return the fact at the path below a value, None if an object on the path is None."""
         for step in self.steps:
             if value is None:
                 return None
@@ -309,10 +309,10 @@ class _OneFact(NamedTuple):
 
 
 class _Facts:
-    """A reader of the facts of the request of a call, below one parameter or the result.
+    """A reader of facts of a call's request, below one parameter or the result.
 
-    The native reader calls it with a value and the place of a fact that is not plain. For an argument that is left out
-    it calls it with the call. Then its default is read.
+    The native reader calls it with a value and a fact's index if it cannot read the fact itself. For an omitted
+    argument it passes the call's arguments, and the default is read.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class _FactsOfSeveral(NamedTuple):
     names: Values
 
     def read(self, *call: Any) -> Values:
-        """Return the facts, and the keys of their requests, from a call's (args, kwargs) or from its result."""
+        """Return the facts and the keys of their requests, read from a call's (args, kwargs) or from its result."""
         of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
         try:
             texts = self.texts(_items(self.keys(of_keys), BATCH_LIMIT))
@@ -372,8 +372,8 @@ def _complain_of_fact(place: str, value: Any, error: Exception) -> None:
 class FactReader:
     """A reader of a rule's facts of requests in calls of one function: in their arguments, and in their results.
 
-    `missing` has a message for each fact that the function does not have. `of_call` and `of_result` also read what the
-    given readers read. They are None if they have nothing to read. A value of None, as before it is known, is no fact.
+    `missing` has a message for each fact that the function does not have. `of_call` and `of_result` include the given
+    readers, and are None if they have nothing to read. A value of None is no fact.
     """
 
     def __init__(
@@ -414,7 +414,7 @@ class FactReader:
                 self.of_call = _native_facts(parameter, facts, names, self.of_call)
 
     def _parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
-        """Return the parameters of a fact's values and of their keys, None in place of one for the result."""
+        """Return the parameters of a fact's values and of its keys, None for one that is read from the result."""
         parameters = [None if _first(path) == RETURN else parameter_of(function, _first(path)) for path in paths]
         missing = [parameter for parameter in parameters if isinstance(parameter, str)]
         if not missing and (parameters[0] is None) != (parameters[1] is None):
@@ -426,7 +426,7 @@ class FactReader:
 def _native_facts(
     parameter: Parameter | None, facts: Sequence[_OneFact], names: Values, before: Callable[..., Any] | None
 ) -> Any:
-    """Return a reader of facts below a parameter or the result. It also reads what the reader `before` reads."""
+    """Return a reader of facts below a parameter or the result. It includes the values of the reader `before`."""
     reader = _Facts(parameter, facts, names, before)
     if _native is None:
         return reader
@@ -447,7 +447,7 @@ def fact_value(value: Any) -> AttributeValue:
 
 @lru_cache(maxsize=256)
 def _writes_itself(kind: type) -> bool:
-    """Return True for an enumeration with a `__str__` of its own, not the one of `enum`."""
+    """Return True for an enumeration that defines its own `__str__`."""
     return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
 
 
@@ -461,7 +461,7 @@ def _is_of_result(keys: RequestKeys) -> bool:
 
 
 def all_of(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[..., Any] | None:
-    """Return one reader that joins the values of several readers, None without any reader."""
+    """Return one reader for the values of several readers, None if there are no readers."""
     reads = [read for read in readers if read is not None]
     if len(reads) < 2:
         return reads[0] if reads else None
@@ -530,9 +530,9 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
 
 
 def _items(iterable: Any, most: int) -> list[Any]:
-    """Return the first items of an iterable, up to `most`.
+    """Return up to `most` first items of an iterable.
 
-    Raises `UnreadError` for generators and files, whose items the service would lose, and for a wait for a device.
+    Raises `UnreadError` for generators and files, whose items the service would lose, and for arrays on a device.
     """
     if hasattr(type(iterable), "__next__"):
         raise UnreadError(f"{type(iterable).__name__}, whose items can be taken only once")
@@ -540,7 +540,7 @@ def _items(iterable: Any, most: int) -> list[Any]:
 
 
 def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a reader of the sequence or mapping of keys at a path."""
+    """Return a reader of the sequence or mapping at a path."""
     if EACH not in steps:
 
         def plain(value: Any) -> Any:
@@ -576,7 +576,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _text_of(cut: str) -> Callable[[Any], str]:
-    """Return a call for a key's text: at most `KEY_LIMIT` characters, without matches of `cut`, "" for no key."""
+    """Return a function for a key's text: up to `KEY_LIMIT` characters without matches of `cut`, "" for no key."""
 
     def plain(value: Any) -> str:
         return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
@@ -594,7 +594,7 @@ def _text_of(cut: str) -> Callable[[Any], str]:
 
 
 def _texts_of(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
-    """Return a call for the texts of a list of keys."""
+    """Return a function for the texts of a list of keys."""
     text = _text_of(cut)
 
     def texts(keys: list[Any]) -> tuple[str, ...]:

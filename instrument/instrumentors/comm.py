@@ -59,7 +59,7 @@ OPERATIONS: Mapping[str, str] = {
     "recv_anysource": "recv",
     "_end_coalescing": "coalesced",
 }
-"""The operation of `torch.distributed` by the process group's method that performs it, for all supported versions."""
+"""The `torch.distributed` operation of each method of process groups, for all supported versions of torch."""
 
 PEERS = frozenset({"send", "recv"})
 
@@ -71,7 +71,7 @@ UNSEEN = (
 
 @dataclass(slots=True)
 class _Issued:
-    """A communication that has begun. `waits` is True if its call, and so its span, includes the wait."""
+    """A communication that has begun. `waits` is True if its call includes the wait, as a synchronous one does."""
 
     site: Site
     wait_site: Site
@@ -126,7 +126,7 @@ class Comm(Switch):
         self._issued.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the called operations, and on those that cannot be seen."""
+        """Return the verdicts on the called operations and on the unseen ones."""
         if not self._met:
             return [Verdict("comm", "waiting", why=self._why)]
         if not self.hits:
@@ -178,7 +178,7 @@ class Comm(Switch):
             self._issued[work] = issued
 
     def _begin_wait(self, args: Any, kwargs: Any) -> _Issued | None:
-        """Return the communication for which a wait begins, None if its call was not seen."""
+        """Return the communication that a call begins to wait for, None if it is unknown."""
         issued = self._issued.pop(args[0], None)
         if issued is not None:
             if not issued.waits:
@@ -187,7 +187,7 @@ class Comm(Switch):
         return issued
 
     def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
-        """Record a wait that has ended: with its call, or alone if the call has its own span."""
+        """Record an ended wait: in one span with its call, or alone if the call has its own span."""
         if issued is None:
             return
         if issued.waits:
@@ -205,7 +205,7 @@ class Comm(Switch):
         self._recorder.record(issued.site, start_ns, attributes or None, pair)
 
     def _pair(self, site: Site) -> Any:
-        """Return a timer of the calling stream from now on, None if nothing times it."""
+        """Start a device timer on the calling stream. Return None if device time is off."""
         begin = self._recorder.begin_device
         return begin(None, None, 0) if site.device and begin is not None else None
 
@@ -237,7 +237,7 @@ class Comm(Switch):
 
 
 def _attempt(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued | None:
-    """Return the result of a call, None for a fault of ours, which is counted."""
+    """Return the result of a call, or None if it raises. The fault is ours, and is counted."""
     try:
         return call(*arguments)
     except Exception as fault:
@@ -257,7 +257,7 @@ def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
 
 
 def _largest_argument(arguments: Sequence[Any]) -> tuple[int, bool]:
-    """Return the bytes of a call's largest argument, and True if a tensor of its arguments is on a device."""
+    """Return the bytes of a call's largest argument, and True if one of its tensors is on a device."""
     most, on_device = 0, False
     for argument in arguments:
         size, waiting = 0, [argument]

@@ -19,7 +19,7 @@ from instrument.runtime import imports
 
 
 def run_as_they_are(torch: Any, functions: Iterable[Any]) -> None:
-    """Have Python run the frames of functions from now on, even if their callers are compiled."""
+    """Exclude functions from torch's compiler from now on, even if their callers are compiled."""
     evaluation = _eval_frame(torch)
     codes = [code for code in (getattr(call, "__code__", None) for call in functions) if isinstance(code, CodeType)]
     if hasattr(evaluation, "set_code_exec_strategy"):
@@ -33,13 +33,13 @@ def run_as_they_are(torch: Any, functions: Iterable[Any]) -> None:
 
 
 def compiling_test(torch: Any) -> Callable[[], bool]:
-    """Return a test that is true while torch compiles the running code, which may contain no probe."""
+    """Return a test for code that torch is compiling. Probes must not run in it."""
     is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return is_compiling or (lambda: False)
 
 
 def evaluator(torch: Any) -> Callable[[Any], Any]:
-    """Return a call that sets the evaluator of this thread's frames, None for Python, and returns the earlier one."""
+    """Return a function that sets this thread's frame evaluator (None is Python's) and returns the earlier one."""
     set_evaluator: Callable[[Any], Any] | None = getattr(_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)
 

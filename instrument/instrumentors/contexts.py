@@ -37,7 +37,7 @@ from instrument.runtime import imports
 
 
 def watch(recorder: Recorder = RECORDER) -> Undo:
-    """Inform the recorder of copies of contexts from now on. Return the undo."""
+    """Report copies of contexts to the recorder from now on. Return the undo."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
     recorder.tells_of_tasks = _Tasks(recorder, undos).reports_tasks
@@ -52,11 +52,11 @@ def watch(recorder: Recorder = RECORDER) -> Undo:
 
 
 LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
-"""The classes of loops that inform the recorder, each with its module."""
+"""The module and class of each event loop that reports its tasks to the recorder."""
 
 
 class _Tasks:
-    """The loops that inform the recorder of their tasks, from the first span under a loop of their class on."""
+    """The event loops that report new tasks to the recorder. A class of loops does so from its first span on."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
         self._publish, self._share = recorder.publish, recorder.share
@@ -66,7 +66,7 @@ class _Tasks:
         self._attach()
 
     def reports_tasks(self) -> bool:
-        """Return True if the running loop informs the recorder of its tasks."""
+        """Return True if the running loop reports its tasks to the recorder."""
         loop = sys.modules["asyncio.events"]._get_running_loop()
         # A class or an instance with another `create_task` does not.
         return self._copies_contexts(type(loop)) and "create_task" not in vars(loop)
@@ -101,14 +101,14 @@ class _Tasks:
 MODULE = "concurrent.futures.thread"
 
 QUEUE = Site(EXECUTOR_QUEUE, "phase")
-"""The site of the wait of a request's work in a pool."""
+"""The site of spans for a request's wait in the queue of an executor."""
 
 STARTS = ("_start_new_thread", "_start_joinable_thread")
 """The functions that start threads for `threading`: up to Python 3.12, and from 3.13 on."""
 
 
 def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
-    """Hand open requests to other threads with their work from now on. Return the undo."""
+    """Link work for other threads to the request that handed it over, from now on. Return the undo."""
     undos: list[Undo] = []
 
     def meet(owner: Any, name: str, form: str) -> None:

@@ -11,10 +11,9 @@ from instrument.runtime.cheap_start import NamedTuple, replace
 
 
 class Family(NamedTuple):
-    """A family's module and class, and the top-level packages and the modules in which its rules may have targets.
+    """The module and class of a family, and the packages and modules in which its rules may have targets.
 
-    Modules of the standard library are left out, except servers. A service that needs the family imports another
-    package of it first.
+    Of the standard library only servers are listed. A service imports another of the family's packages first.
     """
 
     module: str
@@ -53,7 +52,7 @@ FAMILIES: Mapping[str, Family] = {
 """The family of each key of a profile, in the order in which they attach."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The families whose probes stay as their rules change. The probes of other families are few, and attached anew."""
+"""The families that keep unchanged probes when rules change. All other families attach their few probes again."""
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
@@ -72,7 +71,7 @@ def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
 
 
 def awaited(profile: Profile) -> frozenset[str] | None:
-    """Return the packages whose import starts the recording in a process, None if it must record at once."""
+    """Return the packages whose import starts recording in a process, None if recording must start at once."""
     awaited_packages: set[str] = set()
     for key in FAMILIES.keys() - {"logs"}:  # which record nothing by themselves
         packages = packages_of(profile, key) if rules_of(profile, key) else frozenset()

@@ -26,7 +26,7 @@ from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
-"""The least reference count of an object that is never freed, whose count says nothing."""
+"""The least reference count of an immortal object (PEP 683), whose count is no number of references."""
 
 Undo = Callable[[], None]
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Probe:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def _put(self, function: Any) -> Any:
-        """Put a function into the target's place. A property loses its name then, so it is set again for messages."""
+        """Replace the target's function. A changed property loses its name, which messages need, so it is set again."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ class Assignment:
 
 
 def replace(owner: Any, attribute: str, new: Any) -> Undo:
-    """Set an attribute of a module or class. Return the undo, which keeps a value that other code has set since."""
+    """Set an attribute of a module or class. Return the undo, which leaves a value that other code has set since."""
     return Assignment(owner, attribute, new).undo
 
 
@@ -134,8 +134,8 @@ def undo_all(undos: list[Undo]) -> None:
 def references_elsewhere(target: Target) -> int:
     """Return the number of references to a function, without the target's own.
 
-    It is 0 for a name that a class inherits, as the rule means that class alone, and for functions of a
-    `singledispatchmethod`, which are called through it alone.
+    It is 0 for a name that a class inherits, as the rule means that class alone. It is 0 for functions of a
+    `singledispatchmethod`, too, as nothing else calls them.
     """
     names = type_namespace(target.owner) if isinstance_of(target.owner, type) else own_names(target.owner)
     if (
@@ -158,7 +158,7 @@ def _references(target: Target) -> int:
 
 @lru_cache(maxsize=1)
 def _usual_references() -> int:
-    """Return the references that `references_elsewhere` counts for a function that only its module refers to."""
+    """Return the number of references to a function that only its own module refers to."""
     module = ModuleType("usual")
     namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find(module, "usual:usual")
@@ -227,7 +227,7 @@ _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary
 
 
 def _note_decorated(site: Site, wrapper: Any) -> None:
-    """Register a decorated function by its site."""
+    """Register a decorated function under its site."""
     _register_hint()
     _decorated[site] = wrapper
 
@@ -248,7 +248,7 @@ def _say_hint(pid: int) -> None:
 
 
 def withdraw_hint() -> None:
-    """Cancel the hint at the exit: there is a session."""
+    """Cancel the hint at the exit, as there is a session."""
     _register_hint()  # or a later decorator would register it
     atexit.unregister(_say_hint)
 
@@ -289,7 +289,7 @@ def _bare_copy(bare: FunctionType, wrapper: Any) -> FunctionType:
 
 
 class Switch(ABC):
-    """The instrumentor of a `key` of the profile that is on or off; `rules` is empty if it is off.
+    """The instrumentor of a `key` of the profile that is on or off. `rules` is empty if it is off.
 
     `_attached` is True while the probes are attached. `_met` stays True once the module has been imported.
     """

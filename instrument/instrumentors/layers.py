@@ -38,9 +38,8 @@ from instrument.runtime.faults import FAULTS
 class Layers:
     """The instrumentor of one session's layer rules in torch.
 
-    The same rules may select another framework's layers. It registers itself in `known`, which has a call for the layer
-    classes of each framework, None while it is not imported, and then calls `select`. `left_out` returns True for
-    classes that are layers of both frameworks.
+    The same rules may select another framework's layers, by `select`. `known` has a function for the layer classes of
+    each framework, None before its import. `left_out` returns True for classes that are layers of both.
     """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
@@ -153,7 +152,7 @@ class Layers:
             self._patch(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note a child for torch's registration hook. Returns None, which leaves the child as it is."""
+        """Note a registered child module. Returns None to torch's hook, which leaves the child unchanged."""
         try:
             if child is not None:
                 self._paths.place(parent, name, child)
@@ -162,7 +161,7 @@ class Layers:
             FAULTS.note("module registration hook", fault)
 
     def _patch_if_named(self, name: str, child: Any) -> None:
-        """Patch the class of a module whose last name a path rule could mean. Its whole path is known only later."""
+        """Patch the class of a module whose last name fits a path rule. Its whole path is known only later."""
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
         ):
@@ -189,7 +188,7 @@ class Layers:
         return wrapping.wrap_method(self._recorder, forward, self._sites, self._decide, self._evaluate)
 
     def _decide(self, module: Any) -> Site | None:
-        """Return the site of a layer, None if it does not record. Decides once per instance, when its path is known."""
+        """Return the site of a layer, None if no rule selects it. Decides once per instance, when its path is known."""
         at_work = self._at_work
         try:
             path = self._paths.of(module)
@@ -211,8 +210,8 @@ class Layers:
     def detach(self, site: Site) -> Undo | None:
         """Stop recording the layers of a site for a while. Return the call that resumes it, None without a layer.
 
-        Their calls are not counted meanwhile. The method of their class stays replaced, so a call costs as much as one
-        of a layer that no rule selects.
+        Their calls are not counted then. Their class's method stays replaced, so a call costs as much as one of an
+        unselected layer.
         """
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         for key in layers:
@@ -230,7 +229,7 @@ class Layers:
         self._sites.pop(key, None)
 
     def _first(self, class_name: str, path: str) -> Selected | None:
-        """Return the first rule that selects a layer of a class at a path, with the rule's sites so far."""
+        """Return the first rule that selects a layer of a class at a path, with the sites of that rule."""
         return next((selection for selection in self._at_work if selects(selection[0], class_name, path)), None)
 
     def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
@@ -246,7 +245,7 @@ class Layers:
         return self._shared.select(selection, (cls, path), tensors, lambda: self._site(rule, cls, path, method))
 
     def _tensors_of(self, module: Any) -> Sequence[Any]:
-        """Return the tensors whose devices a layer uses: its own, else one of a neighbour."""
+        """Return a layer's own tensors, else one of a neighbour. Their devices are the layer's."""
         return tensors_of(module) or near_tensors(
             module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
         )
@@ -266,7 +265,7 @@ class Layers:
         )
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule up to now, in the order of the profile."""
+        """Return the verdict on every rule, in the order of the profile."""
         imported = [classes for classes in self.known.values() if classes is not None]
         if not imported:
             why = f"{' and '.join(self.known)} not imported"

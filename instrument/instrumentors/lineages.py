@@ -21,7 +21,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Lineage:
-    """A method of a base class and its overrides. `subclassed(cls)` is called when a subclass has been defined."""
+    """A method of a base class, and its overrides. A new subclass is passed to `subclassed(cls)`."""
 
     def __init__(self, base: type[Any], attribute: str, subclassed: Callable[[type[Any]], object]) -> None:
         self.base = base
@@ -40,17 +40,17 @@ class Lineage:
         )
 
     def overrides(self) -> Iterator[type[Any]]:
-        """Return the subclasses that define the method themselves."""
+        """Return the subclasses that override the method."""
         return (cls for cls in subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def join(self, owner: type[Any]) -> LineageMember:
-        """Add a class and return the test that the probe on its function applies to each call."""
+        """Add a class. Return the test that the probe on its method applies to each call."""
         self._members.add(owner)
         self._resolved.clear()
         return LineageMember(self, owner)
 
     def resolved(self, cls: type[Any]) -> type[Any] | None:
-        """Return the class whose probe records the calls on objects of a class."""
+        """Return the class whose probe records calls on objects of `cls`."""
         try:
             return self._resolved[cls]
         except KeyError:
@@ -71,14 +71,14 @@ class Lineage:
 
 
 class LineageMember:
-    """A test of the calls of one class's function: True for calls that another class's probe records."""
+    """A test of calls of one class's method: True for a call that another class's probe records."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:
         self._lineage = lineage
         self._owner = weakref.ref(owner)
 
     def __call__(self, args: tuple[Any, ...]) -> bool:
-        """Return True for a call without a span of its own. The first argument is the object or class."""
+        """Return True if another probe records the call. The first argument is the object or class."""
         if not args:
             return False
         cls = args[0] if isinstance_of(args[0], type) else type(args[0])
@@ -86,7 +86,7 @@ class LineageMember:
         return resolved is not None and resolved is not self._owner()
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        """Pickle a test that is never True, as a function pickled by value takes it along to another process."""
+        """Pickle a test that is never True. Functions pickled by value take it to other processes."""
         return _none_passes, ()
 
 
@@ -99,7 +99,7 @@ def _passes_none(args: tuple[Any, ...]) -> bool:
 
 
 def is_recorded(cls: type[Any], attribute: str) -> bool:
-    """Return True if a probe sees each call of a method: its own probe, or one that it reaches by `super`."""
+    """Return True if a probe records each call of a method: its own, or that of a method it calls by `super`."""
     return any(
         site_on(function) is not None or hasattr(function, "__instrument_layers__") or _calls_super(function, attribute)
         for _, function, _ in parts_of(type_attribute(cls, attribute))

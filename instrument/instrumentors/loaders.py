@@ -60,7 +60,7 @@ def _make_proxy(source: Any, site: Site) -> Any:
 
 
 def _copy_proxy(source: Any, name: str) -> Any:
-    """Return a new proxy, in a copy or from a pickle."""
+    """Return a proxy for a copied or unpickled source."""
     return loader(source, name)
 
 
@@ -145,7 +145,7 @@ def _resuming_async(name: str) -> Callable[..., Any]:
 
 
 class _Next:
-    """A wait for the next item, recorded as a span unless its site is muted. The end of the items is no failure."""
+    """A wait for the next item, recorded as a span unless its site is muted. `StopIteration` is no failure."""
 
     __slots__ = ("_frame", "_recorder", "_site", "_waiting")
 
@@ -170,7 +170,7 @@ class _Next:
 # -------------------------------------------------------------------- waits of a loop
 
 Listener = Callable[[int, int, object], object]
-"""A call with the native id of a thread, the ns that it waited for a loader, and the waiting object, if known."""
+"""A function of a native thread id, the ns that the thread waited for a loader, and the waiting object, if known."""
 
 _listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
 _listeners_lock = Lock()
@@ -178,9 +178,9 @@ _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=Fals
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Call a bound method for each wait for a loader, the outermost of nested waits. Return the undo.
+    """Call a bound method for each wait for a loader, the outermost of nested waits.
 
-    The reference to the method is weak.
+    Return the undo. Keeps a weak reference.
     """
     global _listeners
     reference = weakref.WeakMethod(listener)
@@ -196,7 +196,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 class Waiting:
-    """A wait for a loader on this thread up to `end`, which calls the listeners unless another wait is around it."""
+    """A wait for a loader on this thread. `end` calls the listeners, unless it is within another wait."""
 
     def __init__(self, of: object = None) -> None:
         self._of = of
@@ -204,7 +204,7 @@ class Waiting:
         self._start_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """End the wait, with an item or without."""
+        """End the wait, also without an item."""
         if self._token is not None:
             try:
                 _is_waiting.reset(self._token)
@@ -221,7 +221,7 @@ _FORWARDED = (
     "__len__", "__length_hint__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__reversed__",
     "__bool__", "__call__", "__enter__", "__exit__", "__aenter__", "__aexit__",
 )  # fmt: skip
-"""The methods that Python looks up in the class, not in the object."""
+"""The special methods that Python looks up in the class, not in the object."""
 
 
 def _forwarding_method(name: str) -> Callable[..., Any]:
@@ -239,7 +239,7 @@ def _has(kind: Any, method: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _class_for(kind: Any) -> type[StandIn]:
-    """Return the class of proxies for objects of a class, with the methods of that class alone."""
+    """Return the class of proxies for objects of `kind`. It has only the methods that `kind` has."""
     methods: dict[str, Any] = {name: _forwarding_method(name) for name in _FORWARDED if _has(kind, name)}
     if _has(kind, "__next__"):
         methods["__iter__"] = _self

@@ -1,7 +1,7 @@
 """Log records with the ids of the trace and the span that made them, under OpenTelemetry's names for log formats.
 
 `logs: auto` gives each record of `logging` the attributes `trace_id` and `span_id`, which formatters name. They are
-empty outside of spans. Events of structlog have both keys within spans. The ids are those at a collector.
+empty outside of spans. Events of structlog have both keys within spans. The ids are the exported ones.
 """
 
 from __future__ import annotations

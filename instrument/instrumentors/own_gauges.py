@@ -1,6 +1,6 @@
 """Gauges of a rule: numbers read from arguments and results of calls, see `instrument.recorder.own_numbers`.
 
-A path is that of a key. A gauge that is not due is not read.
+A gauge's path has the syntax of a key's. A gauge is read only when it is due.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GaugeReader:
 
 
 class _Read:
-    """A gauge with its parameter, None for the result, and the steps from there."""
+    """A gauge, its parameter (None for the result) and the steps below it."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter | None, steps: list[str], rule: FunctionRule) -> None:
         self.parameter, self._steps, self._is_size = parameter, steps, gauge.record == "size"
@@ -61,7 +61,7 @@ class _Read:
         self.due_ns = 0
 
     def take(self, value: Any, now_ns: int) -> None:
-        """Read the value below an argument or a result. It raises nothing; None is no value."""
+        """Read and store the value below an argument or a result. It never raises. None is not stored."""
         self.due_ns = now_ns + self._every_ns
         try:
             for step in self._steps:

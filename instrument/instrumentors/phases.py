@@ -34,7 +34,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
 }
-"""The phases that suppress the span of a call, if one is open on the thread, by the phase of the call."""
+"""The open phases of a thread under which a call has no span of its own, by the phase of the call."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -98,7 +98,7 @@ class Phases(Switch):
         self._recordings.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the recorded phases, and on those that cannot be seen."""
+        """Return the verdicts on the recorded phases and on the unseen ones."""
         if not self.hits:
             why = "no module, backward or optimizer has run" if self._met else "torch not imported"
             return [Verdict("phases", "waiting", why=why)]
@@ -148,7 +148,7 @@ class Phases(Switch):
         return wrapper
 
     def _run(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call that may be a phase. Threads of the engine are in backward, too, by their graph task."""
+        """Run a call, and record it if it begins a phase. A thread with a graph task of autograd is in backward."""
         if not self._attached:  # a compiled model still calls its wrapper afterwards
             return function(*args, **kwargs)
         inside = self._inside
@@ -211,10 +211,9 @@ class Phases(Switch):
     # ---------------------------------------------------------------- optimizers
 
     def _watch_optimizers(self, base: type[Any]) -> None:
-        """Wrap the `step` of every class of optimizers that has an object, now or later.
+        """Wrap the `step` of every optimizer class, once the class has an object.
 
-        torch itself wraps the `step` of a class when its first object is made. We wrap the result, so the class gets
-        torch's function back afterwards.
+        torch wraps the `step` of a class when its first object is made. We wrap torch's wrapper, and restore it later.
         """
         patch = getattr(base, "_patch_step_function", None)
         if not isinstance(patch, FunctionType):
@@ -251,7 +250,7 @@ class Phases(Switch):
 
 
 def _unwrapped(thing: Any) -> Any:
-    """Return the model inside of its compiled or distributed wrapper."""
+    """Return the model inside a compiled or distributed wrapper."""
     while (attribute := _WRAPPED_IN.get(type(thing).__name__)) is not None:
         inner = (vars(thing).get("_modules") or {}).get(attribute)
         if inner is None:

@@ -19,18 +19,17 @@ from instrument.runtime import atomic, run_folder
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The factor by which a span takes longer among other Python code than after another span, measured as 1.2 to 1.5."""
+"""The factor by which a span among other Python code takes longer than one after a span, measured as 1.2 to 1.5."""
 
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, the calls per round, and the number of calls in place of which one request is timed."""
+"""The rounds of a measurement, and the calls per round. A round has `CALLS / CALLS_PER_REQUEST` requests."""
 
 
 class ProbeCost(NamedTuple):
-    """The time that a span adds to the recorded work, and the part of it outside of the span, in ns.
+    """The cost of a span in ns: `added_ns` to the recorded work, `outside_ns` of it before and after the span.
 
-    Both are minima. `usual_ns` is the typical time among other work, with distant memory, interrupts and other
-    processes on the same core.
+    Both are minima. `usual_ns` is the typical cost with distant memory, interrupts and other processes on the core.
     """
 
     added_ns: float
@@ -39,7 +38,7 @@ class ProbeCost(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """The least time of a call with a probe and without, and the usual addition of the probe, in ns."""
+    """The least time of a call with a probe and without, and the usual time that the probe adds, in ns."""
 
     least_ns: float
     bare_ns: float
@@ -49,10 +48,10 @@ class _Timed(NamedTuple):
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     """Return the cost of a span on this machine, by the shape of the probe.
 
-    `call` is a function, `coroutine` and `generator` (with one step) are such functions, `scope` is a `with` block.
-    `method` is a layer, `wrapper` a function that is a request, `request` a request over ASGI, `step` each further step
-    of a generator. Each is the difference to the bare call, the best of several short rounds, which take 4 ms in all.
-    `with_ticks` times spans by the time stamp counter.
+    `call`, `coroutine` and `generator` (with one step) are functions, `scope` is a `with` block. `method` is a layer,
+    `wrapper` a function that is a request, `request` one over ASGI, `step` a further step of a generator. A cost is the
+    difference to the bare call, the least of several rounds. All take 4 ms. `with_ticks` times spans by the time stamp
+    counter.
     """
     return copy_context().run(_measure_costs, with_ticks)
 
@@ -82,7 +81,7 @@ SCOPE: dict[str, Any] = {
 }
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 BODY = {"type": "http.response.body", "body": b"{}"}
-"""The messages of an ASGI server and its app for a measured request."""
+"""The app's message to the ASGI server in a measured request."""
 
 
 class _Probes:
@@ -166,7 +165,7 @@ class _Probes:
         }
 
     def timed(self, leave_out: str = "") -> dict[str, _Timed]:
-        """Return the times of calls by shape over several rounds, without the shape `leave_out`."""
+        """Return the times of calls by the shape of the probe, without the shape `leave_out`."""
         by_shape = {shape: runs for shape, runs in self._by_shape.items() if shape != leave_out}
         spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in by_shape}
         for _ in range(ROUNDS):
@@ -206,7 +205,7 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
 
 
 def measure_passed_ns() -> dict[str, float]:
-    """Return the usual cost of a muted call by the shape of its probe, in 2 ms. Requests are never muted."""
+    """Measure the usual cost of a muted call by the shape of its probe. Takes 2 ms. Requests are never muted."""
     recorder = _fresh_recorder(False)
     probes = _Probes(recorder)
     for site in probes.sites:
@@ -215,14 +214,14 @@ def measure_passed_ns() -> dict[str, float]:
 
 
 SWEPT_BYTES = 2 << 20
-"""The bytes that are read, and as many written, to push our data out of the nearer caches of 1 to 2 MiB."""
+"""Bytes read, and as many written, to evict our data from the nearer caches of 1 to 2 MiB."""
 
 
 def measure_cold_ns(*, with_ticks: bool = False) -> float:
-    """Return the time that a layer's span adds if other work uses the caches before and within the call.
+    """Measure the time in ns that a layer's span adds if other work uses the caches before and within the call.
 
-    It is the median of 16 calls with recording on, minus the median with it off. Hundreds of calls differ by less than
-    a third. It takes 8 ms, and 6 MiB meanwhile.
+    The result is the median of 16 calls with recording on, minus the median with it off. Hundreds of results differ by
+    less than a third. It takes 8 ms and 6 MiB.
     """
     return copy_context().run(_measure_cold_ns, with_ticks)
 
@@ -270,9 +269,9 @@ class Costs:
         self._cold_ns: float | None = None
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure the costs in 6 ms, with the session's clock. Later processes of a run read those of the first one.
+        """Measure the costs in 6 ms, with the session's clock.
 
-        Outside of a run the cost without caches is measured, too.
+        A run's later processes read the first one's results. Outside of a run `cold_ns` is measured, too.
         """
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
@@ -283,14 +282,14 @@ class Costs:
 
     @property
     def cold_ns(self) -> float:
-        """The additional cost of a call whose memory is in no cache. The first report of a run measures it, in 8 ms."""
+        """The additional ns of a call whose memory is in no cache. The first report of a run measures them, in 8 ms."""
         if self._cold_ns is None:
             among_ns = self._shared_measurement("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)
         return self._cold_ns
 
     def _shared_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return what another process of the run has measured, else measure it."""
+        """Return the measurement of another process of the run, else measure."""
         path = run_folder.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())
@@ -301,11 +300,11 @@ class Costs:
         return measured
 
     def added_ns(self) -> dict[str, float]:
-        """Return the time that a span adds, by the shape of the probe."""
+        """Return the ns that a span adds, by the shape of the probe."""
         return {shape: cost.added_ns for shape, cost in self.by_shape.items()}
 
     def usual_ns(self) -> dict[str, float]:
-        """Return the usual time that a span adds, by the shape of the probe, for the budget."""
+        """Return the usual ns that a span adds, by the shape of the probe, for the budget."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
     def of(self, site: Site) -> ProbeCost:
@@ -313,11 +312,11 @@ class Costs:
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
     def of_sites(self, sites: Sequence[Site]) -> list[float]:
-        """Return the time that a span of each site adds."""
+        """Return the ns that a span of each site adds."""
         added_ns = self.added_ns()
         shape_of = self._recorder.shapes.get
         return [added_ns[shape_of(site, "scope")] for site in sites]
 
     def sum_ns(self, calls: Mapping[Site, int]) -> float:
-        """Return the time that spans add, from their counts by site."""
+        """Return the ns that spans add in all, from their counts by site."""
         return sum(count * self.of(site).added_ns for site, count in calls.items())

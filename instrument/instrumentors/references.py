@@ -30,14 +30,14 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.main_module import MAINS, spawned_main
 
 DEPTH = 4
-"""The most objects on the path from a function to a name that holds it."""
+"""The most objects on a path from a function to a name that leads to it."""
 
 WIDTH = 200
-"""The most objects of one depth that are followed."""
+"""The most objects at one depth whose referrers are sought."""
 
 MANY = 200
-"""The most objects for which `gc.get_referrers` is used, which compares the whole heap with each. For more, a set of
-their ids is used."""
+"""The most objects for which `gc.get_referrers` is used, which compares the whole heap with each object. More objects
+are sought by a set of their ids."""
 
 HIDDEN = "something that Python does not show, such as a local variable or an object made in C"
 
@@ -46,11 +46,11 @@ _FRAMES = ("gi_frame", "cr_frame", "ag_frame")
 
 
 class Kept(list[Any]):
-    """A list of the instrumentation, which is not reported as a reference."""
+    """A list of this package's own, which is not reported as a reference."""
 
 
 class Name(NamedTuple):
-    """A name that a module or class has for an object, `key` by the object's identity."""
+    """A name of an object in a module or class, the `owner`. `key` is the object's `id`."""
 
     owner: Any
     name: str
@@ -58,9 +58,9 @@ class Name(NamedTuple):
 
 
 def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
-    """Return the names that the imported modules have for objects, except modules of the packages in `spared`.
+    """Return the names of objects in the imported modules, except modules of the packages in `spared`.
 
-    It reads all names once, some milliseconds in a large process.
+    It takes some milliseconds in a large process.
     """
     ids, spared = set(map(id, things)), {"instrument", *spared}
     result: list[Name] = []
@@ -75,7 +75,7 @@ def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> lis
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
-    """Bind the names of each pair's first object to its second, in all imported modules.
+    """Rebind the names of each pair's first object to the second, in all imported modules.
 
     Modules of this package and of the packages in `spared` are left out. Returns True if there was such a name.
     """
@@ -147,7 +147,7 @@ class Search:
 
 
 def _referrers(things: Kept) -> list[Any]:
-    """Return the objects that refer to the things. Python 3.13 also finds the tuple of arguments, which is left out."""
+    """Return the objects that refer to the things, except the tuple of arguments that Python 3.13 also finds."""
     arguments = tuple(things)
     if len(arguments) <= MANY:
         return [holder for holder in gc.get_referrers(*arguments) if holder is not arguments and holder is not things]
@@ -183,7 +183,7 @@ def _kind(thing: Any) -> str:
 
 
 def _place(holder: Any, parts: Kept) -> str | None:
-    """Return a text on an object and its place, None if its own referrers say more, or "" to leave it out."""
+    """Describe an object that refers to a function. Return None to describe its referrers instead, "" to omit it."""
     if type(holder) is FunctionType:
         code = holder.__code__
         return f"the function {holder.__qualname__} in {_shown(code.co_filename, code.co_firstlineno)}"
@@ -205,14 +205,14 @@ def _shown(file: str, line: int) -> str:
 
 
 def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
-    """Return the number of the first line that begins with a name or defines it, 0 without one."""
+    """Return the number of the first line that begins with a name or defines it, 0 if there is none."""
     indent = r"[ \t]+" if is_indented else ""
     begins = re.compile(rf"{indent}(?:async def |def |class |[\w, ]+, )?{re.escape(name)}\b")
     return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
 
 
 def _running_codes() -> set[Any]:
-    """Return the code of all running calls, each of which refers to its own function."""
+    """Return the code objects of all running calls. Each call refers to its own function."""
     return {frame.f_code for top in sys._current_frames().values() for frame, _ in walk_stack(top)}
 
 
@@ -231,7 +231,7 @@ def is_of_package(holder: Any) -> bool:
 
 
 def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Test as `isinstance` by the object's type, without its `__class__`, which may run foreign code."""
+    """Test like `isinstance`, but by the object's type. Its `__class__` might run foreign code."""
     return issubclass(type(thing), kinds)
 
 
@@ -251,7 +251,7 @@ def type_namespace(kind: type) -> Mapping[str, Any]:
 
 
 def type_attribute(kind: type, name: str) -> Any:
-    """Return the raw value that a class or its bases have for a name, None without one."""
+    """Return the raw value of a name in a class or its bases, None if there is none."""
     for base in type.__dict__["__mro__"].__get__(kind):
         if name in type_namespace(base):
             return type_namespace(base)[name]

@@ -33,10 +33,10 @@ from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module of the class of compiled models. torch imports it when it compiles for the first time."""
+"""The module that defines compiled models. torch imports it when it first compiles."""
 
 WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Attributes with the module that torch.compile, FSDP and checkpointing wrap. They are no part of a path."""
+"""Attributes with the module that torch.compile, FSDP or checkpointing wraps. Paths omit them."""
 
 _COMPILED = "inside a compiled region"
 _SCRIPTED = "inside a ScriptModule"
@@ -49,15 +49,15 @@ _UNREGISTERED = "put in place past torch's registration"
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""The walks of the heap that may fail to find a layer of a class. After each later walk there is a pause, this many
-times as long as the walk."""
+"""The pause after a walk of the heap, in durations of the walk. The first `VAIN_WALKS` failed walks for a class have no
+pause."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 """Classes that wrap a module in their attribute `module`."""
 
 
 class Paths:
-    """The parent and the name of each module, by weak references. `children` returns a module's children by name."""
+    """The parent and the name of each module, as weak references. `children` returns a module's children by name."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
@@ -80,7 +80,7 @@ class Paths:
             self._places[child_key] = (weakref.ref(parent), name)
 
     def of(self, module: Any) -> str | None:
-        """Return the dotted path from the module's root: "" for a root, None if it is not known yet."""
+        """Return a module's dotted path from its root: "" for a root, None if it is not known yet."""
         if self._is_lost(module):
             cls = type(module)
             if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
@@ -125,7 +125,7 @@ class Paths:
         return False
 
     def look_again(self) -> None:
-        """Find the modules that were not registered, in at most a hundredth of the time."""
+        """Walk the heap for unregistered modules, in at most a hundredth of the time."""
         if time.monotonic_ns() >= self._next_walk_ns:
             self.walk_heap()
 
@@ -137,7 +137,7 @@ class Paths:
                 yield module
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
-        """Note every live module's children, and yield each name and child. Tens of milliseconds on a large heap."""
+        """Note every live module's children, and yield each name and child. Takes tens of ms on a large heap."""
         start_ns = time.monotonic_ns()
         # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
@@ -182,7 +182,7 @@ Selected = tuple[LayerRule, dict[Site, None]]
 
 
 class SharedSites:
-    """The sites of layers or regions by rule, place and devices. Equal ones share a site."""
+    """The sites of layers or regions, by rule, place and devices. Equal layers share a site."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -190,7 +190,7 @@ class SharedSites:
         self.clear = self._sites.clear
 
     def select(self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
-        """Return the site of a place that a rule selects. `make` returns it for a new place.
+        """Return the site of a place that a rule selects. `make` creates the site of a new place.
 
         A rule that asks for device time has a site for each set of devices of `tensors`.
         """
@@ -267,7 +267,7 @@ class Regions:
     # ---------------------------------------------------------------- calls
 
     def _replace_call(self, cls: Any, place: int = 0) -> None:
-        """Record the calls of a class's objects. `place` is the position of the module among the arguments."""
+        """Record the calls of a class's objects. `place` is the index of the module among the arguments."""
         self._undos.append(replace(cls, "__call__", self._around(cls.__call__, itemgetter(place))))
 
     def _around(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
@@ -317,7 +317,7 @@ class Regions:
             return call(*args, **kwargs)
 
     def _decide(self, module: Any) -> Site | None:
-        """Return the site of a region, None if it does not record. Decides once per instance."""
+        """Return the site of a region, None if no rule selects it. Decides once per instance."""
         try:
             site = self._site(module, self._paths.of(module) or "")
         except Exception as fault:
@@ -334,7 +334,7 @@ class Regions:
         return site
 
     def holds(self, module: Any) -> bool:
-        """Return True for a module whose calls are a region's."""
+        """Return True if a module is a region."""
         return id(module) in self._roots
 
     def _site(self, module: Any, path: str) -> Site | None:
@@ -383,7 +383,7 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield every module except those of torch.compile, its path, and the reason why it is not called, if any."""
+        """Yield each module with its path and the reason why Python does not call it, except torch.compile's."""
         # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
         visited: set[int] = set()
@@ -403,7 +403,7 @@ class Regions:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
     def unseen(self) -> list[Verdict]:
-        """Return a verdict per rule and reason on the count of layers that cannot be recorded."""
+        """Return a verdict per rule and reason, with the count of layers that cannot be recorded."""
         self._paths.look_again()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk():
@@ -420,7 +420,7 @@ class Regions:
         ]
 
     def _missed(self, module: Any) -> str:
-        """Return the reason why a module called from Python is not recorded, "" if it is or has no `forward`."""
+        """Return the reason why a module that Python calls is not recorded, "" if it is, or if it has no `forward`."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return ""

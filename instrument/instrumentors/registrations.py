@@ -20,7 +20,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Seam(NamedTuple):
-    """A method that registers a handler with a framework, and the name and position of that argument."""
+    """A method that registers a handler with a framework, and the name and position of the handler argument."""
 
     owner: str
     method: str
@@ -84,7 +84,7 @@ def _probe_handler(handler: Any, registered: Callable[[FunctionType], Any]) -> A
 
 
 def keep_picklable() -> Undo:
-    """Have pools of processes pickle a function by its name, although its module has the probe under that name."""
+    """Have process pools pickle a function by its name, although its module has the probe under that name."""
     from multiprocessing.reduction import ForkingPickler
 
     if hasattr(ForkingPickler, "reducer_override"):

@@ -127,7 +127,7 @@ class Functions:
         return any(lineage.holds(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
 
     def probed(self) -> Mapping[str, Any]:
-        """Return the site of each target with a probe, by the target's label."""
+        """Return the sites of all targets with a probe, by label."""
         return {probe.target.label: probe.site for probe in self._probes}
 
     def sites_of(self, label: str) -> set[Site]:
@@ -136,7 +136,7 @@ class Functions:
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
     def wants(self, module_name: str) -> bool:
-        """Return True if a rule could have a target in that module, or if functions of it register handlers."""
+        """Return True if a rule could have a target in that module, or if it registers handlers."""
         return module_name in registrations.SEAMS or self.is_named(module_name)
 
     def is_named(self, module_name: str) -> bool:
@@ -181,7 +181,7 @@ class Functions:
         return bool(probes)
 
     def _probe_registered(self, function: FunctionType) -> Any:
-        """Return the probe of a function that is being registered, if a rule names it, else the function itself."""
+        """Return the probe of a handler that is being registered, or the handler itself if no rule names it."""
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
             probe_of_function = next((probe for probe in self._probes if probe.target.function is function), None)
@@ -220,9 +220,9 @@ class Functions:
             self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
-        """Remove the probes of a site from their names for a while. Return the call that restores them, None for none.
+        """Remove the probes of a site from their names for a while.
 
-        Other references to a probe continue to call it.
+        Return the call that restores them, None without probes. Other references to a probe continue to call it.
         """
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
@@ -231,7 +231,7 @@ class Functions:
         return partial(self._restore_probes, probes) if probes else None
 
     def _restore_probes(self, probes: Sequence[Probe]) -> None:
-        """Restore probes that were removed for a while, unless their rules have gone since."""
+        """Restore probes that were removed for a while, unless their rules have been dropped since."""
         off = [probe for probe in probes if not probe.is_set and probe in self._probes]
         for probe in off:
             probe.set()
@@ -248,7 +248,7 @@ class Functions:
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
     def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
-        """Return the targets of the rules in a module and in subclasses of its classes, by rule index and label."""
+        """Return the rules' targets in a module and in subclasses of its classes, by rule index and label."""
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
@@ -260,7 +260,7 @@ class Functions:
         return selected
 
     def _overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
-        """Yield the overrides of a method in subclasses. Makes the method's lineage if it is new."""
+        """Yield the overrides of a method in subclasses. Creates the method's lineage."""
         if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
         key = (id(thing.owner), thing.attribute)
@@ -274,7 +274,7 @@ class Functions:
             yield from targets.override(cls, thing.attribute)
 
     def _attach_subclass(self, cls: type[Any]) -> None:
-        """Attach to a new subclass of a class whose overrides a rule wants."""
+        """Attach to the overrides in a new subclass that a rule wants."""
         with self._lock:
             selected = {
                 (index, thing.label): thing
@@ -287,14 +287,14 @@ class Functions:
                 self._attach(index, target)
 
     def _wanted_overrides(self, index: int, cls: type[Any]) -> Iterator[str]:
-        """Yield the methods of a class that are overrides and that a rule wants."""
+        """Yield the overrides in a class that a rule wants."""
         for key, lineage in self._lineages.items():
             is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
             if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
                 yield lineage.attribute
 
     def _attachable(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
-        """Yield the targets that get a probe now, each with its rule's index. Note the verdicts on the others."""
+        """Yield the targets that get a probe now, each with its rule's index. Note verdicts on all other targets."""
         labels: dict[tuple[int, int], str] = {}
         for (index, label), thing in selected.items():
             if isinstance(thing, Unreachable):
@@ -324,7 +324,7 @@ class Functions:
             yield index, thing
 
     def _site_inside(self, target: Target) -> Site | None:
-        """Return the site of the target's probe if another function wraps it now (`functools.wraps`), else None."""
+        """Return the site of a probe that another function wraps (`functools.wraps`) at the target, else None."""
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
@@ -387,7 +387,7 @@ class Functions:
         return probe
 
     def _passes(self, target: Target) -> Passes | None:
-        """Return a test for calls that another probe of the target's lineage records, None without a lineage."""
+        """Return a test for calls that another probe of the target's lineage records. Return None without a lineage."""
         for lineage in self._lineages.values():
             if lineage.holds(target.owner, target.attribute):
                 if target.owner is lineage.base:
@@ -402,12 +402,12 @@ class Functions:
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
     def _is_swept(self, index: int, target: Target) -> bool:
-        """Return True for a function of a module that only patterns with a wildcard in the module's name match."""
+        """Return True for a module's function that only patterns with a wildcard in the module's name match."""
         texts = [text for text in self.rules[index].match if _matches_label(text, target.label)]
         return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in texts)
 
     def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
-        """Add other references to a function to its verdict. Pools of processes pickle it as before."""
+        """Add the other references to a function to its verdict, and keep the function picklable."""
         if not self._pickling:
             self._pickling.append(registrations.keep_picklable())
         why = f"{_references(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
@@ -417,7 +417,7 @@ class Functions:
         self._found[index][probe.target.label] = replace(verdict, state="partly", why=why)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule up to now, in the order of the profile."""
+        """Return the verdict on every rule, in the order of the profile."""
         with self._lock:
             for lineage in list(self._lineages.values()):
                 for cls in list(lineage.overrides()):
@@ -484,20 +484,20 @@ class Functions:
         return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {label}" if label else ""))
 
     def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
-        """Return True if a module has functions that a rule names, which no import hook has seen."""
+        """Return True if a module has functions that a rule names, and no import hook has seen the module."""
         things = (thing for text in rule.match for thing in targets.find(module, text))
         return any(isinstance(thing, Target) for thing in things)
 
 
 def _count_others(target: Target, names: Sequence[Name]) -> int:
-    """Count the names for a target's function that are not the target's own."""
+    """Count the names of a target's function, except the target's own name."""
     space = None if isinstance_of(target.owner, type) else own_names(target.owner)
     of_function = [name for name in names if name.key == id(target.function)]
     return sum(namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
 
 
 def _is_ours(holder: Any) -> bool:
-    """Return True for an object of this package, except a detached probe that other objects still refer to."""
+    """Return True for an object of this package, except a detached probe that is still in use."""
     return is_of_package(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 
@@ -512,7 +512,7 @@ def _makes_equal_probes(rule: FunctionRule, second: FunctionRule) -> bool:
 
 
 def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
-    """Return a tuple of the name by which a pattern means a module, empty without one."""
+    """Return the module's name that a pattern matches, in a tuple, which is empty without one."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 
 

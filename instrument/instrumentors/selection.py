@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 
 class Probes(Protocol):
-    """The protocol of a family of a profile's rules. One thread at a time calls its methods."""
+    """The protocol of a family of rules. One thread at a time calls its methods."""
 
     @property
     def rules(self) -> tuple[Any, ...]:
-        """The rules in force, in the order of the profile."""
+        """The current rules, in the order of the profile."""
 
     def wants(self, module_name: str) -> bool:
         """Return True if a rule could have a target in that module. Called before each import."""
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to a wanted module, whose code has run. Return True if functions were replaced."""
+        """Attach to a wanted module after its code has run. Return True if functions were replaced."""
 
     def probed(self) -> Mapping[str, Any]:
-        """Return the probes by name. Values are equal for the same probe alone."""
+        """Return a value per probe, by name. Equal values mean the same probe."""
 
     def undo(self) -> None:
         """Remove every probe, last first."""
@@ -63,8 +63,8 @@ LOOKS = 2
 importing at the first."""
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The variables by which `init` and `check` ask each process for verdicts on all rules. With one of them each family
-attaches at once, not with its first package."""
+"""The variables by which `init` and `check` ask each process for verdicts on all rules. Either makes each family attach
+at once, not with its first package."""
 
 
 class Selection:
@@ -81,11 +81,11 @@ class Selection:
         self._undo_imports: Undo | None = None
         self._watch: main_module.Watch | None = None
         self._families: dict[str, Any] = {}
-        """The awake families, in the order of `FAMILIES`, with the protocol `Probes`."""
+        """The loaded families with the protocol `Probes`, in the order of `FAMILIES`."""
         self._asleep: dict[str, frozenset[str]] = {}
-        """The packages that wake each sleeping family."""
+        """The packages that load each family that is not loaded yet."""
         self._wakers: frozenset[str] = frozenset()
-        """The packages that wake any family that sleeps or slept."""
+        """The packages that load a family, now or earlier."""
         for key in FAMILIES:
             self._attach_or_defer(key)
         self._unfinished: list[ModuleType] = []
@@ -97,7 +97,7 @@ class Selection:
         self.begun: Callable[[str], object] = lambda _: None
 
     def _attach_or_defer(self, key: str) -> None:
-        """Attach the rules of a key now if any module may have a target, else with the first of their packages."""
+        """Attach the rules of a key now, or if only some packages may have targets, at the first import of one."""
         if not rules_of(self.profile, key):
             self._asleep.pop(key, None)
             return
@@ -111,7 +111,7 @@ class Selection:
             self._asleep[key] = packages
 
     def _make(self, key: str) -> Probes:
-        """Load the code of a family and make the family, still without a probe."""
+        """Load the code of a family and create the family, still without probes."""
         rules = rules_of(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
@@ -126,13 +126,13 @@ class Selection:
         return family
 
     def _family_of(self, key: str) -> Any:
-        """Return the family of a key, and wake it if it sleeps; None if the profile has no such rules."""
+        """Return the family of a key, None if the profile has no such rules. Loads the family if needed."""
         if key in self._asleep:
             self.attach_family(key)
         return self._families.get(key)
 
     def attach_family(self, key: str) -> None:
-        """Make the family of a key, and attach it to the imported modules."""
+        """Create the family of a key, and attach it to the imported modules."""
         import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
             if key not in self._asleep:
@@ -148,7 +148,7 @@ class Selection:
                         self.late.append(names_of(module)[0])
 
     def _families_of(self, module_name: str) -> list[str]:
-        """Return the keys of the families that a module wakes. Triton names a model's module by a number."""
+        """Return the keys of the families that a module's import loads. Triton names a model's module by a number."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
         if not is_of_triton and package not in self._wakers and module_name not in self._wakers:
@@ -183,7 +183,7 @@ class Selection:
     def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
         """Apply the rules of another profile. Return the names of the attached and of the detached probes.
 
-        `anew` also applies rules that seem to be in force, after a change that failed half-way.
+        `anew` also applies rules that seem unchanged, after a change that failed half-way.
 
         Targets that both profiles record in the same way keep their probe, site and place in the tally. Thread-safe.
         The caller's thread searches the modules, and for layers the heap, which takes some ten milliseconds.
@@ -220,14 +220,14 @@ class Selection:
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
     def _is_wakened(self, key: str, modules: Iterable[ModuleType]) -> bool:
-        """Return True if a family is awake, or if one of the modules wakes it."""
+        """Return True if a family is loaded, or if one of the modules loads it."""
         names = (name for module in modules for name in names_of(module))
         return key in self._families or any(key in self._families_of(name) for name in names)
 
     def attach_unfinished(self) -> bool:
-        """Attach to modules whose import had not ended at a change of the rules. Return True if a later look is needed.
+        """Attach to modules that were being imported at a change of the rules. Return True if a later look is needed.
 
-        Another thread may have asked for a module by the earlier rules and have put it into `sys.modules` since.
+        Another thread may have begun an import under the earlier rules, and ended it since.
         """
         with self._lock:
             waiting, self._unfinished = self._unfinished, []
@@ -264,13 +264,13 @@ class Selection:
                 family.undo()
 
     def wants(self, module_name: str) -> bool:
-        """Wake the families of a module. Return True if a rule could have a target in the module."""
+        """Load the families of a module. Return True if a rule could have a target in the module."""
         for key in self._families_of(module_name):
             self.attach_family(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
 
     def _wants_import(self, module_name: str) -> bool:
-        """Return True to hook the import of a module. Packages with targets also get a larger piece of stack."""
+        """Return True if a module's import must be hooked, to attach probes or to report an engine."""
         return self.wants(module_name) or module_name in ENGINES or module_name in self._wakers
 
     def _import_begins(self, module_name: str) -> None:
@@ -278,7 +278,7 @@ class Selection:
             self.begun(module_name)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to a module, whose code has run. Return True if functions were replaced."""
+        """Attach to a module after its code has run. Return True if functions were replaced."""
         copied = False
         with self._lock:
             for family in list(self._families.values()):
@@ -291,9 +291,9 @@ class Selection:
         return copied
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdict on every rule so far, in the order of the profile.
+        """Return the verdict on every rule, in the order of the profile.
 
-        `of_all` is False for the verdicts of awake families alone.
+        `of_all` is False for loaded families alone.
         """
         for key in list(self._asleep) if of_all else ():
             self.attach_family(key)
@@ -304,9 +304,9 @@ class Selection:
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_of_preset(self) -> set[str]:
-        """Return the names of the rules of a preset with a target that waits.
+        """Return the names of a preset's rules whose targets have not been imported.
 
-        Rules for requests are not among them: they are the reason for a preset.
+        Rules for requests are left out, as they are the reason for a preset.
         """
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
@@ -328,18 +328,18 @@ class Selection:
         return {} if family is None else family.blockers()
 
     def note_connections(self, ports: Iterable[int]) -> None:
-        """Note the ports of this process at which the agent has seen connections."""
+        """Note ports of this process that have connections, as seen by the agent."""
         self._ports |= frozenset(ports)
 
     def look_for_connections(self) -> None:
-        """Note the ports of this process with connections, if no request has been recorded."""
+        """Find the ports of this process that have connections, if no request has been recorded."""
         is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
         if is_asked and listening.listens():
             connections = listening.connections_of(Path("/proc/self"))
             self.note_connections(connections.open | connections.closed)
 
     def argument_watch(self) -> ArgumentWatch | None:
-        """Return the watch of arguments if `instrument init` asks for it, else None."""
+        """Return the argument watch if `instrument init` asks for it, else None."""
         functions: Functions | None = self._families.get("functions")
         return None if functions is None else functions.watch
 

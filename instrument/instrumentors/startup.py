@@ -148,18 +148,18 @@ LIMIT = 2_000
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The newest imports whose begin is kept, 0.1 KB each."""
+"""The number of newest imports whose begin is stored, at 0.1 KB each."""
 
 OWN = __name__.partition(".")[0]
 
 _IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
-"""The packages whose frames are between the importing code and our function."""
+"""The packages of the import system, whose frames are between the importing code and our function."""
 
 _clock = time.monotonic_ns
 
 
 class _Importing:
-    """A package that a thread is importing. `others_ns` is the time of other packages' modules within it."""
+    """A package that a thread is importing. `others_ns` is the time of the other packages that it imports."""
 
     __slots__ = ("began_ns", "is_ours", "is_outermost", "others_ns", "package")
 
@@ -185,7 +185,7 @@ class ImportTimes:
         self.why_not = ""
 
     def after_fork_in_child(self) -> None:
-        """Drop all imports: the parent's modules are loaded already."""
+        """Drop all imports, as the parent's modules are already loaded."""
         self._local = _Local()
         self._lock = Lock()
         self._packages: dict[str, list[int]] = {}
@@ -265,7 +265,7 @@ class ImportTimes:
 
 
 def _asked_by_us(frame: FrameType | None) -> bool:
-    """Return True if the importing frame, below those of the import system, runs a module of this package.
+    """Return True if the importing code is a module of this package.
 
     `python -m` imports without such a frame.
     """

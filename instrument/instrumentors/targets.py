@@ -50,7 +50,7 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass, field, late_pa
 from instrument.runtime.main_module import names_of
 
 Put = Callable[[Any], Any]
-"""A call that replaces the function in an object by another one. It returns the object, or a new one."""
+"""A function that puts a new function into an object. It returns the object, or a new object."""
 
 _NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
@@ -61,15 +61,15 @@ _CONTEXT_MANAGERS = tuple(
     for code in decorator.__code__.co_consts
     if isinstance(code, CodeType)
 )
-"""Code of the functions that make a context manager from a generator function."""
+"""Code of the `contextlib` decorators' wrappers, which make a context manager from a generator."""
 
 _FIELD = late_pattern(r"\{(module|qualname|class|function)\}")
 
 SUBCLASSES = "+"
-"""The end of a pattern that also means a method's overrides in subclasses."""
+"""The suffix of a pattern that also means a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The most objects around a decorated function that are searched for the function itself."""
+"""The most objects that are searched for a function inside a decorator's object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """A target that a rule names and that cannot be observed, with the reason."""
+    """A target that a rule names but that cannot be observed, with the reason."""
 
     label: str
     why: str
@@ -168,7 +168,7 @@ def qualname_of(function: Any) -> str:
 
 
 def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
-    """Yield the functions that a pattern's qualname means in an imported module. Runs no code of the module.
+    """Yield the functions of an imported module that a pattern's qualname means. Runs no code of the module.
 
     `name` is the module's name in the labels; it defaults to the module's own.
     """
@@ -204,7 +204,7 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
 
 
 def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions that `last`, the last name of `qualname`, means in its owner."""
+    """Yield the functions that `last`, the last name of `qualname`, means in `owner`."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -234,7 +234,7 @@ def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -
 
 
 def _noting(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
-    """Yield the targets with a note on the decorator's object that contains their class, if there is one."""
+    """Yield the targets. If a decorator's object contains their class, each gets a note on it."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
             yield thing
@@ -244,7 +244,7 @@ def _noting(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Tar
 
 
 def _raw(owner: Any, attribute: str) -> Any:
-    """Return the attribute from the namespace, without binding descriptors; None without that attribute."""
+    """Return the attribute from the namespace, without binding descriptors. Return None without that attribute."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
     names = own_names(owner) or {}
@@ -305,14 +305,14 @@ def is_public(method: str) -> bool:
 
 
 def _is_function(thing: Any) -> bool:
-    """Return True if a wrapper in the place of an object can record its calls."""
+    """Return True if a wrapper that replaces an object can record its calls."""
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or site_on(thing) is not None
 
 
 def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions inside a method that a class defines."""
+    """Yield the targets in a method that a class itself defines."""
     home: str = type_attribute(cls, "__module__")
     yield from _targets(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
 
@@ -325,7 +325,7 @@ def override_label(cls: type[Any], attribute: str) -> str:
 def _targets(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
-    """Yield the functions inside the value of an attribute in the module `home`."""
+    """Yield the targets in an attribute's value. `home` is the module that defines it."""
     module, _, qualname = label.partition(":")
     parts = list(parts_of(raw))
     for part in parts:
@@ -398,7 +398,7 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
 
 
 def _put_and_return(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
-    """Call `put(*arguments)`, which puts a new function into the object. Return the object."""
+    """Call `put(*arguments)`, which changes the object. Return the object."""
     put(*arguments)
     return raw
 
@@ -473,7 +473,7 @@ def _places(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart
 
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
-    """Replace the function in `now` in the attributes of objects and classes, and in dicts."""
+    """Replace the function in the objects, classes and dicts that contain it."""
     for thing, name, part in Kept(_places(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
@@ -484,7 +484,7 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
 
 
 def unmatched(pattern_text: str, modules: Iterable[ModuleType]) -> list[str]:
-    """Return the labels of all functions in the modules, among which a message names the nearest."""
+    """Return the labels of all functions in the modules. A message names the nearest of them."""
     things = (
         thing for module in modules for thing in _walk(module, module, "", "**", set(), called=names_of(module)[-1])
     )

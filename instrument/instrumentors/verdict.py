@@ -28,10 +28,10 @@ STATES: Mapping[str, str] = {
 """The states with their meanings."""
 
 RECORDING = ("attached", "partly", "uncalled")
-"""The states of a target that carries a probe."""
+"""The states of a target that has a probe."""
 
 _BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""The states in the order in which a verdict of one process prevails over another's: more knowledge comes first."""
+"""The states by precedence, from more knowledge to less, when verdicts of several processes are merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class Verdict:
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merged(self, peer: Verdict) -> Verdict:
-        """Return the verdict that prevails between two processes on a target, with the calls of both."""
+        """Merge two processes' verdicts on a target: the one that knows more, with the calls of both."""
         first, second = sorted((self, peer), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)
 
 
 def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Merge the verdicts of several processes into one per target, in the order of their first appearance.
+    """Merge the verdicts of several processes into one per target, in order of appearance.
 
     Verdicts on targets of a rule replace verdicts on the rule as a whole.
     """
@@ -92,14 +92,14 @@ def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
-    """Return the marks that this process leaves on the run's board for its attached and called rules."""
+    """Return the marks for this process's attached and called rules on the run's board."""
     recording = [verdict for verdict in verdicts if verdict.state in RECORDING]
     marks = {board.attached(verdict.rule) for verdict in recording}
     return marks | {board.called(verdict.rule) for verdict in recording if verdict.calls}
 
 
 def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Drop the verdicts on rules that have no target here and record in another process, by the board's `marks`.
+    """Drop verdicts on rules that have no target here, if another process records them by the board's `marks`.
 
     Rules that record in this process keep all their verdicts.
     """
@@ -113,7 +113,7 @@ def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict
 
 
 def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
-    """Write the verdicts on the rules for `instrument check`, which has started this process or a parent of it."""
+    """Write the verdicts on the rules for `instrument check`, the ancestor of this process."""
     facts = {
         "pid": os.getpid(),
         "calls": calls,
@@ -128,12 +128,12 @@ def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterabl
 
 
 def reports_to_check(folder: str) -> list[dict[str, Any]]:
-    """Return the reports of the processes of a command in a folder, by their ids."""
+    """Return the reports that a command's processes wrote into a folder, in the order of process ids."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
 
 
 def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
-    """Name the imported module that a waiting function rule perhaps means."""
+    """Add the imported module that a waiting function rule perhaps means to its verdict."""
     texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
     if verdict.state != "waiting":
         return verdict

@@ -27,7 +27,7 @@ from instrument.recording.spans import Work
 from instrument.runtime.faults import FAULTS
 
 DEPTH = 3
-"""The levels at which an object's model is sought: itself, its attributes, and their attributes."""
+"""The levels that are searched for an object's model: the object, its attributes, and their attributes."""
 
 THINGS = 1000
 """The most objects of one level that are examined."""
@@ -39,16 +39,16 @@ SELDOM = 1024
 """The most calls until an object without a model is searched again. The pause doubles up to this number."""
 
 ITEMS = 64
-"""The most items that are examined of a container among a call's arguments."""
+"""The most items that are examined of a container in a call's arguments."""
 
 _PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
 _CONTAINERS = (list, tuple, dict, UserDict)
 
 
 class ModuleWork:
-    """The CUDA devices of a module, which may move or be on several.
+    """The CUDA devices of a module, which may change.
 
-    One tensor represents all on its device. Once none of the tensors lives, the last devices count.
+    One tensor represents all tensors on its device. After the tensors' deletion the last known devices are returned.
     """
 
     __slots__ = ("_devices", "_tensors")
@@ -59,13 +59,13 @@ class ModuleWork:
         self.follow(tensors)
 
     def follow(self, tensors: Iterable[Any]) -> None:
-        """Use other tensors from now on, unless an earlier tensor still lives."""
+        """Follow other tensors from now on, unless an earlier tensor still exists."""
         if self.now() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
     def now(self) -> tuple[int, ...] | None:
-        """Return the devices, None once no tensor lives."""
+        """Return the devices, None if no tensor exists any more."""
         tensors = self._tensors
         if len(tensors) == 1:  # the usual case, in a third of the time
             tensor = tensors[0]()
@@ -81,7 +81,7 @@ class ModuleWork:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices, the last known ones once no tensor lives."""
+        """The devices, or the last known ones if no tensor exists any more."""
         devices = self.now()
         return self._devices if devices is None else devices
 
@@ -96,7 +96,7 @@ def tensors_of(module: Any) -> list[Any]:
 
 
 def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """Return a tensor of the neighbours of a module that has no tensor itself; empty without one.
+    """Return a tensor of the neighbours of a module without tensors, in a list, empty if they have none.
 
     The module before it gives it its input. So the last tensor of the nearest neighbour before it comes first, then the
     first one after it, then one of the parent, then the same for the parent. A tensor on a device precedes the others.
@@ -170,7 +170,7 @@ class CallWork:
         return torch is not None and self._several
 
     def _devices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the CUDA devices of a model, else of the tensors of a call."""
+        """Return the CUDA devices of a call's model, or of its tensors if it has no model."""
         module_type, tensor_type = self._torch.nn.Module, self._torch.Tensor
         tensors = []
         if self._is_method and args and (devices := self._devices_of(args[0])):
@@ -209,7 +209,7 @@ class CallWork:
 
 
 class _DeviceCache:
-    """The devices of an object's models, and the calls until a missing model is sought again."""
+    """The devices of each object's models, and the calls until a missing model is sought again."""
 
     __slots__ = ("_calls", "_pause", "_work", "owner")
 

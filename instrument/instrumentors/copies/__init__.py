@@ -73,7 +73,7 @@ class Copies(Transfers):
         self._attached.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule up to now, then a verdict per framework on its unseen copies."""
+        """Return the verdict on every rule, then a verdict per framework on its unseen copies."""
         met = {adapter.framework: adapter for adapter in self._met.values()}
         verdicts = [self._verdict(rule, hits, met) for rule, hits in zip(self.rules, self.hits, strict=True)]
         verdicts += [Verdict("copies", "partly", name, f"not seen: {adapter.unseen}") for name, adapter in met.items()]

@@ -95,7 +95,7 @@ def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
 
 
 def _implementations() -> list[Any]:
-    """Return the class of concrete arrays, which is registered below `jax.Array` and is no subclass of it."""
+    """Return a list with JAX's class of concrete arrays, which is no real subclass of `jax.Array`."""
     array_class = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)
     return [] if array_class is None else [array_class]
 
@@ -173,7 +173,7 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
 
 
 def _where(value: Any) -> tuple[str, int] | None:
-    """Return the device of a value's memory, name and number; None for the host."""
+    """Return the name and number of the device with a value's memory, None for the host."""
     name = value.device_name()
     if name == "cpu":
         return None
@@ -253,7 +253,7 @@ def _on_device(source: Any, target: Any) -> Transfer:
 
 
 def _is_of_the_host(source: Any, array_type: Any) -> bool:
-    """Return True if the data came from the host: not a list of device arrays, nor another framework's array."""
+    """Return True for data from the host: no list of device arrays, and no array of another framework."""
     while isinstance(source, (list, tuple)) and source:
         source = source[0]
     return not isinstance(source, array_type) and not hasattr(source, "__cuda_array_interface__")
@@ -287,7 +287,7 @@ def _arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
 
 
 def _device(array: Any) -> tuple[Any]:
-    """Return a tuple with the number of an array's device, None if the array does not show it."""
+    """Return an array's device number in a tuple, None if the array does not show it."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
 
@@ -360,14 +360,14 @@ def _described(sync: bool) -> Facts:
 
 
 def _named(function: Any, *names: str) -> Reader:
-    """Return a reader of the argument with the first of the names that the function has."""
+    """Return a reader of the function's argument that has one of the names, the first that exists."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
     return _argument(parameters.index(name), name)
 
 
 def _stream(function: Any) -> Stream:
-    """Return a reader of a call's stream: its argument in an asynchronous call, else the default stream."""
+    """Return a reader of a call's stream: an argument of asynchronous calls, else the default stream."""
     parameters = list(inspect.signature(function).parameters)
     name = next((name for name in ("hStream", "stream") if name in parameters), None)
     if name is None:
@@ -382,7 +382,7 @@ def _stream(function: Any) -> Stream:
 
 
 def _if_succeeded(facts: Facts) -> Facts:
-    """Return `facts` for calls that succeed. A call with an error code has moved nothing."""
+    """Return `facts`, changed to return None for calls with an error code."""
     return lambda out, args, kwargs: facts(out, args, kwargs) if int(out[0]) == 0 else None
 
 

@@ -31,15 +31,15 @@ READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__flo
 
 
 def why_absent(torch: Any) -> str:
-    """Return the reason why this torch cannot copy to or from a device, "" if it can. Does not touch the driver."""
+    """Return the reason why this torch cannot copy to or from a device, "" if it can. Makes no call to the driver."""
     return "" if _devices(torch) else "this torch is built without a device: no copy to or from one can happen"
 
 
 def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] | None = None) -> PatchedFunctions:
     """Replace the methods that copy.
 
-    `initialised` returns True once torch uses its device. Until then a replaced method costs that one call more. The
-    default asks torch: `torch.cuda.is_initialized` (also for HIP) takes about 40 ns.
+    `initialised` returns True once torch uses its device. A replaced method calls it until then. The default,
+    `torch.cuda.is_initialized` (also for HIP), takes about 40 ns.
     """
     used = _is_used(torch, transfers) if initialised is None else initialised
     compiling = compiling_test(torch)
@@ -68,9 +68,9 @@ def _no_device(args: Any, kwargs: Any) -> Any:
 
 
 def _copier(args: Any, kwargs: Any) -> Any:
-    """Return the device that runs a copy: the source's, or the target's if the source is on the host.
+    """Return the device that copies: the source's, or the target's for a source on the host.
 
-    `tensor.to(...)` takes many kinds of target. None means the current device, if the target names no device.
+    `args` and `kwargs` may be those of `tensor.to`. None means the current device.
     """
     source = args[0]
     if source.is_cuda:
@@ -98,14 +98,14 @@ def device_direction(source: Any, target: Any) -> str | None:
 
 
 def _conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the copy of a method that returns a tensor. It returns its own tensor if it had nothing to do."""
+    """Return the transfer of a method that returns a tensor, None if it returned its own tensor."""
     if not hasattr(out, "device"):  # `type()` names the class
         return None
     return _transfer(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
 
 
 def _copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the copy of `target.copy_(source)`."""
+    """Return the transfer of `target.copy_(source)`."""
     source = argument(args, kwargs, 1, "src", kwargs.get("other"))
     if not hasattr(source, "device") or source is out:
         return None
@@ -130,7 +130,7 @@ def _pinning(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the copy of a method that reads values into Python, which waits for the device."""
+    """Return the transfer of a method that copies values into Python objects and waits for the device."""
     source = args[0]
     if source.device.type in ("cpu", "meta"):
         return None
@@ -156,12 +156,12 @@ def _storage_pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _if_real(facts: Facts, fake: Any) -> Facts:
-    """Return `facts` for calls on real tensors. The fake tensors with which torch traces have no data."""
+    """Return `facts`, changed to return None for fake tensors. torch traces with them, and they have no data."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
 
 
 def _if_new(facts: Facts, fake: Any) -> Facts:
-    """Return `facts` for calls that return a new real tensor. The identity test comes first, as it costs least."""
+    """Return `facts`, changed to return None for a call that returns its own tensor or a fake one."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
@@ -185,9 +185,9 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _devices(torch: Any) -> list[Callable[[], bool]]:
-    """Return a test for each kind of device that this torch was built for, true once the process uses that kind.
+    """Return a test for each kind of device of this torch build. It is true once the process uses that kind.
 
-    Does not touch a driver, which would break forked children. MPS has no such state: its test says if it exists.
+    The tests call no driver, which would break forked children. For MPS the test is true if the device exists.
     """
     version = getattr(torch, "version", None)
     tests: list[Any] = []

@@ -25,7 +25,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Transfer(NamedTuple):
-    """The data that one call has moved.
+    """The data that one call has copied.
 
     `direction` is one of `instrument.profile.model.DIRECTIONS`. `sync` is True for a call that waits for the copy, by
     its arguments. `pinned` is True for page-locked memory of the host, None if only the driver knows.
@@ -38,18 +38,18 @@ class Transfer(NamedTuple):
 
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
-"""A call that returns the transfer that a call made, from its result and arguments. None means no copy."""
+"""A function that returns a call's transfer from its result, `args` and `kwargs`. None means no copy."""
 
 
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""A reader of a call's stream from its positional and its named arguments. The result is a stream, its address, None
-for the framework's current stream, or `Work` for another device's current one. `NOWHERE`: only the call decides."""
+"""A reader of a call's stream from `args` and `kwargs`: a stream, its address, None for the framework's current stream,
+`Work` for another device's current stream. `NOWHERE` means that it is unknown before the call."""
 
 
 class _Inside(threading.local):
-    """The state of a thread: `busy` within a call that copies."""
+    """The state of a thread: `busy` is True within a call that copies."""
 
     busy = False
 
@@ -58,7 +58,7 @@ _INSIDE = _Inside()
 
 
 class Transfers:
-    """The copy rules of one session. `hits` counts copies by rule, `patched` has the functions that were replaced."""
+    """The copy rules of one session. `hits` counts copies by rule, `patched` has the replaced functions."""
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
         self.rules, self.hits = tuple(rules), [0] * len(rules)
@@ -73,7 +73,7 @@ class Transfers:
     def watch(
         self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool], stream: Stream
     ) -> Any:
-        """Wrap a function so that each call that has moved data records a copy span.
+        """Wrap a function so that each call that copies data records a copy span.
 
         `ready` is called before each call. It returns False while the framework cannot copy yet, or traces the call
         instead of running it.
@@ -121,7 +121,7 @@ class Transfers:
             return wrapper
 
     def _timed(self, framework: str, stream: Stream, args: Any, kwargs: Any) -> Any:
-        """Begin the device timer of a call, before the call is known to copy. Return None without a timer."""
+        """Start the device timer of a call that may copy. Return None if it has no timer."""
         begin = self._recorder.begin_device
         try:
             stream_object = stream(args, kwargs)
@@ -135,7 +135,7 @@ class Transfers:
             return None
 
     def _site_wanted(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
-        """Return the site of a call that has moved data, if a rule wants it, and count the copy for that rule."""
+        """Return the site of a call that has copied, None if no rule wants it. Count the copy for the rule."""
         direction, moved_bytes = transfer.direction, transfer.moved_bytes
         for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):
             if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
@@ -175,7 +175,7 @@ class PatchedFunctions:
         self._bound: list[tuple[Any, Any]] = []
 
     def methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace those methods that a class has. `stream` defaults to the adapter's."""
+        """Replace methods of a class, if they exist. `stream` defaults to the adapter's."""
         for name in names:
             method = getattr(owner, name, None)
             if method is not None:
@@ -191,16 +191,16 @@ class PatchedFunctions:
             self.undos.append(replace(owner, name, classmethod(watched)))
 
     def value(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
-        """Replace a property of a class. A read of an object can be a copy only if `is_fresh(object)` is true."""
+        """Replace a property of a class. A read of `object` can be a copy only if `is_fresh(object)` is true."""
         read = vars(owner)[name].fget
         watched = self._watched(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self.undos.append(replace(owner, name, replacement))
 
     def functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace functions of a module, as `methods` does. `bind` replaces them under their other names.
+        """Replace functions of a module, if they exist. `bind` replaces them under their other names.
 
-        It is only for functions that numba and torch.compile do not recognise by identity.
+        The functions must not be known to numba or torch.compile by identity.
         """
         for name in names:
             function = getattr(module, name, None)
@@ -210,11 +210,11 @@ class PatchedFunctions:
                 self._bound.append((function, watched))
 
     def bind(self) -> None:
-        """Replace the functions in all modules that have bound their names: one pass over all names of the process."""
+        """Replace the functions under their names in all modules, in one pass over all names of the process."""
         rebind(self._bound)
 
     def undo(self) -> None:
-        """Restore the framework's own functions, also under the names that were bound meanwhile."""
+        """Restore the framework's own functions under all their names."""
         undo_all(self.undos)
         rebind((watched, function) for function, watched in self._bound)
         self._bound.clear()
@@ -224,9 +224,9 @@ class PatchedFunctions:
 
 
 class FrameworkAdapter(NamedTuple):
-    """An adapter: a framework's name in rules, the modules whose import attaches it, and the directions of its copies.
+    """An adapter for one framework: its name in rules, the modules that attach it on import, its copies' directions.
 
-    `unseen` names the copies that cannot be seen. `attach` replaces the functions of one of the modules that copy.
+    `unseen` names the copies that cannot be seen. `attach` replaces the copying functions of a module.
     """
 
     framework: str

@@ -81,7 +81,7 @@ OBSERVERS: Mapping[str, Callable[[FrameworkRule, Recorder], Observer]] = {
 
 
 class Frameworks:
-    """The instrumentor of one session's framework rules. `layers` returns that of its layer rules, for Keras."""
+    """The instrumentor of one session's framework rules. `layers` returns the one of its layer rules, for Keras."""
 
     def __init__(
         self,
@@ -120,5 +120,5 @@ class Frameworks:
             observer.undo()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule up to now, in the order of the profile."""
+        """Return the verdict on every rule, in the order of the profile."""
         return [verdict for observer in self.observers for verdict in observer.verdicts()]

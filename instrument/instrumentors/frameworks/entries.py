@@ -32,11 +32,9 @@ Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A method by class and name, and the modules that define the class, of all supported versions of the framework.
+    """A framework's method by class and name, and the modules that define the class in all supported versions.
 
-    It is replaced in the class that defines it, which may be a base class.
-
-    `name` is the name of its spans.
+    The method is replaced in the class that defines it, perhaps a base class. `name` is the name of its spans.
     """
 
     modules: tuple[str, ...]
@@ -52,7 +50,7 @@ class Entry:
 class Entries:
     """The instrumentor of one framework's entry points.
 
-    `facts_of` describes an object. It is called once per object, or with `by_class` once per class.
+    `facts_of` describes an object, once per object, or once per class if `by_class` is True.
     """
 
     def __init__(
@@ -131,7 +129,7 @@ class Entries:
         return wrapper
 
     def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]) -> Any:
-        """Return the recording method of a subject, at its first call. Subjects with equal facts share one."""
+        """Return the recording method of a subject, at its first call. Subjects with equal facts share a method."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:
@@ -147,7 +145,7 @@ class Entries:
 
 
 def missing_entry(rule: FrameworkRule, label: str) -> Verdict:
-    """Return the verdict on an entry point that the imported version of a framework does not have."""
+    """Return the verdict on an entry point that the imported version of a framework lacks."""
     version = next((namespace(m).get("__version__") for name, m in loaded_modules() if name == rule.name), None)
     return Verdict(rule.text, "unreachable", label, f"{rule.name} {version or '(of unknown version)'} has none")
 
@@ -168,7 +166,7 @@ def replace_method(rule: FrameworkRule, label: str, owner: Any, name: str, new: 
 
 
 def recorded_once(recorder: Recorder, method: Any, site: Site, recordings: dict[Any, Any], key: Any) -> Any:
-    """Return the function that records a method as a site. Concurrent threads get the same one."""
+    """Return the function that records a method as a site. All threads get the same function."""
     new_recording = wrapping.make_function(recorder, method, site)
     recording = recordings.setdefault(key, new_recording)
     if recording is new_recording:

@@ -34,7 +34,7 @@ from instrument.runtime.faults import FAULTS
 
 FUNCTIONS = ("device_put", "block_until_ready")
 OWN = frozenset({"jax", "jaxlib"})
-"""Packages whose jitted functions and names are not replaced: every function of `jax.numpy` is jitted."""
+"""Packages whose own jitted functions are not replaced. JAX jits every function of `jax.numpy`."""
 
 
 class Jitted:
@@ -84,7 +84,7 @@ class Jitted:
         return True
 
     def undo(self) -> None:
-        """Restore JAX's own functions, and in the service's modules the functions that `jax.jit` made."""
+        """Restore JAX's own functions, and the jitted functions in the service's modules."""
         self._at_work = False
         undo_all(self._undos)
         pairs = [(wrapped, wrapped._instrument_source) for wrapped in list(self._made)]
@@ -147,7 +147,7 @@ class Jitted:
         return wrapped
 
     def _site(self, jitted: Any) -> Site:
-        """Return the site of a jitted function, one for all functions of the same code."""
+        """Return the site of a jitted function. Functions of the same code share a site."""
         inner = getattr(jitted, "__wrapped__", jitted)
         key = (
             getattr(inner, "__code__", None)
@@ -168,7 +168,7 @@ class Jitted:
         return call
 
     def _wrap_call(self, function: Any, name: str) -> Any:
-        """Wrap a function of JAX. The calls that it makes of other wrapped functions are part of its span."""
+        """Wrap a function of JAX. Its calls of other wrapped functions are part of its span."""
         recording = self._recording(function, site_of(function, name=name))
         inside = self._waiting
         # A method made in C may have no qualified name.

@@ -29,7 +29,7 @@ from instrument.runtime.faults import FAULTS
 
 LAYER = "keras.src.layers.layer"
 BACKENDS = ("jax", "torch", "numpy")
-"""The backends with which a call that runs differs visibly from one that is only traced. Only these are recorded."""
+"""The backends that are recorded. With them a running call differs visibly from a traced one."""
 
 ENTRIES = [
     Entry(("keras.src.models.model",), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")
@@ -44,7 +44,7 @@ def facts_of(model: Any) -> Facts:
 
 
 class KerasLayers:
-    """The instrumentor of one session's layer rules in Keras. `hidden` counts the selected calls that JAX traced."""
+    """The instrumentor of one session's layer rules in Keras. `hidden` counts selected calls that JAX only traced."""
 
     def __init__(self, rule: FrameworkRule, layers: Layers, recorder: Recorder = RECORDER) -> None:
         self.rule = rule
@@ -88,7 +88,7 @@ class KerasLayers:
         self._sites.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on layers that cannot be observed. The layer rules return those on the others."""
+        """Return the verdicts on layers that cannot be observed. `Layers` returns all other verdicts."""
         if not self.hidden:
             return list(self._verdicts)
         why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
@@ -145,7 +145,7 @@ def _is_layer(cls: type[Any]) -> bool:
 
 
 def _named(module_name: str, name: str, default: Any) -> Any:
-    """Return the value that an imported module has for a name, or the default."""
+    """Return a name's value in a module, or the default if the module is not imported."""
     module = sys.modules.get(module_name)
     return default if module is None else namespace(module).get(name, default)
 

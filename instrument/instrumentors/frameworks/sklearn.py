@@ -28,7 +28,7 @@ METHODS = ("predict", "predict_proba", "decision_function", "transform")
 
 BASE = ("sklearn.base", "BaseEstimator")
 WRAPPING = "_SetOutputMixin"
-"""The class of scikit-learn that wraps `transform` in each subclass, after all other `__init_subclass__` have run."""
+"""The class of scikit-learn that wraps `transform` in each subclass, after all other `__init_subclass__` methods."""
 
 
 class Estimators:
@@ -51,7 +51,7 @@ class Estimators:
         return module_name == BASE[0]
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to every estimator class, now or when it is defined."""
+        """Attach to every estimator class, now or once it is defined."""
         base = namespace(module).get(BASE[1])
         if not isinstance(base, type):
             self._verdict = missing_entry(self.rule, ".".join(BASE))
