@@ -157,6 +157,7 @@ class Service:
 
 LOOP_THREAD, ENGINE_THREAD, TRAINING_THREAD = 1, 2, 3
 SUBMIT = Site("submit", "op", "app", "submit")
+ACQUIRE = Site("Lock.acquire", "op", "asyncio.locks", "Lock.acquire")
 LOAD_IN = Site("load", "copy", "app", "load", attributes=(("direction", "h2d"),))
 MOVE = Site("move", "copy", "engine", "move", attributes=(("direction", "h2d"),))
 DETOKENIZE = Site("detokenize", "phase", "app", "detokenize")
@@ -168,7 +169,7 @@ LIFE_PARTS = tuple(ON_DEVICE if site.name == ON_DEVICE.name else site for site i
 INCIDENTS = (
     "arrival burst", "slow service", "another request's prefill", "waiting to fill a batch", "preemption",
     "padding", "blocked event loop", "garbage collection", "full executor", "copy", "busy device", "first call",
-    "processor contention", "memory pressure", "transport", "own work",
+    "processor contention", "memory pressure", "transport", "own work", "wait for a lock",
 )  # fmt: skip
 """The causes that can be planted."""
 
@@ -240,6 +241,8 @@ class _LivesRun:
                 self._request(10_000 + number, self.at_ns + number * 20_000 - 1_000_000)
                 for number in range(round(self.size_ns / 1.2e6))
             ]
+        if lives.incident == "wait for a lock":
+            everyone.append(self._request(10_000, self.at_ns - 1_000_000))
         if lives.incident == "another request's prefill":
             heavy = self._request(10_000, self.at_ns - 1_000_000)
             heavy.prompt = round(self.size_ns / 1_600)
@@ -255,7 +258,7 @@ class _LivesRun:
                 everyone.append(other)
         self.everyone = sorted(everyone, key=lambda request: request.arrives_ns)
         self.spans: list[Span] = []
-        self.identity = 1
+        self.identity, self.unlocked_ns = 1, 0
 
     def _request(self, number: int, at_ns: int) -> _Life:
         rng = random.Random(f"request {self.lives.seed} {number}")
@@ -278,9 +281,20 @@ class _LivesRun:
         if request.number == self.victim and self._is("own work"):
             parse_ns += self.size_ns
         copy_ns = round(30_000 * math.exp(rng.gauss(0, 0.2)))
+        asks_ns = at_ns + waits_ns + parse_ns
+        locked_ns = max(2_000, self.unlocked_ns - asks_ns)
+        if request.number == 10_000 and self._is("wait for a lock"):
+            copy_ns += self.size_ns
+            self.unlocked_ns = asks_ns + locked_ns + copy_ns
         if request.number == self.victim and self._is("copy") and self.choice < 0.5:
             copy_ns += self.size_ns
-        for site, took_ns in ((EXECUTOR, waits_ns), (PARSE, parse_ns), (LOAD_IN, copy_ns), (SUBMIT, 15_000)):
+        for site, took_ns in (
+            (EXECUTOR, waits_ns),
+            (PARSE, parse_ns),
+            (ACQUIRE, locked_ns),
+            (LOAD_IN, copy_ns),
+            (SUBMIT, 15_000),
+        ):
             request.spans.append((site, at_ns, at_ns + took_ns))
             at_ns += took_ns
         request.handed_ns, request.left = at_ns, request.steps

@@ -355,10 +355,10 @@ LINES_AND_FILES = {
     "proposal": (1_403, 5),
     "recorder": (2_786, 11),
     "recording": (4_186, 20),
-    "report": (14_700, 50),
+    "report": (14_753, 50),
     "runtime": (2_822, 18),
     "sessions": (6_778, 25),
-    "trace": (10_650, 37),
+    "trace": (10_661, 37),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

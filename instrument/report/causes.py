@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, is_blocked_loop, is_collection
+from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, Site, is_blocked_loop, is_collection
 from instrument.report.request_groups import joined_requests
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
@@ -23,13 +23,13 @@ from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import firsts_of
 from instrument.trace.intervals import union_by_group
-from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, phase_of, turns_of
+from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, phase_of, turns_of, waits_for_lock
 from instrument.trace.step_costs import Floats, StepCosts, cells_of, step_costs
 from instrument.trace.trace import Trace
 
 BURST, SLOW, PREFILL, FILL = "arrival burst", "slow service", "another request's prefill", "waiting to fill a batch"
 PREEMPTED, PADDING, BLOCKED, COLLECTED = "preemption", "padding", "blocked event loop", "garbage collection"
-EXECUTOR, COPY, DEVICE, FIRST = "full executor", "copy", "busy device", "first call"
+LOCK, EXECUTOR, COPY, DEVICE, FIRST = "wait for a lock", "full executor", "copy", "busy device", "first call"
 CONTENTION, MEMORY, INSTRUMENT = "processor contention", "memory pressure", "instrumentation"
 TRANSPORTED, OWN = "transport", "own work"
 
@@ -42,6 +42,7 @@ CAUSES: Mapping[str, str] = {
     PADDING: "items were padded to the largest of their batch",
     BLOCKED: "a callback blocked the event loop of the request",
     COLLECTED: "a garbage collection stopped all threads of the process",
+    LOCK: "a call waited for a lock, a semaphore or a place in a pool",
     EXECUTOR: "all threads of an executor were busy",
     COPY: "copies to or from a device took longer",
     DEVICE: "the device worked for others meanwhile",
@@ -108,7 +109,11 @@ class CauseTimes:
         self._is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])
         self._names_of_sites = [name_of_site(site) for site in trace.sites]
         self._path_names = [self._names_of_sites[site] if site != NONE else "" for site in self.costs.sites.tolist()]
-        self._copies = np.array([site != NONE and trace.sites[site].kind == "copy" for site in self.costs.sites])
+        self._is_lock = trace.of_sites(list(map(waits_for_lock, trace.sites)))
+        self.locks = np.flatnonzero(self._is_lock & ~np.append(self._is_lock, [False])[trace.parent])
+        self._cause_of_path = [
+            SLOW if site == NONE else self._cause_of_work(trace.sites[site], SLOW) for site in self.costs.sites.tolist()
+        ]
         self._reach = np.maximum.accumulate(self.costs.end_ns) if len(self.costs.rows) else self.costs.end_ns
         self._rows_of_requests = np.bincount(joined.of[joined.of != NONE], minlength=len(joined.rows))
         self._adjust()
@@ -346,7 +351,7 @@ class CauseTimes:
         times[DEVICE, ""] += float(shares @ self.device_ns[steps])
         by_path = shares @ self.excess_ns[steps]
         for path, excess_ns in enumerate(by_path.tolist()):
-            times[COPY if self._copies[path] else SLOW, self._path_names[path]] += excess_ns
+            times[self._cause_of_path[path], self._path_names[path]] += excess_ns
         return float(spent_ns.sum())
 
     def _add_own(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
@@ -354,12 +359,24 @@ class CauseTimes:
         trace = self.trace
         for row, ns in zip(rows.tolist(), spent_ns.tolist(), strict=True):
             site = trace.sites[trace.site[row]]
-            if site.kind == "copy":
-                times[COPY, self._names_of_sites[trace.site[row]]] += ns
-            elif not is_sub and row in self.first_rows:
+            cause = self._cause_of_work(site, OWN)
+            row = self._outermost_lock(row) if cause == LOCK else row
+            if cause == OWN and not is_sub and row in self.first_rows:
                 times[FIRST, ""] += ns
             else:
-                times[OWN, self._names_of_sites[trace.site[row]]] += ns
+                times[cause, self._names_of_sites[trace.site[row]]] += ns
+
+    def _outermost_lock(self, row: int) -> int:
+        """Return the row of a wait for a lock, of which the given wait is a part."""
+        parents = self.trace.parent
+        while parents[row] != NONE and self._is_lock[parents[row]]:
+            row = int(parents[row])
+        return row
+
+    @staticmethod
+    def _cause_of_work(site: Site, usual: str) -> str:
+        """Return the cause of time in calls of a site, `usual` if the site is neither a copy nor a wait for a lock."""
+        return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
 
     def _add_calls(self, times: dict[Key, float], place: int, most_ns: float) -> None:
         """Add the running time of a request's own calls outside of phases, within its unknown time."""
@@ -379,12 +396,20 @@ class CauseTimes:
         begin_ns, end_ns = int(trace.start_ns[root]), int(trace.end_ns[root])
         if cause in (COLLECTED, BLOCKED):
             return self._overlapping(self.collections if cause == COLLECTED else self.blocks, begin_ns, end_ns, most)
-        if cause in (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY):
+        turns = self._turns[place]
+        if cause == LOCK:
+            own_rows = turns.row[(turns.pair == NONE) & (turns.row != NONE)]
+            rows = np.unique([self._outermost_lock(row) for row in own_rows[self._is_lock[own_rows]].tolist()])
+            if proofs := self._largest(rows, trace.total_ns[rows].astype(np.float64), most):
+                return [
+                    proofs[0]._replace(note=self._holder(place, int(rows[np.argmax(trace.total_ns[rows])]))),
+                    *proofs[1:],
+                ]
+        if cause in (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY, LOCK):
             return self._steps(place, cause, path, most)
         if cause == PREEMPTED:
             steps, spent_ns = self.meetings(place, STALL)
             return self._largest(self.costs.rows[steps], spent_ns, most)
-        turns = self._turns[place]
         names = {TRANSPORTED: TRANSPORT, EXECUTOR: EXECUTOR_QUEUE, FILL: QUEUE}
         if cause in names and names[cause] in self.names:
             at = np.flatnonzero(turns.part == self.names.index(names[cause]))
@@ -401,7 +426,7 @@ class CauseTimes:
         served, served_ns = self.batches_of(place)
         steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
         shares = spent_ns / np.maximum(self.costs.end_ns[steps] - self.costs.start_ns[steps], 1)
-        if cause in (SLOW, COPY):
+        if cause in (SLOW, COPY, LOCK):
             paths = [number for number, name in enumerate(self._path_names) if path in (name, SPREAD)]
             spent_ns = shares * self.excess_ns[steps][:, paths].sum(axis=1)
         elif cause == PADDING:
@@ -417,6 +442,31 @@ class CauseTimes:
         elif cause in (FIRST, DEVICE):
             spent_ns = shares * (self.first_ns if cause == FIRST else self.device_ns)[steps]
         return self._largest(self.costs.rows[steps], spent_ns, most)
+
+    def _holder(self, place: int, wait: int) -> str:
+        """Return the request that had a lock of the same name for most of a wait, "" if none had.
+
+        A span has the lock from the end of its wait to the end of the call above it. A lock without places, by its
+        name, passes on as the next wait ends.
+        """
+        trace, joined = self.trace, self.joined
+        site = trace.sites[trace.site[wait]]
+        is_named = trace.of_sites([another.name == site.name for another in trace.sites])
+        rows = self.locks[is_named[self.locks]]
+        rows = rows[self._processes(rows) == self._processes(np.array([wait]))]
+        rows = rows[np.argsort(trace.end_ns[rows], kind="stable")]
+        begins, ends = trace.end_ns[rows], trace.end_ns[trace.parent[rows]]
+        if site.qualname.endswith("Lock.acquire"):
+            ends = np.minimum(ends, np.append(begins[1:], ends[-1:]))
+        had_ns = np.minimum(ends, trace.end_ns[wait]) - np.maximum(begins, trace.start_ns[wait])
+        had_ns[(trace.parent[rows] == NONE) | (joined.of[rows] == place)] = 0
+        longest = int(np.argmax(had_ns))
+        if had_ns[longest] <= 0:
+            return ""
+        row = int(rows[longest])
+        holder = called(trace, joined, int(joined.of[row])) or self._names_of_sites[trace.site[trace.parent[row]]]
+        span = int(trace.span_id[joined.rows[joined.of[row]]]) if joined.of[row] != NONE else int(trace.span_id[row])
+        return f"{holder} (span {span}) had one of this name for {had_ns[longest] / 1e6:.4g} ms of it"
 
     def _overlapping(self, rows: Int64s, begin_ns: int, end_ns: int, most: int) -> list[Proof]:
         trace = self.trace

@@ -513,7 +513,7 @@ class _Evidence:
             values = values_of(self._recording.columns, self._arrived_rows, self._by)
             group = _largest_group(values, self._by)
             note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where {usual}"
-        elif share.name in (listed.BLOCKED, listed.PREFILL) and proofs and proofs[0].note:
+        elif share.name in (listed.BLOCKED, listed.PREFILL, listed.LOCK) and proofs and proofs[0].note:
             note = f"{note} ({proofs[0].note})"
         elif share.name in STOPPED and proofs and proofs[0].time_ns >= MOSTLY * share.accounted_ns:
             unseen = [] if self._assesses(listed.CONTENTION) else [listed.CONTENTION]
@@ -567,7 +567,9 @@ def _not_assessed(recording: Recording, times: CauseTimes) -> list[str]:
     trace, facts = recording.columns, recording.trace
     names = {site.name for site in trace.sites}
     kinds = {site.kind for site in trace.sites}
-    reasons = {"locks": "a wait for one is time of the call around it, and a rule for that call shows it"}
+    reasons = {}
+    if not len(times.locks):
+        reasons[listed.LOCK] = "no rule has a function that acquires one, such as `asyncio.locks:Lock.acquire`"
     if not len(times.costs.rows):
         steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)
         reasons[", ".join(steps)] = "no rule has `batch:`"

@@ -25,7 +25,7 @@ from instrument.report.requests_view import RequestTimes, request_table
 from instrument.report.table import LINE, in_unit, safe, shorten, tenths
 from instrument.report.view import Options, Recording
 from instrument.trace.intervals import union
-from instrument.trace.ledger import COPIES, QUEUE, SHARE, STALL, SUB_REQUESTS, TRANSPORT, UNKNOWN, WAITING
+from instrument.trace.ledger import COPIES, LOCK, QUEUE, SHARE, STALL, SUB_REQUESTS, TRANSPORT, UNKNOWN, WAITING
 
 MOST = 3
 
@@ -76,6 +76,7 @@ MEANINGS: Mapping[str, PartMeaning] = {
     "queue (executor)": PartMeaning(
         "in the queue of a thread pool", "give the pool more threads, or less work", "requests"
     ),
+    LOCK: PartMeaning("waiting for locks", "find who has them: `instrument explain`", "requests"),
     SHARE: PartMeaning("in its own share of batches", "this is its own work; find the slowest functions", "ops"),
     WAITING: PartMeaning("on others in its batches", "smaller batches shorten it", "batches"),
     STALL: PartMeaning("between two batches", "the engine serves others, or does other work", "requests,ops"),

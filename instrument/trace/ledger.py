@@ -10,6 +10,7 @@ own work in any process, a batch that served it, or a time between these.
 - `stall`: from a batch to the next one.
 - `transport`: between the request's own threads and the batch threads. It is the time from a batch to the next own
   work. Before the first batch, it is the time from own work to the first work on a batch thread.
+- `lock`: calls that wait for a lock or a place in a pool, by their name or by `phase: lock` of their rule.
 - `sub-requests`: requests that began within it and are no parts of it. Each has a ledger of its own.
 - `unknown`: none of the above.
 
@@ -37,6 +38,10 @@ from instrument.trace.self_times import turns
 QUEUE, STALL, TRANSPORT, UNKNOWN = "queue", "stall", "transport", "unknown"
 SHARE, WAITING = "share of batches", "waiting in batches"
 SUB_REQUESTS = "sub-requests"
+LOCK = "lock"
+
+LOCK_WAITS = ("acquire", "Condition.wait", "Condition.wait_for")
+"""The ends of qualified names of functions that wait for a lock."""
 
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
 PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
@@ -53,7 +58,13 @@ def phase_of(site: Site) -> str | None:
         return COPIES.get(direction, "copy") if isinstance(direction, str) else "copy"
     if site.kind == "phase" or site.name == QUEUE:
         return site.name
-    return PHASE_OF_KIND.get(site.kind)
+    return LOCK if waits_for_lock(site) else PHASE_OF_KIND.get(site.kind)
+
+
+def waits_for_lock(site: Site) -> bool:
+    """Return True if spans of a site wait for a lock, a semaphore or a place in a pool."""
+    is_named = f".{site.qualname}".endswith(tuple(f".{name}" for name in LOCK_WAITS))
+    return dict(site.attributes).get("phase") == LOCK or (is_named and site.kind in ("op", "phase", "user"))
 
 
 @dataclass(frozen=True)
