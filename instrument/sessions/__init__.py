@@ -1,1 +1,1 @@
-"""Sessions: one profile at work in a process, from start to stop; windows, reload, and the loop's `Profiler`."""
+"""Sessions: a profile in force in a process, from start to stop; its windows, its reload, and the loop's `Profiler`."""

@@ -1,4 +1,4 @@
-"""The diagnostics of a session: its losses, its own cost, its complaints, and what could not be observed."""
+"""The diagnostics of a session: its losses, its own cost, its complaints, and its notes on unobserved work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ else:
 COMPLAINTS_KEPT = 20
 
 UNCALLED_KEPT = 500
-"""The most uncalled targets whose names are published for other processes. With more targets none is published."""
+"""The most uncalled targets whose names are published for other processes. With more of them, no name is published."""
 
 SUB_INTERPRETERS = {"_interpreters", "_xxsubinterpreters"}
 """The modules by which a program makes sub-interpreters."""
@@ -43,11 +43,11 @@ _UNSENT = ("failed", "rejected", "dropped")
 
 @dataclass(eq=False, kw_only=True)
 class SessionDiagnostics:
-    """The diagnostics of a session, collected from its parts and from what the session itself reports.
+    """The diagnostics of a session, collected from its components and from the session's own reports.
 
-    `timing` and `exporter` are None if no device is timed and nothing is sent. `has_waiting_notes` is True if
-    notes name rules that have met nothing yet: those of a user's profile. `refused` has the reasons why parts of the
-    newest profile are not in force. `thread_ns` is the processor time of the session's own thread so far.
+    `timing` is None if no device is timed, `exporter` if nothing is sent. `has_waiting_notes` is True for a user's
+    profile: notes then name rules without a target so far. `refused` has the reasons why settings of the newest profile
+    are not in force. `thread_ns` is the processor time of the session's own thread so far.
     """
 
     recorder: Recorder
@@ -68,7 +68,7 @@ class SessionDiagnostics:
     _complaints: deque[str] = field(default_factory=lambda: deque(maxlen=COMPLAINTS_KEPT))
 
     def after_fork_in_child(self) -> None:
-        """Clear the losses and complaints, which are the parent's."""
+        """Clear the losses and complaints of the parent."""
         self.thread_ns = 0
         self._losses.clear()
         self._complaints.clear()
@@ -88,7 +88,7 @@ class SessionDiagnostics:
         self.refused = (message,)
 
     def lose(self, reason: str, count: int) -> None:
-        """Count something that was recorded and not kept. Called by one thread at a time."""
+        """Count recorded items that were lost. Called by one thread at a time."""
         self._losses[reason] += count
 
     # ---------------------------------------------------------------- its readings
@@ -110,7 +110,7 @@ class SessionDiagnostics:
         return (probes_ns + self.pairs_ns()) / counted if counted else 0.0
 
     def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
-        """Return the cost in a window, from the spans of each site and the count of spans timed on a device. Our
+        """Return the cost in a window, from the calls of each site and the count of spans with device times. Our
         threads are assumed to work evenly over `session_ns`."""
         spans = sum(calls.values())
         probes_ns = self.costs.sum_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
@@ -119,11 +119,11 @@ class SessionDiagnostics:
         return Cost(spans, mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
 
     def pairs_ns(self) -> float:
-        """Return the nanoseconds that all pairs of device events have cost."""
+        """Return the cost of all pairs of device events so far, in ns."""
         return 0.0 if self.timing is None else self.timing.cost_ns()[0]
 
     def threads_ns(self) -> dict[str, int]:
-        """Return the processor time of our own threads, by their work."""
+        """Return the processor time of our own threads in ns, by task."""
         ns_by_work = {"looking through spans": self.thread_ns, "reading gauges": self.gauges.thread_ns}
         if self.exporter is not None:
             ns_by_work["sending to the collector"] = self.exporter.thread_ns
@@ -132,7 +132,7 @@ class SessionDiagnostics:
         return {name: spent_ns for name, spent_ns in ns_by_work.items() if spent_ns}
 
     def upkeep(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
-        """Return the facts on the instrumentation that only the process knows; `clock` names the clock of spans."""
+        """Return the statistics of the instrumentation that only this process has. `clock` names the clock of spans."""
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
@@ -148,7 +148,7 @@ class SessionDiagnostics:
         )
 
     def losses(self) -> Mapping[str, int]:
-        """Return the counts of all that was recorded and not kept, by reason."""
+        """Return the counts of lost records, by reason."""
         counts: Counter[str] = Counter(self._losses)
         counts.update(self.recorder.losses())
         if self.timing is not None:
@@ -164,11 +164,11 @@ class SessionDiagnostics:
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
-        """Return sentences on all that could not be observed, and on all that went wrong.
+        """Return a sentence for each unobserved target, and for each fault.
 
-        `with_muted` False leaves out sites that are or were muted, for a table that lists them. Rules that only a
-        preset asks for are left out while this program does nothing for them, such as copies without a device. `of_all`
-        False leaves out rules that sleep here; the run's first process reports those.
+        `with_muted` False leaves out sites that are or were muted, for a report with a table of them. Rules of a preset
+        are left out if this program has nothing for them, such as copies without a device. `of_all` False leaves out
+        rules whose modules this process has not imported; the run's first process reports those.
         """
         verdicts = without_others(self.verdicts(of_all=of_all), board.marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
@@ -204,13 +204,13 @@ class SessionDiagnostics:
         return notes
 
     def unmet(self) -> str:
-        """Return a sentence on requests or jobs that came and were not recorded, "" without any."""
+        """Return a sentence on requests or jobs that arrived and were not recorded, "" for none."""
         self.selection.attach_family("requests")
         verdicts = without_others(self.verdicts(of_all=False), board.marks())
         return "; ".join(str(verdict) for verdict in verdicts if verdict.state == "unmet")
 
     def own_notes(self, *, of_all: bool = True) -> OwnNotes:
-        """Return the rules and targets whose `notes` are true of this process alone."""
+        """Return the rules and targets whose `notes` hold in this process alone."""
         verdicts = self.verdicts(of_all=of_all)
         idle_verdicts = (verdict for verdict in verdicts if verdict.state in ("waiting", "nothing"))
         waiting = [(board.attached(verdict.rule), str(verdict)) for verdict in idle_verdicts]
@@ -223,7 +223,8 @@ class SessionDiagnostics:
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdicts on rules and targets up to now, with calls: on all, or only on those that are awake."""
+        """Return the verdicts on rules and targets, with calls. `of_all` False leaves out rules whose modules are not
+        imported."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
         for site, called in calls_by_site(self.recorder).items() if verdicts else ():
@@ -236,11 +237,11 @@ class SessionDiagnostics:
 
 
 def _is_idle_rule(verdict: Verdict) -> bool:
-    """Return True if a verdict on a whole rule says that nothing has called its targets."""
+    """Return True for a verdict that no target of a rule has been called."""
     return verdict.state == "uncalled" and verdict.target == verdict.rule and verdict.site is None
 
 
 def _uncalled(verdicts: Iterable[Verdict]) -> list[str]:
-    """Return the targets that nothing has called."""
+    """Return the targets without a call."""
     uncalled = (verdict for verdict in verdicts if verdict.state == "uncalled" and not _is_idle_rule(verdict))
     return [verdict.target or verdict.rule for verdict in uncalled]

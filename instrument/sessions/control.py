@@ -1,6 +1,6 @@
-"""The control thread of a process: it follows messages of the agent, and changes of the profile's file.
+"""The control thread of a process: it answers messages of the agent, and applies changes of the profile's file.
 
-It watches the file if the profile has `control.watch`, at one `os.stat` per `POLL_S`.
+It watches the file if the profile has `control.watch`, by one `os.stat` per `POLL_S`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from instrument.sessions.membership import Membership
 from instrument.sessions.profile_reload import Answer, Generations, Request
 
 POLL_S = 0.1
-"""Seconds between two looks at the watched file."""
+"""Seconds between two checks of the watched file."""
 
 SETTLE_S = 0.02
-"""Seconds that a changed file must stay the same before it is read: it may be written in place, a part at a time."""
+"""Seconds without a change before a changed file is read: an editor may write it piece by piece."""
 
 GRACE_S = 1.0
-"""Seconds for which a file must be unusable before that is reported; it may be half-written until then."""
+"""Seconds for which a file must be invalid before that is reported; it may be half-written until then."""
 
 MAIN_S = 0.2
 """Seconds between two checks that the main thread lives, in a process that may end with that thread."""
@@ -35,15 +35,14 @@ EXPORT_S = 1.0
 """Seconds between two checks that an exporter reads what this process records."""
 
 AGENT_S = 1.0
-"""Seconds between two attempts to find another agent, once that of the process has gone."""
+"""Seconds between two attempts to find another agent, once the process has lost its agent."""
 
 
 class ControlThread:
-    """A thread that serves reload requests to one process, once it watches a file or hears the agent, until `stop`.
+    """A thread that serves reload requests to one process, from the agent or by a changed file, until `stop`.
 
-    `generations` has the profile, its file and its changes. `exporting` follows the agent's messages on the export.
-    `end_of_main_thread()` returns a function to call when the main thread has ended, where that would end the process;
-    else None.
+    `generations` reloads the profile. `exporting` handles the agent's messages on the export. `end_of_main_thread()`
+    returns a function to call as the main thread ends, if the process then ends; else None.
     """
 
     def __init__(
@@ -74,20 +73,19 @@ class ControlThread:
         self._stopping = False
 
     def watch(self) -> None:
-        """Watch the profile's file from now on, where the profile asks for it."""
+        """Watch the profile's file from now on, if the profile asks for it."""
         self._has_begun = self._generations.prepare_to_watch()
         self.go_on()
 
     def hear_agent(self) -> None:
-        """Serve the agent's requests from now on, on the thread that watches a file, or on one that begins here."""
+        """Serve the agent's requests from now on. Start the thread unless it runs already."""
         with self._lock:
             if self._membership.joins and not self._generations.has_ended():
                 self._has_begun = True  # there is an agent, and the session has not ended as its threads began
                 self.go_on()
 
     def go_on(self) -> None:
-        """Look for the agent, and begin the thread unless it runs. Without an earlier `watch` or `hear_agent`, do
-        nothing."""
+        """Wake the thread to look for the agent, or start it. Do nothing before `watch` or `hear_agent`."""
         with self._lock:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)  # it looks for the agent
@@ -98,7 +96,7 @@ class ControlThread:
                 self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread, after a reload that is under way, within `timeout_s`."""
+        """End the thread within `timeout_s` seconds, after a running reload."""
         with self._lock:
             thread, self._thread, self._stopping, self._has_begun = self._thread, None, True, False
         if thread is not None:
@@ -108,7 +106,7 @@ class ControlThread:
             self._close()
 
     def after_fork_in_child(self) -> None:
-        """Leave the parent's thread to the parent. `go_on` begins the child's own, if there is a file to watch."""
+        """Forget the parent's thread. `go_on` begins the child's thread, if there is a file to watch."""
         self._close()
         self._begin(has_begun=self._has_begun and self._generations.watched is not None)
 
@@ -147,7 +145,8 @@ class ControlThread:
                     _attempt(self._handle_agent_message)
 
     def _wait(self, wait_s: float) -> list[tuple[int, int]]:
-        """Wait for the agent, or to be woken. A forked child would share an epoll with its parent."""
+        """Wait for a message of the agent or a wake-up, by poll: a forked child would share an epoll with its
+        parent."""
         waiting = poll()
         for descriptor in (self._wake, self._agent_fd):
             if descriptor >= 0:
@@ -155,7 +154,8 @@ class ControlThread:
         return list(waiting.poll(1000 * wait_s))
 
     def _find_agent(self, now: float) -> float | None:
-        """Follow the agent's connection, or try to find another agent. Returns the time of the next try or check."""
+        """Check the connection to the agent, or try to find another one. Return the time of the next attempt or
+        check."""
         membership = self._membership
         if not membership.joins:
             return None  # the session joins first
@@ -197,9 +197,9 @@ class ControlThread:
     # ---------------------------------------------------------------- the file
 
     def _check_file(self) -> None:
-        """Apply the profile's file after a change, once it no longer changes. Read it once more after that.
+        """Apply the profile's file once a change is complete, and read it once more after that.
 
-        A write within the clock tick of the file's modification time, with the same size, would otherwise stay unseen.
+        Without the second read, a write of the same size in the same clock tick would remain unseen.
         """
         stamp = _identity_of_file(self._generations.watched)
         if stamp == self._seen:
@@ -242,7 +242,7 @@ def _has_main_thread_ended() -> bool:
 
 
 def _identity_of_file(path: Path | None) -> tuple[int, ...] | None:
-    """Return the modification time, size and identity of a file; None if there is no file."""
+    """Return the modification time, size, inode and device of a file; None if there is no file."""
     try:
         facts = os.stat(path) if path is not None else None  # noqa: PTH116 - the plain call, ten times a second
     except OSError:

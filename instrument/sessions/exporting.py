@@ -1,6 +1,6 @@
-"""The export of what a session records while it runs: by the session itself, or by the agent of its run.
+"""The export of a session's recording while it runs: by the session itself, or by the agent of its run.
 
-`handover` knows which of the two exports.
+`handover` has the choice between the two.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ FLUSH_S = 0.01
 """Seconds between two checks that the agent has sent everything."""
 
 SCRAPE_WAIT_S = 1.0
-"""Seconds that a scrape waits at most for the session, which may be writing a file; it then gets the last metrics."""
+"""The most seconds that a scrape waits for a busy session. After that it gets the last metrics."""
 
 GAUGES_FOR_NS = 30 * 10**9
-"""The largest age, in ns, of a gauge's reading that a scrape gets."""
+"""The largest age of a gauge's reading in a scrape, in ns."""
 
 NO_AGENT = (
     "export.prometheus and capture.to: asked of the agent of a run, found none; nothing listens and nothing is written "
@@ -53,7 +53,7 @@ NO_AGENT = (
 
 
 class SessionLock:
-    """A re-entrant lock. A signal that arrives while a thread has it can be sent again after its release."""
+    """A re-entrant lock that can postpone a signal until its release."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -61,7 +61,7 @@ class SessionLock:
 
     @contextmanager
     def acquired(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock, and yield True if that was possible in time. Then send a postponed signal again."""
+        """Acquire the lock and yield True; yield False after `timeout_s`. At the end, send a postponed signal again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -73,7 +73,7 @@ class SessionLock:
                 os.kill(os.getpid(), number)
 
     def postpone(self, number: int) -> bool:
-        """Return True if the calling thread has the lock; the signal is then sent again at its release."""
+        """Return True if the calling thread has the lock. The signal is then sent again at the lock's release."""
         if self._is_mine():
             self._postponed = number
         return self._is_mine()
@@ -86,7 +86,7 @@ class SessionLock:
 class Exporting:
     """The export of what one profile records in one process. All methods may be called from any thread.
 
-    `_while_no_fork_comes(import)` imports what a fork must not find half of.
+    `_while_no_fork_comes(import)` calls a function that imports modules, and delays forks until it returns.
     """
 
     _recorded: Recorded
@@ -101,15 +101,15 @@ class Exporting:
         recorded = self._recorded
         self._exporter, self._own, self.handover = recorded.exporter, recorded.own, recorded.handover
         self.lock = SessionLock()
-        """The lock for reading on in the recording, and for changing the profile in force."""
+        """The lock for reading the recording, and for changing the profile in force."""
         self._scraped_here: exposition.Metered | None = None
-        """The last metrics of this process alone that a scrape got."""
+        """The last metrics of this process alone that a scrape returned."""
         self._scraped: dict[bool, str] = {}
-        """The last answers of the agent to scrapes, by whether they are OpenMetrics."""
+        """The last answers of the agent to scrapes. The key is True for OpenMetrics."""
         self._announced_join = 0
 
     def after_fork_in_child(self) -> None:
-        """Begin anew: the recording is another one, and nothing of it is on its way."""
+        """Begin anew with the child's recording, of which nothing has been sent."""
         self._announced_join = 0
         if self._own is not None:
             self._own.after_fork_in_child()
@@ -147,7 +147,7 @@ class Exporting:
         return True
 
     def choose(self) -> None:
-        """Leave the export to the agent if there is or can be one. This is final, even if the agent ends."""
+        """Leave the export to the agent if there is one, or can be one. The choice is final, even if the agent ends."""
         if self._is_left_to_agent():
             self.handover.leave_to_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -166,12 +166,13 @@ class Exporting:
 
     @property
     def reading(self) -> OwnExport | None:
-        """The reader of this process's own recording, None if nothing reads it here, or it has ended."""
+        """The reader of this process's own recording; None if this process does not read it, or no longer."""
         reader = self._own if self.handover.is_here else None
         return reader if reader is not None and not (reader.is_over or reader.is_broken) else None
 
     def _read_own(self, read: Callable[[], bool]) -> bool:
-        """Read more of the recording, and return the result of `read`. An unreadable recording is not exported."""
+        """Read more of the recording, and return the result of `read()`. After an error end the export and return
+        True."""
         reader = self.reading
         if reader is None or RECORDER.memory_fd < 0:
             return True
@@ -185,7 +186,7 @@ class Exporting:
             return True
 
     def look_after(self, *, is_joined: bool) -> None:
-        """Publish the facts that the agent needs to export this recording. Called regularly."""
+        """Publish the facts that the agent needs to export this recording. The control thread calls this regularly."""
         self._facts.publish_resource()
         self._facts.publish_books()
         joined = self._membership.joins if is_joined else 0
@@ -196,7 +197,7 @@ class Exporting:
             self._membership.send({"requests": True})
 
     def hear_agent(self, message: Mapping[str, Any]) -> None:
-        """Follow a message of the agent on the work that it does in place of this process."""
+        """Handle a message of the agent on its export, its readings of gauges, or connections to this process."""
         if "unexported" in message:
             self.handover.is_refused = True
         if "gauges" in message:
@@ -205,15 +206,15 @@ class Exporting:
             self._recorded.selection.note_connections(ports)
 
     def sends_to(self, endpoint: str) -> bool:
-        """Return True if the session itself sends the kept spans to that collector."""
+        """Return True if the session itself sends the kept spans to the collector at `endpoint`."""
         settings = self._recorded.profile.export.otlp
         return self._exporter is not None and settings is not None and settings.endpoint == endpoint
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans of a window that the session has not sent and will not send. The caller sends them.
 
-        A request that has not ended is kept until its fate is known. If the agent exports, it sends the window's
-        spans, and the list is empty. Raises `ExportError` if the agent does not answer.
+        An open request is kept until it is sent or dropped. If the agent exports, it sends the window's spans, and the
+        list is empty. Raises `ExportError` if the agent does not answer.
         """
         if not spans:
             return []
@@ -234,20 +235,20 @@ class Exporting:
             return reader.unsent(spans)
 
     def count_loss(self, reason: str, count: int) -> None:
-        """Count something that was recorded and not kept, for the reports."""
+        """Count recorded items that were lost, for the reports."""
         with self.lock.acquired():
             self._recorded.account.lose(reason, count)
 
     # ---------------------------------------------------------------- while it runs
 
     def is_looked_after(self) -> bool:
-        """Return True if a thread must look at the recording while the service runs."""
+        """Return True if a thread must read the recording while the service runs."""
         recorded = self._recorded
         is_read = self.reading is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.are_used
 
     def pump(self, timeout_s: float = -1, *, meters: bool = False) -> None:
-        """Read what has been recorded since the last call. With `meters`, take metrics now."""
+        """Read the rows recorded since the last call. With `meters`, take metrics now."""
         recorded, cut = self._recorded, self._recorded.windows.cut
         with self.lock.acquired(timeout_s) as is_acquired:
             if not is_acquired or not (self.is_looked_after() or cut):
@@ -266,7 +267,7 @@ class Exporting:
                 self._saving.write_window(*window, origin)
 
     def prometheus(self, *, openmetrics: bool = False) -> str:
-        """Return the metrics of the run as they are now, in Prometheus's text format; see `instrument.prometheus`."""
+        """Return the current metrics of the run, in Prometheus's text format; see `instrument.prometheus`."""
         from instrument.otlp import exposition
 
         exposition.require_client()
@@ -290,7 +291,7 @@ class Exporting:
         return exposition.text_of(exposition.families_of_process(metered, why_alone), openmetrics=openmetrics)
 
     def _begin_scrapes(self) -> None:
-        """Begin to read the recording for scrapes alone; nothing of it is exported."""
+        """Begin to read the recording for scrapes alone, without an export."""
         self._begin_reading()
         self._facts.is_scraped = True
         self._facts.publish()
@@ -303,7 +304,7 @@ class Exporting:
         self._own = reader
 
     def _metered_here(self) -> exposition.Metered | None:
-        """Return the current metrics, None if the session stays busy."""
+        """Return the current metrics of this process; None if the session is busy for `SCRAPE_WAIT_S`."""
         from instrument.otlp import exposition
 
         with self.lock.acquired(SCRAPE_WAIT_S) as is_acquired:
@@ -327,7 +328,7 @@ class Exporting:
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
         """Deliver all finished spans to the collector, and wait for it at most `timeout_s`.
 
-        Returns what was delivered and what was not; None if the profile exports to no collector.
+        Returns the counts of delivered and undelivered spans; None if the profile exports to no collector.
         """
         end = time.monotonic() + timeout_s
         self.pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
@@ -346,7 +347,7 @@ class Exporting:
             )
 
     def _flush_here(self, reader: OwnExport, end: float) -> None:
-        """Offer all finished spans to the exporter, as far as it has room before the time is up."""
+        """Offer finished spans to the exporter until all are offered, or until the time `end`."""
         self._await_device_times(end)
         self._facts.publish_books(at_once=True)
         is_done = False
@@ -357,11 +358,11 @@ class Exporting:
                 time.sleep(FLUSH_S)
 
     def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
-        """Have the agent send all finished spans, and wait until it is settled or time is up.
+        """Have the agent send all finished spans, and wait until it has, or until the time `end`.
 
-        Returns what was delivered, and how many spans are undecided or on their way. The wait ends early if an agent
-        that exports does not read new rows for `patience_s`, and has nothing to send. An agent whose exporter has yet
-        to begin has all the time.
+        Returns the delivery, and the count of spans that are undecided or not sent yet. The wait ends early if the
+        agent's exporter reads no new rows for `patience_s` and has nothing to send. It does not end early while the
+        exporter starts.
         """
         recorded, asked_ns = rows_recorded(), time.monotonic_ns()
         self._await_device_times(end)  # the agent does so, too
@@ -388,12 +389,12 @@ class Exporting:
             time.sleep(FLUSH_S)
 
     def _is_agent_starting(self) -> bool:
-        """Return True if an agent runs that does not export this recording yet."""
+        """Return True if an agent runs and has not begun to export this recording."""
         is_taken, is_there = self.handover.is_taken(), self._membership.is_agent_there()
         return is_there and not (is_taken or self.handover.is_refused)
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
-        """Return True if the agent has sent, or given up, the metrics up to a time."""
+        """Return True if the agent has sent or dropped the metrics up to the time `asked_ns`."""
         if not (self._facts.asks_for_metrics or self._recorded.gauges.are_wanted):
             return True
         metered = self.handover.metered()
@@ -402,7 +403,7 @@ class Exporting:
     # ---------------------------------------------------------------- the end
 
     def find_agent_at_end(self) -> None:
-        """Begin another agent where that of the run has gone, or count the rows that none has exported."""
+        """Begin another agent if the run has lost its agent, or count the unexported rows."""
         if self.handover.is_here or not rows_recorded() or self._membership.is_agent_there():
             return
         if not self._membership.join(begins=True):
@@ -416,7 +417,8 @@ class Exporting:
             self._read_own(partial(reader.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:
-        """Read no more. If nothing was delivered, drop what is read: gauges of an idle process are of no use."""
+        """Read no more. Without `has_delivered`, drop the rows that were read: gauges of an idle process are
+        useless."""
         reader = self._own
         if not has_delivered and self._exporter is not None:
             if reader is not None:
@@ -427,6 +429,6 @@ class Exporting:
 
 
 def rows_recorded() -> int:
-    """Return how many rows this process has recorded."""
+    """Return the count of rows that this process has recorded."""
     recorded: int = sum(ring.head for ring in RECORDER.rings()) + RECORDER.ended_rows
     return recorded

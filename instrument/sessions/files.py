@@ -1,6 +1,6 @@
-"""Files: the paths of a process's traces and reports, within the disk space of the profile, and the standard streams.
+"""Files: the paths of a process's traces and reports, their limit of disk space, and the standard streams.
 
-Workers of one service share its profile and so its paths: none writes over what another has written.
+Workers of one service share a profile and its paths. Numbers of processes in the names keep their files apart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STREAMS = ("stderr", "stdout")
 
 
 def own(template: str, *, is_first: bool) -> str:
-    """Return a path's template, with the process's number in it except for the first process of the service."""
+    """Return a path's template. Add `{pid}` unless it has one, or this is the first process of the service."""
     if "{pid}" in template or is_first:
         return template
     folder, name = os.path.split(template)
@@ -47,23 +47,23 @@ def own(template: str, *, is_first: bool) -> str:
 
 
 def new_run() -> str:
-    """Return the name of a run that begins now: the time in UTC, in seconds, and the id of this process."""
+    """Return a name for a run that begins now: the UTC time in seconds, and the id of this process."""
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 
 
 def run_of_environment() -> str:
-    """Return the run of `instrument run` that this process belongs to, "" for none."""
+    """Return the name of the `instrument run` that started this process, "" for none."""
     run = os.environ.get(RUN_VARIABLE, "")
     return run if _RUN.fullmatch(run) else ""
 
 
 def run_of_keys() -> str:
-    """Return the run in which a key names one request: the one that hosts share, or that of `instrument run`."""
+    """Return the name of the run in which a key names one request: that of several hosts, or of `instrument run`."""
     return run_shared() or run_of_environment()
 
 
 def run_shared() -> str:
-    """Return the name that runs of several hosts share, "" where the environment has none."""
+    """Return the name that runs of several hosts share, "" if the environment has none."""
     return os.environ.get(SHARED_RUN_VARIABLE, "")
 
 
@@ -97,7 +97,7 @@ def is_main() -> bool:
 
 
 def path_of(template: str, folder: Path, service: str, run: str, window: int) -> Path:
-    """Return the file that a template means, below the folder in which the session began."""
+    """Return the path for a template, relative to the folder in which the session began."""
     name = file_name(template, service=service, run=run, pid=os.getpid(), window=window)
     return Path(name) if folder == working_folder() else folder / name
 
@@ -105,8 +105,8 @@ def path_of(template: str, folder: Path, service: str, run: str, window: int) ->
 def make_room(templates: Iterable[str], folder: Path, service: str, keep: Collection[Path], disk_bytes: int) -> int:
     """Remove the oldest files of the templates until all fit in `disk_bytes`; return the count of removed files.
 
-    Files in `keep` stay. The newest file of another running process goes only where no other file is left. Unfinished
-    files count too; those of processes that have gone are removed first.
+    Files in `keep` stay. The newest file of each other running process is removed last. Unfinished files of processes
+    that have ended are removed first.
     """
     free_bytes = disk_bytes
     rank_by_name: dict[str, tuple[bool, int, int]] = {}
@@ -133,7 +133,7 @@ def make_room(templates: Iterable[str], folder: Path, service: str, keep: Collec
 
 
 def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
-    """Return the process id of each file of a template, 0 if unknown. Names may have a process's number or not."""
+    """Return the process id by file for all files of a template, with and without `{pid}`; 0 if unknown."""
     import glob
 
     pid_by_name: dict[str, int] = {}
@@ -164,7 +164,7 @@ def _runs(pid: int) -> bool:
 
 
 def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """Write a trace as the name of its file says: `.npz` is a recording, all else Chrome JSON. Raises `TraceError`."""
+    """Write a trace: a recording if the file's name ends in `.npz`, else Chrome JSON. Raises `TraceError`."""
     if os.fspath(path).endswith(".npz"):
         from instrument.trace import file  # numpy, which a service that writes none does without
 
@@ -173,10 +173,7 @@ def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 
 
 def write(stream: TextIO, text: str, limit_ns: int) -> None:
-    """Write to a standard stream, and give up on a reader that has stopped reading (a full pipe).
-
-    Raises `TimeoutError` after `limit_ns`.
-    """
+    """Write to a standard stream. Raises `TimeoutError` if a full pipe still blocks it after `limit_ns`."""
     if stream not in (sys.__stdout__, sys.__stderr__):
         stream.write(text)  # the host's own
         stream.flush()
@@ -208,15 +205,15 @@ class Destination:
     is_first: bool
 
     def path(self, template: str, window: int = 0) -> Path:
-        """Return the file that a template means here."""
+        """Return this process's path for a template."""
         return path_of(own(template, is_first=self.is_first), self.folder, self.service, self.run, window)
 
     def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
-        """Remove the oldest files of templates, but `keep` ones, until all fit in `disk_bytes`; return the count."""
+        """Remove the oldest files of the templates except `keep`, until all fit in `disk_bytes`; return the count."""
         return make_room(templates, self.folder, self.service, keep, disk_bytes)
 
     def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
-        """Write a text to `stderr`, `stdout` or a file, which is returned: whole, for its owner only, as traces are.
+        """Write a text to `stderr`, `stdout` or a file that only its owner can read. Return the path of the file.
 
         Raises `OSError` and `ValueError`; waits `limit_ns` at most.
         """
@@ -232,12 +229,12 @@ class Destination:
 
 
 def dataset_settings(settings: Parquet) -> Parquet:
-    """Return the settings of a dataset with an absolute path, for a process in another folder."""
+    """Return the settings of a dataset with an absolute path, for the agent, which works in another folder."""
     return settings if "://" in settings.path else replace(settings, path=str(working_folder() / settings.path))
 
 
 def working_folder() -> Path:
-    """Return the working directory, "/" where it has been removed."""
+    """Return the working directory, "/" if it has been removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""The reader of a process's gauges: the agent of its run from outside, or a thread of its own.
+"""The reader of a process's gauges: the agent of its run, or a thread of the process.
 
-A process of a run leaves that to the agent, and has no thread for it then. It reads the allocator of torch, which only
-it can, on the thread for control, and sends the agent the readings. A process without an agent reads all by itself, and
-one whose agent cannot read it from where it is. A lock on the recording keeps it to one reader.
+With an agent, the process needs no thread for them. Its control thread reads only torch's allocator, and sends these
+readings to the agent. The process reads all gauges itself if it has no agent, or if the agent cannot read them from
+outside. A lock on the recording admits one reader.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from instrument.runtime.faults import FAULTS
 from instrument.sessions.membership import Membership
 
 LAST_READING_S = 0.5
-"""The longest that the end waits for the agent's last reading."""
+"""The most seconds that `stop` waits for the agent's last reading."""
 
 
 @dataclass(eq=False)
 class GaugeWatch:
     """The reading of a process's gauges from `begin` on.
 
-    `_changed()` is called when other GPUs are read. One thread at a time calls `begin` and `stop`; the thread for
-    control calls `look` and `hear`.
+    `_changed()` is called when other GPUs are read. One thread at a time calls `begin` and `stop`; the control thread
+    calls `look` and `hear`.
     """
 
     _gauges: Gauges
@@ -49,7 +49,7 @@ class GaugeWatch:
         self._torch_ns = 0
 
     def after_fork_in_child(self) -> None:
-        """Stop reading until `begin`. The parent keeps its claim."""
+        """Stop reading until `begin`. The parent remains the reader of its own recording."""
         self._close_claim()
         self._reset()
 
@@ -65,7 +65,7 @@ class GaugeWatch:
     # ---------------------------------------------------------------- who reads
 
     def begin(self) -> None:
-        """Start the reading: by the agent, where this process has one."""
+        """Start the reading, on a thread of this process unless it has an agent."""
         self._has_begun = True
         if not (self._membership.has_agent() and RECORDER.memory_fd >= 0):
             self._start_own_thread()
@@ -88,7 +88,7 @@ class GaugeWatch:
             claim.close()
 
     def look(self) -> None:
-        """Send the agent the readings that it cannot take. Called now and then."""
+        """Send the agent torch's memory and changes of the GPUs. The control thread calls this regularly."""
         if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or RECORDER.memory_fd < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
@@ -96,7 +96,7 @@ class GaugeWatch:
             self._send_torch_memory()
 
     def hear(self, message: Any) -> None:
-        """Follow a message of the agent: the GPUs that it reads, what it cannot read, or that it reads nothing here."""
+        """Handle a message of the agent: the GPUs that it reads, with notes, or its refusal to read this process."""
         if not isinstance(message, dict):
             return
         if "yours" in message:
@@ -112,7 +112,7 @@ class GaugeWatch:
     # ---------------------------------------------------------------- what the agent does not know
 
     def _send_changes(self) -> None:
-        """Send the agent the gauges to read, where the service has changed the GPUs that it may use."""
+        """Send the agent the gauges to read, if the service has changed the GPUs that it may use."""
         before = self._sent_settings
         if self.facts() != before:
             self._membership.send({"gauges": self._sent_settings})
@@ -133,7 +133,7 @@ class GaugeWatch:
     # ---------------------------------------------------------------- the end
 
     def stop(self, deadline: Deadline) -> None:
-        """Have a last reading made, and none after that."""
+        """Take a last reading, by the agent if it reads the gauges, and end the reading."""
         self._has_stopped = True
         is_own = self._gauges.is_reading
         self._gauges.stop(deadline.left_s())

@@ -1,8 +1,8 @@
 """Handlers of a loop's windows: functions that write, send or print them, mostly on a thread of our own.
 
-A handler is a function of a `Window`. Those of the user and `print_summary` run within `Profiler.step`. What
-`export_chrome` and `export_otlp` do is slow: `step` takes the window's rows and hands them over to a thread of the
-`Profiler`, which makes spans of the rows, and a file or requests of the spans.
+A handler is a function of a `Window`. A user's handlers and `print_summary` run within `Profiler.step`. `export_chrome`
+and `export_otlp` are slow, so they run on a thread of the `Profiler`. `step` copies the window's rows; the thread makes
+spans of them, and a file or requests of the spans.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
-"""The most windows, and rows in them, that may wait to be written; the newest always may. A row takes 0.4 KB."""
+"""The most windows, and the most of their rows, that wait to be written besides the newest. A row takes 0.4 KB."""
 
 WAIT_LIMIT_NS = 30 * 10**9
-"""The longest that `Profiler.stop` waits for windows to be written and sent."""
+"""The most nanoseconds that `Profiler.stop` waits until windows are written and sent."""
 
 _FILE = "{service}-{pid}-{window}.json.gz"
 
@@ -54,8 +54,8 @@ _FILE = "{service}-{pid}-{window}.json.gz"
 class Window:
     """A record of the steps from `first_step` to `last_step`, both included; made for `on_trace_ready`.
 
-    `index` counts the windows of one `Profiler` from 0. `stop` cut a `partial` one short, in its last step. `recorded`
-    has the rows of its time, `steps` the steps that are spans of its trace.
+    `index` counts the windows of one `Profiler` from 0. `partial` is True if `Profiler.stop` ended the window within
+    its last step. `recorded` has the rows of the window, `steps` the steps that become spans of its trace.
     """
 
     session: Session
@@ -80,8 +80,8 @@ class Window:
     def trace(self) -> Trace:
         """The spans of the window. The first read takes some 2 us a span, 15 us for an operator of torch.
 
-        Where torch.profiler ran too, its operators are spans, and its kernels, allocations and floating-point
-        operations are there.
+        If torch.profiler ran too, its operators are spans. The trace then has its kernels, allocations and
+        floating-point operations.
         """
         if self._trace is None:  # two threads may make it, and neither waits for the other
             trace, torch_record = self._recorded_trace(), self.torch_record
@@ -94,7 +94,7 @@ class Window:
         return self._trace
 
     def own_trace(self) -> Trace:
-        """Return the trace without what torch.profiler recorded."""
+        """Return the trace without the records of torch.profiler."""
         return self.trace if self.torch_record is None else self._recorded_trace()
 
     def _recorded_trace(self) -> Trace:
@@ -104,7 +104,7 @@ class Window:
         return replace(trace, samples=[*trace.samples, *edges]) if edges else trace
 
     def tally(self) -> Tally:
-        """Return the totals of the window's spans; open ones count for their part in it."""
+        """Return the totals of the window's spans. An open span counts with its time in the window."""
         return Recording.of_trace(self.trace).tally
 
     def summary(
@@ -150,8 +150,8 @@ class InBackground:
 def export_chrome(folder: str | os.PathLike[str]) -> Handler:
     """Return a handler for `on_trace_ready` that writes each window to a file in `folder`, on a thread of our own.
 
-    Files are named by service, process and window. It overwrites none: where another Profiler or an earlier process has
-    the name, the next free number is used. The oldest are removed to stay within the profile's `limits.disk`.
+    Files are named by service, process and window. No file is overwritten: if a name is taken, the next free number of
+    a window is used. The oldest files are removed to stay within the profile's `limits.disk`.
     """
     return InBackground(chrome_files(folder))
 
@@ -202,7 +202,7 @@ def print_summary(
 
 
 def is_asynchronous(handler: Any) -> bool:
-    """Return True if a call of the handler would run nothing, for nobody awaits its result."""
+    """Return True for an asynchronous handler: a call would run nothing, because no code awaits the result."""
     calls = handler, type(handler).__call__
     return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
@@ -213,17 +213,17 @@ def is_asynchronous(handler: Any) -> bool:
 def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | None = None) -> Handler:
     """Return a handler for `on_trace_ready` that sends each window's spans to an OpenTelemetry collector.
 
-    It runs on a thread of our own. Settings left out come from `export.otlp` of the profile, else from the `OTEL_*`
-    variables, else the collector is at http://localhost:4318. `endpoint` is read as in a profile.
+    It runs on a thread of our own. Missing settings come from `export.otlp` of the profile, else from the `OTEL_*`
+    variables. The default collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
 
     Every span is sent once. If the session itself sends to the same endpoint, a window sends only the spans that
-    `capture` leaves out, without those of steps. A request that is open when the window ends is kept, and sent whole
-    when it ends. With the profile's default, which keeps everything, nothing is left to send. A span that is open at a
-    window's edge is sent with the first window that it reaches into, cut to it and marked.
+    `capture` leaves out, without those of steps. A request that is open when the window ends is sent whole when it
+    ends. The profile's default keeps all spans, so the window then sends nothing. A span that is open at a window's
+    edge is sent with its first window, clipped and marked.
 
-    A collector that fails gets no more of that window. Spans that did not reach it are counted in the session's losses,
-    and the window in `Profiler.failures`. Imports what sending needs, some 0.1 s. Raises `ProfileError` for an unusable
-    endpoint or headers.
+    After a failure the rest of that window is not sent. Its spans are counted in the session's losses, and the window
+    in `Profiler.failures`. Imports what sending needs, some 0.1 s. Raises `ProfileError` for an unusable endpoint or
+    headers.
     """
     settings: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -240,7 +240,7 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
 
 
 class _ToCollector:
-    """Sends windows, one after the other, on any thread; there is a connection while one is sent."""
+    """Sends windows to a collector, one at a time, on any thread. Each window has a connection of its own."""
 
     def __init__(self, settings: Otlp, names: frozenset[str]) -> None:
         self._settings = settings
@@ -290,7 +290,7 @@ class _ToCollector:
             )
 
     def _settings_for(self, session: Session) -> Otlp:
-        """Return the settings, each from the argument, else the profile, else the environment."""
+        """Return the settings for a window: from the arguments, else the profile, else the environment."""
         of_profile = session.profile.export.otlp
         if of_profile is None or "endpoint" in self._argument_names:
             return self._settings
@@ -298,7 +298,7 @@ class _ToCollector:
 
 
 def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -> Iterator[otlp.Body]:
-    """Pack spans of a window, trees together. Batches are linked to the requests that the window has."""
+    """Pack the spans of a window tree by tree. Batches get links to the requests in the window."""
     import numpy as np
 
     from instrument.otlp.span_ids import SpanIds
@@ -316,11 +316,10 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -
 
 
 class Backlog:
-    """The windows that wait for their handlers, and the thread that runs these: one after the other, in their order.
+    """The windows that wait for their handlers, and the thread that runs the handlers in order.
 
-    The thread begins with the first window. `WINDOWS_LIMIT` and `ROWS_LIMIT` bound what waits: beyond them the oldest
-    windows are given up. `fail(what, error)` is called for failed handlers and for windows that are given up, on any
-    thread.
+    The thread begins with the first window. Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the oldest windows are dropped.
+    `fail(event, error)` is called for failed handlers and dropped windows, on any thread.
     """
 
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
@@ -352,7 +351,7 @@ class Backlog:
         self._give_up(given_up, "newer windows came faster than they can be written")
 
     def stop(self, limit_ns: int) -> None:
-        """Wait at most `limit_ns` until no window waits, and end the thread. Windows that still wait are given up."""
+        """Wait at most `limit_ns` until no window waits, and end the thread. Windows that still wait are dropped."""
         thread = self._thread
         if thread is None:
             return

@@ -1,7 +1,7 @@
 """The choice of the exporter of this recording, the agent or this process, and the losses of the export.
 
-A process with an agent leaves the export to it: the agent reads the recording, and the session has neither a reader nor
-an export thread. If the agent is killed, the next one continues from the checkpoint in the recording. Only a session
+If the process has an agent, the agent reads and exports the recording. The session then has neither a reader nor an
+export thread. If the agent is killed, the next agent continues from the checkpoint in the recording. Only a session
 that never had an agent exports by itself, with the same classes, and imports numpy for that.
 """
 
@@ -34,20 +34,20 @@ else:
     otlp = LazyModule("instrument.otlp")
 
 LOOKS = 20
-"""The most times in a row that the recording is read, some thousand rows each time."""
+"""The most reads of the recording per call of `look`, some thousand rows each."""
 
 ROOM_S = 0.02
-"""The seconds between two tries to read the recording, while the exporter has no room for more rows."""
+"""The seconds between two attempts to read the recording, while the exporter has no room for more rows."""
 
 UNREAD_S = 1.0
-"""The most seconds that a window waits until all its rows are read."""
+"""The most seconds that a window waits until all rows up to its end are read."""
 
 
 class OwnExport:
-    """Reads what this process records, and hands it to the session's exporter. One thread at a time uses it.
+    """Reads this process's recording for the session's exporter.
 
-    Without `sends` it counts metrics for scrapes, and writes a dataset. `dataset` has the settings of the dataset, None
-    for none. Another thread may call `note_sent` meanwhile, and nothing else.
+    One thread at a time uses it. Without `sends` it only counts metrics for scrapes and writes a dataset. `dataset` has
+    the settings of the dataset, None for none. Only `note_sent` may be called on another thread meanwhile.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OwnExport:
         """True if the recording could not be read."""
 
     def prepare(self) -> None:
-        """Import the needed modules while no fork can happen. A child would be left with half an import."""
+        """Import the needed modules while no fork can happen: a forked child would have half an import."""
         import instrument.otlp.recording_export  # noqa: F401
 
     def begin(self, memory_fd: int) -> None:
@@ -146,7 +146,7 @@ class OwnExport:
             self._exported.before_scrape()
 
     def note_sent(self, source: Source) -> None:
-        """Note that the exporter has sent something of a source, or is about to."""
+        """Note that the exporter has sent spans of a source, or is about to."""
         exported = self._exported
         if exported is not None and exported.is_of(source):
             exported.note_sent()
@@ -162,9 +162,9 @@ class OwnExport:
     # ---------------------------------------------------------------- the end
 
     def end(self, end: float) -> bool:
-        """Offer all that there is by `end`, on the monotonic clock: the session records no more.
+        """Offer all remaining rows until the time `end` of the monotonic clock; the session records no more.
 
-        Returns True if there is more than the exporter had room for.
+        Returns True if rows remain that the exporter had no room for.
         """
         exported = self._exported
         if exported is None:
@@ -192,14 +192,14 @@ class OwnExport:
             self.release()
 
     def release(self) -> None:
-        """Release the recording, for another session to go on from here."""
+        """Release the recording. Another session may continue to read from here."""
         exported, self._exported, self._run = self._exported, None, None
         if exported is not None:
             exported.close()
 
 
 def _attempt(_: int, action: Callable[[], object]) -> None:
-    """Call the action on the recording; the caller handles its exceptions."""
+    """Call the action. The caller handles its exceptions."""
     action()
 
 
@@ -215,9 +215,9 @@ LOOK_S = 0.005
 
 
 class Handover:
-    """The choice of the exporter, the session (`is_here`) or the agent, and the progress of the export.
+    """The choice of the exporter, this process (`is_here`) or the agent, and the progress of the export.
 
-    `own` is the reader of the recording in this process, None for none.
+    `own` reads the recording in this process; None for no reader.
     """
 
     def __init__(self, exporter: otlp.Exporter | None, reader: OwnExport | None) -> None:
@@ -225,7 +225,7 @@ class Handover:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Begin with another recording, which nobody has read."""
+        """Begin with the child's recording, which has no reader yet."""
         self.is_here = True
         """True if this process exports."""
         self.has_agent = False
@@ -233,19 +233,19 @@ class Handover:
         self.is_refused = False
         """True if the agent has reported that it cannot export this recording."""
         self.left: dict[str, int] = {}
-        """Spans that were not delivered as the session ended, by the reason."""
+        """Counts of spans that were not delivered as the session ended, by reason."""
 
     def leave_to_agent(self) -> None:
-        """Leave the export to the process's agent, where there is a recording for it to read."""
+        """Leave the export to the process's agent, if there is a recording for it to read."""
         if self._exporter is not None and RECORDER.memory_fd >= 0:
             self.is_here, self.has_agent = False, True
 
     def is_given_up(self) -> bool:
-        """Return True if the agent has refused, or given up, the export, and no other one does it."""
+        """Return True if the agent has refused or ended the export, and no other reader exports."""
         return self.is_refused and not self.is_taken()
 
     def leave_behind(self, count: int, *, is_reported: bool) -> None:
-        """Note the spans that were not delivered as the session ended. `is_reported`: the agent can report losses."""
+        """Note the count of undelivered spans at the session's end. With `is_reported` the agent can report losses."""
         reason = UNDELIVERED if is_reported else UNREPORTED
         self.left = {export_checkpoint.UNREAD if self.is_given_up() else reason: count} if count else {}
 
@@ -263,10 +263,10 @@ class Handover:
             return False
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
-        """Wait until the agent has read `recorded` rows of a session that has ended; the next session discards them.
+        """Wait until the agent has read `recorded` rows of an ended session, because the next session discards them.
 
-        With `metered`, wait also for their metrics. `is_left()` is True if an agent is to read them that may not
-        have begun. Returns the count of rows that are still unread.
+        With `metered`, wait also for their metrics. `is_left()` is True if an agent will read them, even if it has not
+        begun. Returns the count of rows that are still unread.
         """
         end = time.monotonic() + LAST_READ_S
         while True:
@@ -282,7 +282,7 @@ class Handover:
             time.sleep(LOOK_S)
 
     def _metered_rows(self) -> int:
-        """Return the count of recorded rows whose metrics were taken, in whichever process."""
+        """Return the count of recorded rows that any process has counted in metrics."""
         try:
             with closing(self._opened()) as place:
                 state, head = place.read_meter(), place.head()
@@ -300,7 +300,7 @@ class Handover:
             return Progress()
 
     def metered(self) -> MeterState | None:
-        """Return the metrics that another process has counted and sent, by native thread ids; None without any."""
+        """Return another process's metrics of this recording, with rows by native thread id; None for none."""
         try:
             with closing(self._opened()) as place:
                 return _metered_of_session(place)
@@ -308,7 +308,7 @@ class Handover:
             return None
 
     def metrics(self) -> Metrics | None:
-        """Return the state of the metrics on their way, from any sender; None if nobody sends them."""
+        """Return the state of the sent metrics, from any sender; None if no metrics are sent."""
         exporter = self._exporter
         if exporter is None:
             return None
@@ -329,7 +329,7 @@ class Handover:
 
 
 def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
-    """Return the metrics of what is recorded now, by native thread ids; None for those of an earlier session."""
+    """Return the metrics of the current session, with rows by native thread id; None for an earlier session's."""
     state, head = place.read_meter(), place.head()
     if state is None or state.generation != head.generation:
         return None
@@ -338,6 +338,6 @@ def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
 
 
 def _session_progress(place: ExportCheckpoint) -> Progress:
-    """Return the progress of the export of what is recorded now. The recording may have that of an earlier session."""
+    """Return the export's progress for the current session. The recording may still have that of an earlier session."""
     progress = place.read()
     return progress if progress.generation == place.head().generation else Progress(before=progress.unreported())

@@ -1,4 +1,5 @@
-"""The last steps of a session: its last spans at the collector, its last files, its goodbye, and its summary."""
+"""The last steps of a session: sending the last spans, writing the last files, the goodbye to its run, and its
+summary."""
 
 from __future__ import annotations
 
@@ -30,22 +31,22 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 
 SETTLE_S = 1.0
-"""Seconds for which a process that prints a summary waits until the agent has sent its spans. The first process waits
-up to the deadline, because the agent of a container ends with it."""
+"""The most seconds that a process with a summary waits until the agent has sent its spans. The first process waits up
+to the deadline, because in a container the agent ends with it."""
 
 UNSEEN_S = 1.0
-"""Further seconds of waiting for an agent that does not respond, such as a stopped one."""
+"""The most seconds that a process waits for an agent that reads no new rows, such as a stopped one."""
 
 LAST_SEND_S = 1.0
-"""The last seconds of that limit, for sending the last rows where the session reads its recording."""
+"""The seconds before the deadline that are reserved for sending, if the session itself reads its recording."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""The most nanoseconds that `stop`, interpreter exit and SIGTERM wait in all: for our threads, drivers, the agent, the
-collector and a reader of the summary. Writing files is not limited."""
+"""The most nanoseconds that `stop`, interpreter exit and SIGTERM each wait: for threads, drivers, the agent, the
+collector and a reader of the summary. The time to write files is not limited."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""The seconds of the exit limit that are reserved: for the collector and all later steps, for a run's report, and for a
-summary without such a report."""
+"""The seconds reserved at the end of the exit limit: for the collector and later steps, for a run's report, and for a
+summary."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
 UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"
@@ -53,13 +54,13 @@ UNSENT = "agent: up to %d spans of processes that had ended are perhaps not expo
 
 
 def _can_agent_report() -> bool:
-    """Return True if standard error is a file or a terminal: the agent can open it after this process."""
+    """Return True if standard error is a file or a terminal, which the agent can open after this process has ended."""
     return target_of(2).startswith("/")
 
 
 @dataclass(eq=False)
 class Leaving:
-    """A delivery of a session's last records. The agent gets the facts with the goodbye. `_stop()` ends the session."""
+    """A delivery of a session's last records. The goodbye to the agent has `_facts`. `_stop()` ends the session."""
 
     _recorded: Recorded
     _exporting: Exporting
@@ -71,10 +72,10 @@ class Leaving:
     def __post_init__(self) -> None:
         self._observed_for = os.environ.get(environment.INIT_FOLDER, "")
         self.undos: list[Callable[[], object]] = []
-        """The last calls that undo changes to the process. An exit or a SIGTERM first waits for the others."""
+        """The calls that undo the last changes to the process. An exit or SIGTERM waits until all else is undone."""
 
     def prepare(self) -> None:
-        """Have the session end with its process, and report to `instrument init` where that has started it."""
+        """Have the session end with its process, and report to `instrument init` if that has started the process."""
         atexit.register(self._at_exit)
         self.undos.append(lambda: atexit.unregister(self._at_exit))
         if self._membership.path:
@@ -82,9 +83,10 @@ class Leaving:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Register this child's exit. A child of multiprocessing ends by os._exit and runs only its own finalisers.
+        """Register this child's exit.
 
-        A child of Celery's pool ends by os._exit, too, and sends a signal before.
+        A child of multiprocessing ends by `os._exit` after multiprocessing's finalisers. A child of Celery's pool ends
+        by `os._exit` after Celery's signal.
         """
         if self._observed_for:
             from instrument.proposal import observation
@@ -103,9 +105,9 @@ class Leaving:
         util.Finalize(None, self._at_exit, exitpriority=-100)
 
     def _at_exit(self) -> None:
-        """End with the interpreter. Imports at this point make Python forget that an interrupt has ended the program.
+        """End the session at interpreter exit, and raise a KeyboardInterrupt that has ended the program again.
 
-        Python would then exit with code 1 and not by the signal. So the interrupt is raised again.
+        Imports at this point make Python forget the interrupt. It would exit with code 1 and not by the signal.
         """
         FAULTS.attempt("exit", self._stop)
         if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
@@ -113,15 +115,15 @@ class Leaving:
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
     def end_on_thread(self) -> None:
-        """End the session on a new thread, for a process that only threads of ours keep from ending.
+        """End the session on a new thread, if only our threads keep the process from ending.
 
-        A report imports numpy. OpenBLAS would start threads there that never end, so it gets one thread.
+        A report imports numpy. OpenBLAS is limited to one thread, because its others would never end.
         """
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
 
     def _report(self) -> None:
-        """Report to `instrument check` and `instrument init`, where one of them has started this process."""
+        """Report to `instrument check` or `instrument init`, if one of them has started this process."""
         if folder := os.environ.get(CHECK_FOLDER):
             report = partial(report_to_check, folder, RECORDER.calls, self._recorded.profile)
             FAULTS.attempt("report to check", lambda: report(self._recorded.account.verdicts()))
@@ -145,7 +147,7 @@ class Leaving:
         )
 
     def deadline(self) -> Deadline:
-        """Return the deadline of an end that begins now."""
+        """Return the deadline of a session's end that begins now."""
         return Deadline(EXIT_LIMIT_NS / 1e9)
 
     def leave(self, deadline: Deadline) -> None:
@@ -188,10 +190,10 @@ class Leaving:
         return files.is_main() and (is_of_run or run_folder.first_process(files.run_of_environment()) == os.getpid())
 
     def _wait_for_collector(self, deadline: Deadline) -> None:
-        """Wait for the collector, but only for a moment if another process of the run has just waited in vain.
+        """Wait for the collector, but only briefly if another process of the run has just waited in vain.
 
-        Otherwise a parent that ends its workers one by one would add up their waits. A short wait is not noted, so that
-        a collector that answers again gets a full wait later.
+        A parent that ends its workers one by one would otherwise wait for each of them. A short wait is not noted:
+        later processes then wait in full, for a collector that answers again.
         """
         exporter = self._recorded.exporter
         if exporter is None:
@@ -205,10 +207,10 @@ class Leaving:
             board.note_wait_in_vain(time.monotonic_ns())
 
     def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
-        """Say goodbye to the run, and print the summary: of the whole run, where this is its last process.
+        """Say goodbye to the run, and print the summary.
 
-        Of several processes that share a standard stream the last one prints one report of all. A process without an
-        agent, and one whose summary is a file, reports on itself.
+        The last process that shares a standard stream prints one report on the whole run. A process without an agent,
+        or with a summary in a file, reports on itself alone.
         """
         account, profile = self._recorded.account, self._recorded.profile
         settings = profile.export.summary
@@ -234,7 +236,7 @@ class Leaving:
             self._saving.print_summary(settings, round(deadline.last_s() * 1e9))
 
     def _log_unsent(self) -> None:
-        """Log the spans that were not sent, unless a summary counts them or the agent can still report them."""
+        """Log the count of spans that were not sent, unless the agent can still report it."""
         handover = self._exporting.handover
         lost = dict(handover.losses())
         if self._recorded.exporter is not None and handover.is_here:

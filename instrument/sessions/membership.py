@@ -1,8 +1,8 @@
-"""The membership of a process in its run: its messages to the run's agent, and the answer when it leaves.
+"""The membership of a process in its run: its messages to the run's agent, and the agent's answer to the goodbye.
 
-A connection that stays open is the process's sign of life. Nothing here waits for the agent but the goodbye of a
-process that wants to print the run's report, and that not for long: an agent that is gone, stopped or slow costs the
-service nothing. To join takes no thread; what the agent asks for is heard by the session's thread for control.
+The open connection shows the agent that the process lives. An agent that is gone, stopped or slow costs the service
+nothing. Only a goodbye waits for the agent, briefly, if this process may print the run's report. Joining takes no
+thread. The control thread handles the agent's messages.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from instrument.sessions.saving import Saving, templates
 from instrument.sessions.session_threads import SessionThreads
 
 ALIVE_S, BEGIN_S = 0.5, 2.5
-"""Seconds for an agent's answer to a goodbye: from a running agent, and from one that this process has just started."""
+"""The most seconds to an agent's answer to a goodbye: of a running agent, and of one that has just started."""
 
 SCRAPE_S = 2.0
-"""Seconds that a scrape waits for the agent, and as long again for its exporter, which may have to start."""
+"""The most seconds that a scrape waits for the agent, and then for the agent's exporter, which may have to start."""
 
 OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
 
@@ -43,10 +43,10 @@ NOBODY = "nobody listens there"
 
 
 class Membership:
-    """The connection of this process to the agent that `INSTRUMENT_AGENT` names; nothing where the variable is not set.
+    """The connection of this process to the agent that `INSTRUMENT_AGENT` names.
 
-    `facts` are reported at the join. `memory` returns the descriptor of the recording, -1 for none. `while_no_fork`
-    calls a function while no fork can come. Methods but `scraped` raise nothing.
+    Without that variable its methods do nothing. `facts` are sent with the join. `memory` returns the descriptor of the
+    recording, -1 for none. `while_no_fork` calls a function while no fork can happen. No method but `scraped` raises.
     """
 
     def __init__(
@@ -63,13 +63,14 @@ class Membership:
         self._memory_identity: tuple[int, int] | None = None
         self._put_aside: list[Mapping[str, Any]] = []
         self.joins = 0
-        """The count of attempts to join, each by another connection."""
+        """The count of attempts to join, each with a new connection."""
         self.path = os.environ.get(run_folder.VARIABLE, "")
 
     def join(self, *, begins: bool = False) -> str:
-        """Report this process to the agent. Returns a reason against it, "" where it is done or there is no agent.
+        """Report this process to the agent.
 
-        Where it `begins`, a new agent takes the place of one that has gone, which takes some 20 ms.
+        Return the reason of a failure, "" after success or without an agent. With `begins`, replace an agent that has
+        gone, in some 20 ms.
         """
         self.close()
         if not self.path:
@@ -108,7 +109,7 @@ class Membership:
         return ""
 
     def _memory_if_there(self) -> list[int]:
-        """Return the recording's descriptor, or nothing if the service has closed or reused that descriptor."""
+        """Return the recording's descriptor; an empty list if the service has closed or reused it."""
         memory = self._memory()
         if memory < 0:
             return []
@@ -118,15 +119,15 @@ class Membership:
         return [memory] if identity == self._memory_identity else []
 
     def is_heard(self) -> bool:
-        """Return True if an agent listens, which this process need not have joined."""
+        """Return True if an agent listens, even if this process has not joined it."""
         return bool(self.path) and run_folder.is_heard(Path(self.path))
 
     def has_agent(self) -> bool:
-        """Return True if there is an agent, or if a new one can replace the one that has gone."""
+        """Return True if there is an agent, or if a new agent can replace one that has gone."""
         return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
 
     def can_begin_agent(self) -> bool:
-        """Return True if processes of the run may begin an agent in place of one that has gone."""
+        """Return True if a process of the run may replace an agent that has gone."""
         return bool(self.path) and agent_launch.can_replace(Path(self.path))
 
     @property
@@ -135,7 +136,7 @@ class Membership:
         return self.fileno() >= 0
 
     def is_agent_there(self) -> bool:
-        """Return True if the agent has not closed the other end."""
+        """Return True if the agent's end of the connection is open."""
         descriptor = self.fileno()
         if descriptor < 0:
             return False
@@ -144,7 +145,7 @@ class Membership:
         return not closed.poll(0)
 
     def fileno(self) -> int:
-        """Return the connection's descriptor, -1 for none or if the service, as a daemon does, has closed it."""
+        """Return the connection's descriptor; -1 for none, or if the service has closed it, as daemons do."""
         return self._descriptor.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
@@ -185,7 +186,7 @@ class Membership:
         return text.decode()
 
     def heard(self) -> Mapping[str, Any] | None:
-        """Return the next message of the agent, {} for none; None if it has gone."""
+        """Return the agent's next message, {} for none; None if the agent has gone."""
         return self._put_aside.pop(0) if self._put_aside else self._received()
 
     def _received(self) -> Mapping[str, Any] | None:
@@ -207,13 +208,13 @@ class Membership:
     def leave(
         self, facts: Mapping[str, Any], save: Callable[[str], object] | None, deadline: Deadline
     ) -> Mapping[str, Any]:
-        """Say goodbye. Return the answer to a process that can `save` a recording for a report; {} for others.
+        """Say goodbye to the agent and return its answer, {} without `save`.
 
-        The answer has `others` where running processes will print the run's report, or `report` for the caller to
-        print. It has `late` where the report was not there in time, or `unheard` where the agent is slow or gone. With
-        `unheard` come the processes that the agent left `unreported`, and the count of spans that it may have left
-        `unsent`. A process that is alone in the run gets {}, or `unseen`: a note on processes of the run that record
-        nothing.
+        `save(path)` writes the recording for the run's report. The answer has `others` if a running process will print
+        the report, or `report` for the caller to print. It has `late` if the report was not ready in time, `unheard` if
+        the agent is slow or gone. `unheard` comes with the ids of `unreported` processes and the count of spans that
+        may be `unsent`. A process that is alone in the run gets {}, or `unseen`: a note on processes of the run that
+        record nothing.
         """
         if not self.path:
             return {}
@@ -246,7 +247,7 @@ class Membership:
         return dict(answer) if isinstance(answer, dict) else None
 
     def await_word(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
-        """Return the next message with that name; None if none comes in time. Earlier ones stay for `heard`."""
+        """Return the next message with the key `name`; None after `wait_s`. Other messages remain for `heard`."""
         end = time.monotonic() + wait_s
         while (descriptor := self.fileno()) >= 0 and (left_s := end - time.monotonic()) > 0:
             readable = poll()
@@ -263,7 +264,7 @@ class Membership:
         return None
 
     def after_fork_in_child(self) -> None:
-        """Leave the connection to the parent, whose end the agent sees by it. The child has another recording."""
+        """Close the child's copy of the connection, which remains the parent's. The child has another recording."""
         self._memory_identity = None
         self._put_aside.clear()
         self.joins = 0
@@ -277,12 +278,12 @@ class Membership:
         return _socket.socket(packets.FAMILY, packets.KIND, 0, fileno=descriptor)
 
     def close(self) -> None:
-        """Close the connection, unless the service uses its descriptor for something else by now."""
+        """Close the connection, unless the service now uses its descriptor for another file."""
         self._descriptor.close()
 
 
 def _image() -> str:
-    """Return the program's auxiliary vector, which an exec changes; "" where it cannot be read."""
+    """Return the program's auxiliary vector, by which an exec is noticed; "" if it cannot be read."""
     try:
         return Path("/proc/self/auxv").read_bytes().hex()
     except OSError:
@@ -290,7 +291,7 @@ def _image() -> str:
 
 
 def target_of(descriptor: int) -> str:
-    """Return the file or pipe that a descriptor of this process refers to, "" where that cannot be read."""
+    """Return the file or pipe that a descriptor of this process refers to, "" if unknown."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
@@ -299,7 +300,7 @@ def target_of(descriptor: int) -> str:
 
 @dataclass(eq=False)
 class RunFacts:
-    """The facts of a session that the run's agent gets when it joins and when it leaves."""
+    """The facts of a session for the run's agent, sent with the join and the goodbye."""
 
     _session: Recorded
     _facts: PublishedFacts
@@ -347,5 +348,5 @@ class RunFacts:
         }
 
     def save(self, path: str) -> None:
-        """Save all that is recorded, for the report of the run."""
+        """Save the whole recording, for the report of the run."""
         files.save(path, replace(self._session.trace(), cost=self._session.cost()), self._session.tally())

@@ -1,6 +1,6 @@
-"""The one session of a process: its start and stop, its forks and signals, and the functions that ask it.
+"""The session of a process: its start and stop, its forks and signals, and the functions that read it.
 
-`import instrument` offers the functions of this module; `Session` itself is in `instrument.sessions.session`.
+`import instrument` offers the functions of this module. `Session` itself is in `instrument.sessions.session`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def log_switched_off() -> None:
 def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
     """Record from now on what a profile asks for, until `stop`: ``instrument.start("profile.yaml")``.
 
-    `profile` is a path or a `Profile`. Left out, it is the file that `INSTRUMENT_PROFILE` names; where that names none,
-    decorators and scopes record, and nothing is exported. Returns the session, or None, having done nothing, when
-    `INSTRUMENT=off` and while `check` imports the service. Raises `ProfileError` for a bad file and `StateError` when a
+    `profile` is a path or a `Profile`. Left out, it is the file that `INSTRUMENT_PROFILE` names. Without either,
+    decorators and scopes record, and nothing is exported. Returns the session. With `INSTRUMENT=off`, and while `check`
+    imports the service, it does nothing and returns None. Raises `ProfileError` for a bad file and `StateError` when a
     session runs already.
     """
     global _session, _fork_hook_registered
@@ -110,9 +110,9 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
 
 
 def _begin_run(profile: Profile) -> Callable[[], object]:
-    """Make a run of this process and its children, if the profile has an agent export what they record.
+    """Begin a run of this process and its children, if the profile asks for an export by an agent.
 
-    The agent begins with the first span. Returns a function that ends the membership of later children.
+    The agent begins with the first span. Returns a function after whose call new children do not join the run.
     """
     export = profile.export
     is_asked = bool(export.otlp or export.prometheus or export.parquet or profile.capture.to)
@@ -136,7 +136,8 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
 
 
 def stop() -> None:
-    """End the session: undo every change, write and print what the profile asks for. Does nothing without a session."""
+    """End the session: undo every change, write the profile's files and print its summary. Without a session, do
+    nothing."""
     session = _session
     if session is not None:
         session.stop()
@@ -155,7 +156,7 @@ def session() -> Session:
 
 
 def summary(**options: Any) -> str:
-    """Return the text report of everything since the session's start, or a sentence saying that all is off.
+    """Return the text report of everything since the session's start; a sentence that says so with `INSTRUMENT=off`.
 
     Options, whose defaults come from the profile:
 
@@ -192,7 +193,7 @@ def dump(path: str | os.PathLike[str]) -> Path:
 
 
 def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
-    """Let the running session go over to another profile, or to its own file as it is now. See `Session.reload`."""
+    """Change the running session to another profile, or read its own file again. See `Session.reload`."""
     if OFF:
         log_switched_off()
         return Reload(0, "", refused=(SWITCHED_OFF,))
@@ -200,7 +201,7 @@ def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
 
 
 def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
-    """Deliver what has finished to the collector, waiting at most `timeout_s`. See `Session.flush`."""
+    """Deliver all finished spans to the collector, and wait for it at most `timeout_s`. See `Session.flush`."""
     if OFF:
         log_switched_off()
         return None
@@ -210,18 +211,16 @@ def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
 def prometheus(*, openmetrics: bool = False) -> str:
     """Return the metrics of the run in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
 
-    With `openmetrics` they are in the format OpenMetrics (1.0.0), for scrapes that accept it: there, the buckets of
-    requests that OTLP exports traces of bear exemplars, with `trace_id` and `span_id`.
-
-    They are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with `metrics`,
-    gauges, our own losses and cost, each under the name that OpenTelemetry's names have in Prometheus. How long
-    requests with keys were in the queue, and how large their batches were, are there some seconds after their end.
-
-    The run's agent adds up all processes, whichever is asked. Those that ended before the first scrape count where the
-    profile has `export: {prometheus: }`; the agent then answers scrapes by itself, too. Without an agent (`agent: off`)
-    these are the metrics of this process alone, which `instrument_processes` says in its help. Takes some milliseconds,
-    at the first call of a run up to a second. Raises `StateError` if no session runs, and `ExportError` if
-    `prometheus_client`, which writes the format, is not installed.
+    With `openmetrics` the format is OpenMetrics (1.0.0), for scrapes that accept it. Its buckets of requests have
+    exemplars with `trace_id` and `span_id`, if OTLP exports the traces. The metrics are those that a collector gets by
+    OTLP: requests by endpoint and status, calls of the rules with `metrics`, gauges, our own losses and cost.
+    Prometheus's form of OpenTelemetry's names is used. The queue times of requests with keys, and the sizes of their
+    batches, appear some seconds after the requests end. The run's agent adds up all processes, so any process can
+    answer. Processes that ended before the first scrape count if the profile has `export: {prometheus: }`; the agent
+    then answers scrapes itself, too. Without an agent (`agent: off`) the metrics are of this process alone, as the help
+    of `instrument_processes` says. Takes some milliseconds, at the first call of a run up to a second. Raises
+    `StateError` if no session runs, and `ExportError` if `prometheus_client`, which writes the format, is not
+    installed.
     """
     if OFF:
         return "# EOF\n" if openmetrics else f"# {SWITCHED_OFF}\n"
@@ -237,15 +236,16 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Stop recording without undoing anything: each probe costs one branch from now on."""
+    """Stop recording without undoing any change. From now on each probe costs one branch."""
     RECORDER.switch(on=False)
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
-    """Import the modules, those that the rules name in full, and their frameworks. Return the verdict on each rule.
+    """Import the given modules, the modules of the rules, and their frameworks.
 
-    Also returns, in words with the profile's name, each module that fails to import; rules that wait for one say so.
-    Nothing is recorded and every change is undone. Raises `StateError` while a session runs.
+    Return the verdicts on the rules, and a sentence per failed module. Names with `*` are not imported. A verdict on a
+    rule that waits for a failed module says so. Nothing is recorded and every change is undone. Raises `StateError`
+    while a session runs.
     """
     global _checking
     with _session_lock:
@@ -281,7 +281,7 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
 
 
 def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
-    """Return the verdict on a rule, with the reason where it waits for a module that fails to import."""
+    """Return the verdict on a rule. If the rule waits for a module that fails to import, add the error."""
     failing = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
     if verdict.state != "waiting" or not failing:
         return verdict
@@ -289,7 +289,7 @@ def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mappi
 
 
 def _nearest_to_import(name: str, error: BaseException) -> str:
-    """Return a hint at the module that was perhaps meant by a missing one, "" for none."""
+    """Return a hint at a module with a name like that of a missing one, "" for none."""
     missing = getattr(error, "name", None) or ""
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
         return ""
@@ -307,11 +307,10 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
 
 
 def stop_on_sigterm() -> None:
-    """Stop the session before SIGTERM ends the process, which then ends by the same signal.
+    """Stop the session at SIGTERM, and then end the process by the same signal.
 
-    Only the default disposition is replaced, now and whenever the service sets it again. A handler of the service
-    replaces ours. The session's end removes ours. The stop takes at most twice `EXIT_LIMIT_NS`: for its waits, and for
-    its work.
+    Our handler replaces only the default disposition, now and whenever the service sets it again. A handler of the
+    service replaces ours, and the session's end removes it. The stop takes at most twice `EXIT_LIMIT_NS`.
     """
     session().leaving.undos.append(Termination(_stop_for_signal).install())
 
@@ -343,7 +342,7 @@ _coming_again: dict[int, int] = {}
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
-    """Return True if the session or its selection is at work in a frame or above it. Neither runs user code."""
+    """Return True if a frame, or one of its callers, is in the code of the session. That code runs no user code."""
     rooms = {__name__, *(part.__module__ for part in (Session, Recorded, SessionThreads, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:
@@ -353,10 +352,10 @@ def _is_in_own_code(frame: FrameType | None) -> bool:
 
 
 def _send_again(number: int) -> None:
-    """Send a signal again until its handler runs at a time at which it can stop the session.
+    """Send a signal again until its handler can stop the session.
 
-    It is sent repeatedly, since one that comes just as the main thread goes to sleep does not wake it. A handler that
-    the service has set by then is called once.
+    A single signal may be too early, or fail to wake the main thread just as it goes to sleep. A handler that the
+    service has set meanwhile is called once.
     """
     while _coming_again.get(number):
         sleep(0.02)
@@ -378,7 +377,7 @@ _forking = local()
 
 
 def _before_fork() -> None:
-    """Wait for a reload on another thread to end."""
+    """Wait for a reload on another thread to end, and make the board that forked children share."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make())

@@ -1,4 +1,4 @@
-"""Generations: the change of a session from one profile to the next, and the answer to the caller of a reload."""
+"""Generations: the change of a session from one profile to the next, and the result of a reload."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
 
 FORK_WAIT_S = 1.0
-"""The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
+"""The most seconds that a fork waits for a reload on another thread: a child would inherit a half-done reload."""
 
 MOST_NAMES = 100
-"""The most names in each list of the answer to the agent."""
+"""The most target names in each list of the answer to the agent."""
 
 Answer = Mapping[str, Any]
 
 
 class Request(NamedTuple):
-    """A request to read the profile at `path`, or the process's own file again (None).
+    """A request to read the profile at `path`; None for the process's own file.
 
-    `service` limits it to processes of that service; `switch` allows another file than the process's own. With
-    `records` it asks instead to record, or to stop recording until asked again.
+    `service` limits it to processes of that service. `switch` allows a file other than the process's own. With
+    `records`, the request only switches the recording on or off.
     """
 
     path: str | None = None
@@ -52,15 +52,15 @@ AT_START = {
     "startup": "what it is about has begun by then",
     "export.otlp": "what sending needs is set up when the session starts",
 }
-"""Settings that a reload cannot change, and why."""
+"""The settings that a reload cannot change, with the reason."""
 
 
 @dataclass(frozen=True)
 class Reload:
     """The result of a reload of a running session's profile.
 
-    `attached` and `undone` name targets of function rules and, for layers and copies, rules; targets of both profiles
-    are in neither. `refused` names each setting that keeps its value, and why. `generation` counts profiles from 1;
+    `attached` and `undone` name targets of function rules, and rules for layers and copies. Targets of both profiles
+    are in neither. `refused` has a sentence for each setting that keeps its value. `generation` counts profiles from 1;
     `digest` is that of the profile now in force.
     """
 
@@ -91,13 +91,13 @@ def _clipped(names: Sequence[str]) -> list[str]:
 
 
 def file_of(profile: Profile, folder: Path) -> Path | None:
-    """Return the file that a profile was read from, None for a profile that was made otherwise."""
+    """Return the file that a profile was read from, None for a profile without a file."""
     path = folder / profile.source
     return path if path.is_file() else None
 
 
 def read(source: Profile | str | os.PathLike[str] | None, file: Path | None) -> tuple[Profile, Path | None]:
-    """Return the profile that is asked for, and its file; None asks for the present file. Raises `ProfileError`."""
+    """Return the profile of a source, and its file. A source of None is the current file. Raises `ProfileError`."""
     folder = files.working_folder()
     if isinstance(source, Profile):
         return source, file_of(source, folder)
@@ -106,17 +106,17 @@ def read(source: Profile | str | os.PathLike[str] | None, file: Path | None) -> 
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile from a file. The import of its reader, with YAML, is here because few processes need it."""
+    """Read a profile from a file. Imports the reader and YAML here, because few processes need them."""
     from instrument.profile.keys import load
 
     return load(path)
 
 
 def other_than(request: Request, now: Profile, file: Path | None) -> str:
-    """Return this process's name if a request is meant for another process, else "". Raises `ProfileError`.
+    """Return a text that names this process if a request is for other processes, else "".
 
-    A request is meant for the process whose own file it names. With `switch` it is meant for each process of that
-    profile's service.
+    Raises `ProfileError`. A request is for the processes whose own file it names. With `switch` it is for all processes
+    of that profile's service.
     """
     service, path = request.service, request.path
     if path is not None and not (file is not None and _is_same(Path(path), file)):
@@ -138,7 +138,7 @@ def _process_text(profile: Profile) -> str:
 
 
 def taken_on(profile: Profile, now: Profile) -> Profile:
-    """Return a profile with the settings of `AT_START` from the present profile, since a reload cannot change them."""
+    """Return a profile with the settings of `AT_START` from the current profile, since a reload cannot change them."""
     return replace(
         profile,
         clock=now.clock,
@@ -152,7 +152,7 @@ def taken_on(profile: Profile, now: Profile) -> Profile:
 
 
 def refusals(profile: Profile, in_force: Profile) -> tuple[str, ...]:
-    """Return a sentence for each setting of the wanted profile that the one in force lacks, with the reason."""
+    """Return a sentence with the reason for each setting of `AT_START` that differs between two profiles."""
     from instrument.profile.keys import setting
 
     return tuple(
@@ -163,9 +163,9 @@ def refusals(profile: Profile, in_force: Profile) -> tuple[str, ...]:
 
 
 def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[str], list[str]]:
-    """Attach and undo rules as another profile asks. Return the names of what was attached, and of what was undone.
+    """Attach and undo rules for the change from one profile to another.
 
-    Raises `StateError` if that fails; the rules of `now` are at work then.
+    Return the attached and the undone names. Raises `StateError` after a failure; the rules of `now` are then in force.
     """
     try:
         return selection.change(to)
@@ -175,11 +175,11 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 
 
 class Generations:
-    """The changes of a session's profile, asked for by code, by the agent, or by a changed file.
+    """The changes of a session's profile, by code, by the agent, or by a changed file.
 
-    `enter(profile)` applies the settings of a profile whose rules are attached; `refine(profile)` applies rules added
-    to the present one. `has_ended()` is True once the session has been stopped. `settle()` is called after a change,
-    until it returns False.
+    `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` takes a profile with
+    added rules. `has_ended()` is True once the session has stopped. `settle()` is called after a change until it
+    returns False.
     """
 
     def __init__(
@@ -199,10 +199,10 @@ class Generations:
         self.lock = RLock()
         """The lock of the change from one profile to another."""
         self._engines: list[str] = []
-        """The packages of engines whose rules were taken on."""
+        """The packages of engines whose rules were added."""
 
     def while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
-        """Call `prepare`, such as an import, while forks wait: a child would be left with half of it."""
+        """Call `prepare()`, such as an import, while forks wait: a child would inherit a half-done import."""
         is_acquired = self.lock.acquire(timeout=FORK_WAIT_S)
         try:
             prepare()
@@ -225,7 +225,7 @@ class Generations:
         return self.file if self._session.profile.control.watch else None
 
     def prepare_to_watch(self) -> bool:
-        """Import what reading a profile needs, and return True, where the profile asks that its file be watched."""
+        """Return True if the profile asks for a watch on its file. Import the reader of profiles then."""
         session = self._session
         if not session.profile.control.watch:
             return False
@@ -238,7 +238,7 @@ class Generations:
         return True
 
     def change(self, profile: Profile | str | os.PathLike[str] | None) -> Reload:
-        """Go over to another profile; see `Session.reload`."""
+        """Change to another profile; see `Session.reload`."""
         session = self._session
         if profile is None and self.file is None:
             raise StateError(
@@ -266,7 +266,7 @@ class Generations:
         return profile
 
     def add_engine(self, package: str) -> None:
-        """Add the rules for an engine, where the profile wants them, before its modules are there."""
+        """Add the rules for an engine before its modules are imported, if the profile wants them."""
         from instrument.profile.keys import with_engine
 
         session = self._session
@@ -292,7 +292,7 @@ class Generations:
         self._session.account.refuse(f"the profile of generation {self._session.generation} stays in force: {error}")
 
     def answer(self, request: Request) -> Answer:
-        """Do what the agent, or a changed file, asks for. Return the answer as a JSON object."""
+        """Fulfil a request of the agent or of a changed file. Return the answer as a JSON object."""
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:

@@ -1,9 +1,8 @@
-"""Steps of a loop: the loop reports the end of each step, and its schedule makes windows of steps.
+"""The `Profiler` of a loop: the loop reports the end of each step, and a schedule makes windows of steps.
 
-`process` and `session` know one session and its requests. This module is above both, because a `Profiler` is a guest of
-the session: it joins the one that runs, or begins one and ends it with the last guest. It never switches recording:
-spans that are open at a window's edge are there, clipped and marked, because the recorder has seen them begin. A step
-costs the same outside of a window as inside, and is just not looked at.
+A `Profiler` joins the running session. If none runs, it begins a session that ends with its last `Profiler`. It never
+switches the recording on or off. So a window has the spans that are open at its edges, clipped and marked. A step
+outside of a window costs as much as a step within, and is not read.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from instrument.sessions.window import RECORDING, STEPS_KEPT, State, States, Ste
 from instrument.sessions.window import schedule as make_states
 
 STEP_LIMIT_S = 1.0
-"""The longest that the session's end waits for a step that is under way on another thread."""
+"""The most seconds that the session's end waits for a running call of `step` on another thread."""
 
 _ANY_THREAD = 0
-"""The key, in place of a thread's id, of the waits of a Profiler's own `loader`."""
+"""The key of the waits of `Profiler.loader`, in place of a thread's id."""
 
 
 class Profiler:
@@ -156,7 +155,7 @@ class Profiler:
         self._waited: dict[int, int] = {}
 
     def start(self) -> None:
-        """Begin step 0. Raises `StateError` if it has begun, and where the profile cannot have a session."""
+        """Begin step 0. Raises `StateError` if it has begun, or if another session keeps the profile from starting."""
         with self._lock:
             if self._is_running:
                 raise StateError("the Profiler already runs; call stop() first, or create another one")
@@ -206,7 +205,7 @@ class Profiler:
         return windows.is_due
 
     def _read_host(self, host: Host, *, is_end: bool = False) -> None:
-        """Read the use of process and machine at an edge of a window; shares are of the time between the edges."""
+        """Read the use of process and machine at an edge of a window. Shares are of the time between the edges."""
         now_ns = time.monotonic_ns()
         values = host.read(now_ns, rarely=True)
         if not is_end:
@@ -215,7 +214,8 @@ class Profiler:
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
     def _guard_schedule(self, schedule: Schedule | States | None) -> Schedule | States | None:
-        """Wrap a user's schedule. An error at step 0 is raised. At a later step it is noted, and the step is closed."""
+        """Wrap a user's schedule. Its error at step 0 is raised. An error at a later step is noted; that step is
+        CLOSED."""
         if schedule is None or isinstance(schedule, Schedule):
             return schedule
 
@@ -244,11 +244,11 @@ class Profiler:
         self.stop()
 
     def step(self, num_samples: int | None = None) -> None:
-        """End the step under way, which had `num_samples` samples, and begin the next one.
+        """End the current step, which had `num_samples` samples, and begin the next one.
 
-        Takes some 5 us. If a window ends with it, its spans are taken, 0.3 us each, and its handlers run, except
-        those on a thread of our own. A handler that looks at the spans makes them first, 2 us each. Raises `StateError`
-        where no step is under way, and `ProfileError` for samples that are no number.
+        Takes some 5 us. If a window ends with the step, its rows are copied, 0.3 us each, and its handlers run, except
+        those on a thread of our own. A handler that reads the spans makes them first, 2 us each. Raises `StateError`
+        without a current step, and `ProfileError` if the samples are no number.
         """
         if self._pid != os.getpid():
             return
@@ -287,11 +287,11 @@ class Profiler:
                     windows.arm(self._step_ns)
 
     def stop(self) -> None:
-        """End the last step, deliver the window that is open unless it is empty, and leave the session.
+        """End the last step, deliver the open window unless it is empty, and leave the session.
 
-        A window is empty if no step has ended and no span has begun in it. A step without a span is not its last one. A
-        second call does nothing. Within a handler it is done when the window is delivered, and the steps that the loop
-        still counts are ignored.
+        A window is empty if no step has ended and no span has begun in it. A last step without a span is left out. A
+        second call does nothing. A call within a handler takes effect once the window is delivered; later steps are
+        ignored.
         """
         if self._pid != os.getpid():
             return
@@ -308,7 +308,7 @@ class Profiler:
             self._leave(WAIT_LIMIT_NS)
 
     def _end_with_session(self) -> None:
-        """Leave the session as it ends, perhaps by SIGTERM or within `step`. The loop goes on and is timed alone."""
+        """Leave the session as it ends, perhaps by SIGTERM or within `step`. Later steps of the loop are only timed."""
         if self._pid != os.getpid():
             return
         if self._lock.acquire(timeout=STEP_LIMIT_S):
@@ -326,7 +326,7 @@ class Profiler:
             self._backlog.stop(EXIT_LIMIT_NS // 2)
 
     def _leave(self, limit_ns: int) -> None:
-        """Deliver the window that is open, and leave the session."""
+        """Deliver the open window, and leave the session."""
         now_ns = time.monotonic_ns()
         windows, self._windows = self._windows, None
         session = self._session
@@ -346,7 +346,7 @@ class Profiler:
             self._end(session, limit_ns)
 
     def _end(self, session: Session, limit_ns: int) -> None:
-        """Wait for the handlers on the other thread, and leave the session."""
+        """Wait for the handlers on the `Profiler`'s thread, and leave the session."""
         try:
             self._backlog.stop(limit_ns)
             for reference in self._delivered:  # windows that the user still has: their facts end with the session
@@ -417,7 +417,7 @@ class Profiler:
             self._is_delivering = False
 
     def _fail(self, event: str, error: Exception) -> None:
-        """Count an error of the user's own code; note and log the first one."""
+        """Count an error of the user's code. Note and log the first one."""
         with self._failing:
             self.failures += 1
             if self.failures > 1:
@@ -430,11 +430,11 @@ class Profiler:
     # ---------------------------------------------------------------- what it has measured
 
     def loader(self, batches: Any, name: str | None = None) -> LoaderItems:
-        """Return the items of an iterable. The wait for each is recorded, and counted as the step's reader cost.
+        """Return the items of an iterable.
 
-        `instrument.loader` and the profile's `loaders` count there too, on the thread that calls `step`. This method
-        also counts waits on other threads, and unrecorded ones. See `instrument.loader` for `name`, the spans and
-        errors. Raises `TargetError` for an asynchronous iterable.
+        Record the wait for each item, and count it as the step's reader cost. `instrument.loader` and the profile's
+        `loaders` count only recorded waits on the thread that calls `step`. This method also counts other waits. See
+        `instrument.loader` for `name`, the spans and errors. Raises `TargetError` for an asynchronous iterable.
         """
         if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):
             raise TargetError(
@@ -448,9 +448,9 @@ class Profiler:
         waited[reader] = waited.get(reader, 0) + waited_ns
 
     def step_info(self, unit: str | None = None) -> str:
-        """Return averages of the steps since the last call: reader and batch cost in seconds, and the rate a second.
+        """Return averages of the steps since the last call: reader and batch cost in seconds, and samples per second.
 
-        `unit` names what `num_samples` counts, else samples. Without samples it is steps. What there is none of is `-`.
+        `unit` is the name of a sample. Without samples the rate is of steps. A missing value is `-`.
         """
         with self._lock:
             since, self._since = self._since, Benchmark(skip=0)
@@ -472,7 +472,7 @@ class Profiler:
         """Return the views of the newest window; by default `events` and the benchmark of all steps since the start.
 
         `skip_first` leaves at most `FIRST_KEPT` steps out of the benchmark; its default is `SKIPPED_STEPS`. Options and
-        errors as for `Window.summary`. If no window has ended the text says so, and has the benchmark alone.
+        errors as for `Window.summary`. If no window has ended, the text says so and has only the benchmark.
         """
         window, names = self.window, ("events", "benchmark") if views is None else views
         steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
@@ -487,7 +487,7 @@ class Profiler:
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the newest window as a Chrome trace. Raises `StateError` if none has ended, and `TraceError`."""
+        """Write the newest window as a Chrome trace. Raises `StateError` if no window has ended, and `TraceError`."""
         window = self.window
         if window is None and OFF:
             process.log_switched_off()
@@ -498,7 +498,8 @@ class Profiler:
 
 
 class LoaderItems(Iterator[Any]):
-    """The items of `Profiler.loader`, to be iterated as often as their source. `of` is the owner of the waits."""
+    """The items of `Profiler.loader`, iterable as often as their source. `of` is the `Profiler` that counts the
+    waits."""
 
     def __init__(self, source: Any, of: object) -> None:
         self._source = source
@@ -532,7 +533,7 @@ class LoaderItems(Iterator[Any]):
 
 
 class SizedLoaderItems(LoaderItems):
-    """The items of a source that has a length."""
+    """The items of a source with a length."""
 
     def __len__(self) -> int:
         return len(self._source)

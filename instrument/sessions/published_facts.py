@@ -1,6 +1,6 @@
-"""The facts that a session writes into its recording for readers: the process, how to export it, and its counts.
+"""The facts that a session writes into its recording for readers: the process, its export settings, and its counts.
 
-The recorder has no part in them. They are written where they have changed, and parts of them for a share of the time.
+They are written after a change. Costly facts are written at most in a fixed share of the time.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ else:
     export_facts = LazyModule("instrument.otlp.export_facts")
 
 BOOKS_NS = 10 * 10**9
-"""The ns between two writes of the session's losses and costs into the recording, for its metrics."""
+"""Nanoseconds between two writes of the session's losses and costs into the recording, for its metrics."""
 
 SHARE = 20
-"""The least interval between two publications of a fact, as a multiple of the time that one takes."""
+"""The least interval between two publications of a fact, as a multiple of the time of one publication."""
 
 VERDICTS_EVERY_NS = 10_000_000_000
-"""Nanoseconds after which the verdicts on the rules are published again, at the longest."""
+"""The most nanoseconds between two publications of the verdicts on the rules."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
-"""The most notes that other processes get, the most characters of each, and the most marks of rules and targets."""
+"""The most notes for other processes, the most characters of a note, and the most marks of rules and targets."""
 
 
 class PublishedFacts:
@@ -55,7 +55,7 @@ class PublishedFacts:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Begin with nothing published, as a session and a forked child do."""
+        """Begin with nothing published, for a new session or a forked child."""
         self.is_scraped = False
         """True if the process reads its own recording for scrapes alone."""
         self._gpus: Sequence[Gpu] = ()
@@ -90,13 +90,13 @@ class PublishedFacts:
         return facts
 
     def keep_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """Publish the GPUs that gauges are read of."""
+        """Publish the GPUs whose gauges are read."""
         if self._gpus != gpus:
             self._gpus = gpus
             self.publish()
 
     def publish_resource(self) -> None:
-        """Publish the resource of a tracer provider that the service has configured: both are one service."""
+        """Publish the resource of the service's own tracer provider, so that both exports have the same resource."""
         if self._recorded.exporter is None:
             return
         resource = dict(self._recorded.exporter.resource())
@@ -105,21 +105,21 @@ class PublishedFacts:
             self.publish()
 
     def publish_context(self) -> None:
-        """Publish this process's resource where profilers outside of it look for it."""
+        """Publish this process's resource for profilers in other processes."""
         problem = process_context.publish(otlp.pack_resource(self._recorded.resource()))
         if problem:
             why = f"process context: {problem}; profilers name this process on their own"
             self._recorded.account.complain(why, log=False)
 
     def mark_board(self, *, has_recorded: bool) -> None:
-        """Let the other processes of the run know what this one records."""
+        """Publish this process's targets to the other processes of the run."""
         marks = [board.RECORDED] if has_recorded else []
         board.put([*marks_of(self._recorded.account.verdicts(of_all=False)), *marks])
 
     # ---------------------------------------------------------------- the agent's part
 
     def has_agent(self) -> bool:
-        """Return True if an agent reads this recording, if the profile or a scrape asks for it."""
+        """Return True if an agent can read this recording."""
         return self._is_member() and self._recorded.profile.agent != "off" and RECORDER.memory_fd >= 0
 
     @property
@@ -130,12 +130,12 @@ class PublishedFacts:
 
     @property
     def asks_agent_alone(self) -> bool:
-        """True if the profile asks for what no process does without an agent."""
+        """True if the profile asks for an export that only an agent does."""
         profile = self._recorded.profile
         return profile.export.prometheus is not None or profile.capture.to is not None
 
     def export_settings(self) -> Mapping[str, Any] | None:
-        """Return what the run's agent needs to export what this process records. None for nothing."""
+        """Return the settings by which the run's agent exports this recording; None without an export by the agent."""
         profile = self._recorded.profile
         otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
         parquet = profile.export.parquet
@@ -153,7 +153,7 @@ class PublishedFacts:
 
     @property
     def is_metered_elsewhere(self) -> bool:
-        """True if metrics come from the recording, read back here or by an agent, for scrapes at least."""
+        """True if metrics are counted from the recording, by this process or by an agent."""
         if self._recorded.exporter is not None or self.is_scraped:
             return True
         if self._recorded.profile.export.parquet is not None:
@@ -182,7 +182,7 @@ class PublishedFacts:
         )
 
     def publish_marks(self) -> None:
-        """Publish the functions with metrics, after imports and from time to time, at a bounded cost."""
+        """Publish the marks of functions with metrics. Takes at most a 20th of the time."""
         began_ns = time.monotonic_ns()
         if not self.is_metered_elsewhere or began_ns < self._marks_until_ns:
             return
@@ -191,7 +191,7 @@ class PublishedFacts:
             self._marks_until_ns = began_ns + SHARE * (time.monotonic_ns() - began_ns)
 
     def publish_books(self, *, at_once: bool = False) -> None:
-        """Publish losses, costs and queued tasks, which only the session knows; now and then unless `at_once`."""
+        """Publish losses, costs and queued tasks, which only the session counts; every `BOOKS_NS` unless `at_once`."""
         now_ns = time.monotonic_ns()
         if not self.is_metered_elsewhere:
             return
@@ -213,7 +213,7 @@ class PublishedFacts:
             self.publish()
 
     def _marks(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
-        """Return the marks under which calls of the wanted rules' targets are counted."""
+        """Return the marks by which the calls of some rules' targets are counted in the recording."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
         sites = self._recorded.sites_of(rules)
         return tuple(sorted(set(map(meter.mark_of, sites))))[: distributions.SERIES_LIMIT] if sites else ()
@@ -221,11 +221,11 @@ class PublishedFacts:
     # ---------------------------------------------------------------- verdicts
 
     def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
-        """Return the notes as other processes get them: the first 50, each cut at 500 characters."""
+        """Return the notes for other processes: the first 50, each cut at 500 characters."""
         return tuple(note[:NOTE_LENGTH] for note in self._recorded.account.notes(of_all=of_all)[:MOST_NOTES])
 
     def own_notes_in_short(self, *, of_all: bool = False) -> Mapping[str, Any]:
-        """Return the fields of the notes that are true of this process alone; a packet has no room for many."""
+        """Return the notes that hold in this process alone, as a mapping, cut to fit into one packet."""
         own_notes = self._recorded.account.own_notes(of_all=of_all)
         waiting = tuple((mark, note[:NOTE_LENGTH]) for mark, note in own_notes.waiting[:MOST_NOTES])
         uncalled = own_notes.uncalled if len(own_notes.uncalled) <= MOST_MARKS else ()
@@ -234,7 +234,7 @@ class PublishedFacts:
     def publish_verdicts(self) -> None:
         """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
 
-        It takes at most a 20th of the time: each second at first, each ten later on.
+        Takes at most a 20th of the time. The interval grows from short ones after the start to `VERDICTS_EVERY_NS`.
         """
         began_ns, recorded = time.monotonic_ns(), self._recorded
         if began_ns < self._verdicts_until_ns:

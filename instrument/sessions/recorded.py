@@ -1,6 +1,6 @@
-"""The parts that record for a session, and the traces, totals and reports that they make at any time.
+"""The components that record for a session, and the traces, totals and reports of the recording.
 
-`Session` adds their life: a begin, changes of the profile, and an end.
+`Session` starts them, changes their profile, and stops them.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ PROBES = late_pattern(
     r"|metrics)(?![a-z])",
     re.IGNORECASE,
 )
-"""A pattern of the words by which the names of health probes and of scrapes of metrics are known."""
+"""A pattern of words in the names of health probes and of scrapes of metrics."""
 
 Firsts = Mapping[int, tuple[int, int]]
-"""The begin and the length, in ns, of the first call that has ended, by call node."""
+"""The begin and the length in ns of the first completed call of each call node."""
 
 
 class Recorded:
-    """The parts that record what one profile asks for in one process, and their traces, totals and reports.
+    """The components that record one profile in one process, and the traces, totals and reports of the recording.
 
     `keep_gpus(gpus)` is called with the GPUs of each reading of gauges. All methods may be called from any thread.
     """
@@ -117,7 +117,7 @@ class Recorded:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with nothing recorded, as a session and a forked child do."""
+        """Begin with nothing recorded, for a new session or a forked child."""
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self.loop = Loop()
@@ -149,17 +149,17 @@ class Recorded:
 
     @property
     def requests_by(self) -> tuple[str, int]:
-        """The attribute that groups requests, "" for none, and the most values of it with a group of their own."""
+        """The attribute that groups requests, "" for none, and the most groups."""
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
     def reader(self, exporter: otlp.Exporter, *, sends: bool = True) -> OwnExport:
-        """Return a reader of the recording that exports in this process."""
+        """Return a reader that exports the recording in this process."""
         parquet, disk_bytes = self.profile.export.parquet, self.profile.limits.disk_bytes
         dataset = None if parquet is None else files.dataset_settings(parquet)
         return OwnExport(exporter, sends=sends, dataset=dataset, disk_bytes=disk_bytes)
 
     def ids(self) -> otlp.Ids:
-        """Return the ids that the spans of this session have at collectors."""
+        """Return the trace and span ids of this session's spans at collectors."""
         if self.exporter is not None:
             return self.exporter.own.ids
         if self._ids is None:
@@ -167,14 +167,14 @@ class Recorded:
         return self._ids
 
     def resource(self) -> dict[str, object]:
-        """Return the attributes of OpenTelemetry by which collectors and profilers know this process."""
+        """Return the OpenTelemetry attributes that identify this process for collectors and profilers."""
         if self.exporter is not None:
             return self.exporter.resource()
         attributes, provider = environment.given_attributes(), otlp.provider_attributes()
         return otlp.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
-        """Return trace id, span id, flags and state of a span: of the caller's trace, or of our own, by the sample."""
+        """Return trace id, span id, flags and state of a span, in the caller's trace or else in our own."""
         ids, remote = self.ids(), remote_of(remote_value)
         if remote is not None:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
@@ -187,7 +187,7 @@ class Recorded:
         return trace_id, ids.span_id(span_id), parent.flags, parent.state
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
-        """Return a request's trace id and span id at a collector. `key` is its first key, "" without one."""
+        """Return a request's trace id and span id at a collector. `key` is the request's first key, "" for none."""
         from instrument.trace.joined import trace_id_of
 
         trace_id, span_id = self.ids().of(span)
@@ -196,11 +196,11 @@ class Recorded:
 
     @property
     def times_devices(self) -> bool:
-        """True if device times of spans have been taken."""
+        """True if spans have device times."""
         return self.timing is not None and self.timing.timer is not None
 
     def origin(self) -> Origin:
-        """Return the identity of this process, with a fresh pair of monotonic and wall clock."""
+        """Return the identity of this process, with a new reading of the monotonic and the wall clock."""
         monotonic_ns, realtime_ns = clock.pair()
         return Origin(
             pid=os.getpid(),
@@ -239,11 +239,10 @@ class Recorded:
     def trace(
         self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0, origin: Origin | None = None
     ) -> Trace:
-        """Return the newest spans that the rings still hold, cut to the window; open ones are clipped and marked.
+        """Return the spans in the rings, cut to the window; open ones are clipped and marked.
 
-        Steps of the outermost `Profiler` that counts any are spans, too. Without any, steps are derived from the phases
-        of training and its loaders, where the profile wants these. `origin` is that of the window's end, if that was
-        earlier.
+        The steps of a `Profiler` are spans, too. Without a `Profiler`, steps are derived from the phases and loaders of
+        training, if the profile records these. `origin` is the identity at the window's end, if that was earlier.
         """
         from instrument.sessions.step_columns import steps_of_batches, with_steps
 
@@ -260,7 +259,7 @@ class Recorded:
 
     @property
     def _finds_steps(self) -> bool:
-        """True if the steps of a training loop are derived from what is recorded."""
+        """True if the steps of a training loop are derived from its phases and loaders."""
         profile = self.profile
         is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
         return is_wanted and self.loop.is_unused
@@ -276,9 +275,9 @@ class Recorded:
         return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
-        """Return the trace of an interval, with the device times that have come by now, and the cost of its spans.
+        """Return the trace of an interval, with the device times known so far, and the cost of its spans.
 
-        Takes 0.3 us a span; on any thread while the session runs. Objects of the spans are made on demand.
+        Takes 0.3 us a span, on any thread while the session runs. `Span` objects are made on demand.
         """
         from instrument.recording.mapped import numbers_in
         from instrument.recording.numbers import samples_of
@@ -310,12 +309,12 @@ class Recorded:
         )
 
     def _startup_in(self, stretch: Stretch) -> Startup | None:
-        """Return the startup of the process; None if calls of it began before the interval."""
+        """Return the startup of the process; None if one of its first calls began before the interval."""
         startup = self.startup()
         return None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup
 
     def startup(self) -> Startup:
-        """Return the startup of the process, which is kept when the rings overwrite its spans."""
+        """Return the startup of the process, even after the rings have overwritten its spans."""
         by_node, tree = RECORDER.mapped().firsts(), RECORDER.paths()
         by_site: dict[Site, tuple[int, int]] = {}
         for node, call in by_node.items():
@@ -335,7 +334,7 @@ class Recorded:
         return {verdict.site for verdict in verdicts if verdict.rule in rules and verdict.site is not None}
 
     def recording(self, torch_trace: str | os.PathLike[str] | None = None) -> view.Recording:
-        """Return what reports are made of: a tally and a trace. Each is taken when it is first read."""
+        """Return the tally and the trace for reports. Each is made when it is first read."""
         window_ns = self.lasted_ns()
         return view.Recording(
             self.tally,
@@ -360,18 +359,15 @@ class Recorded:
     ) -> str:
         """Return the text of the `views` of everything since the start, in that order.
 
-        Defaults come from the profile. Without any, the view is `brief`, one screen, or `events` with `tracer_option`
-        or `threads`. `options` are those of `instrument.report.view.Options`. Views of the tally are exact for all
-        calls. Views of spans cover the spans in the rings, and name the time from which these are complete.
-
-        `brief` and `cost` take some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB.
-        Views of the tally take 5 ms for 1,500 call paths and 30 ms for the most (16,384), with some tens of `rows`
-        and merged threads. The first call also reads each path and site, 1 us each. A block for each thread adds
-        some 30 us per row, and 1 us per call path.
-
-        `torch_trace` is a trace file of `torch.profiler` from the same time. The views `kernels` and `memory` show its
-        kernels and allocations, and `operators` FLOPs by its shapes. Raises `ValueError` for an unknown view or value,
-        and `TraceError` for a file of another process or time.
+        Defaults come from the profile, else the view is `brief` (one screen), or `events` with `tracer_option` or
+        `threads`. `options` are those of `instrument.report.view.Options`. Views of the tally are exact for all calls.
+        Views of spans cover the spans in the rings, and name the first time without a loss. `brief` and `cost` take
+        some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB. Views of the tally take
+        5 ms for 1,500 call paths and 30 ms for the most (16,384), with some tens of `rows` and merged threads. The
+        first call also reads each path and site, 1 us each. With `threads` apart, each thread adds some 30 us per row
+        and 1 us per call path. `torch_trace` is a trace file of `torch.profiler` from the same time. The views
+        `kernels` and `memory` show its kernels and allocations, and `operators` FLOPs by its shapes. Raises
+        `ValueError` for an unknown view or value, and `TraceError` for a file of another process or time.
         """
         return report.summary(self._views(views, options), self.recording(torch_trace), self._options(options))
 
@@ -408,11 +404,12 @@ class Recorded:
         }
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
-        """Write spans and totals as they are now, as a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
+        """Write the current spans and totals, as a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
         return files.save(path, self.trace(), self.tally())
 
     def report_of_run(self) -> dict[str, Any] | None:
-        """Return the views of the run's report, and their options; None if this process has no part in one."""
+        """Return the views of the run's report, and their options; None if the profile prints no summary to a
+        stream."""
         settings = self.profile.export.summary
         if settings is None or settings.to not in files.STREAMS:
             return None
@@ -420,17 +417,17 @@ class Recorded:
 
 
 def _totals(merged: bool) -> Tally:
-    """Return all totals at less cost than the tally, without a copy of their histograms."""
+    """Return the totals without their histograms, at less cost than the tally."""
     totals = RECORDER.mapped().totals()
     return totals.merged() if merged else totals
 
 
 def taken_for_first(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
-    """Return the first request, and why, as `Startup` has them; None if it is simply the one that began first.
+    """Return the first request that does work, and the reason, as in `Startup`; None if it is the request that began
+    first.
 
-    It is the first call of a site in `sites`. Without one, it is the first request below which anything recorded began,
-    without those named like a health probe: a probe has nothing to do. A request that is not the first of its site is
-    known by what began in it, and its length is not.
+    A call of a site in `sites` is preferred. Otherwise it is the earliest request with a recorded call below it, health
+    probes excepted. If it is not the first request of its site, it has that call's begin and a length of 0.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest(call for call in calls.values() if call.site in sites)
@@ -458,7 +455,7 @@ def _earliest(calls: Iterable[FirstCall]) -> FirstCall | None:
 
 
 def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
-    """Return the first call of the topmost request above a node, None for none."""
+    """Return the first call of the topmost request above a call node, None for none."""
     request = None
     at = tree.parent(node)
     while at >= 0:

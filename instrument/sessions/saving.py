@@ -1,6 +1,6 @@
-"""Saving of windows, and of the end of a session, to the files that the profile asks for.
+"""Saving of windows and of the last report of a session, to the files that the profile asks for.
 
-Writing needs numpy, which is imported when a file is written.
+Writing needs numpy, which is imported with the first file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITHOUT_NUMPY = (
 
 
 class Written(NamedTuple):
-    """The files that were written, and the reasons why others were not."""
+    """The files that were written, and the reasons for those that were not."""
 
     paths: tuple[Path, ...]
     problems: tuple[str, ...]
@@ -47,7 +47,7 @@ def is_asked(export: Export) -> bool:
 
 
 def why_no_files() -> str:
-    """Return the reason why this process can write no files, "" where it can. It does not import numpy."""
+    """Return the reason why this process cannot write files, "" if it can. Does not import numpy."""
     try:
         return "" if find_spec("numpy") is not None else WITHOUT_NUMPY
     except (ImportError, ValueError):  # somebody put None, or something without a spec, into sys.modules
@@ -55,7 +55,8 @@ def why_no_files() -> str:
 
 
 def prepare() -> None:
-    """Import all that writing needs. Never on a thread: a fork meanwhile would leave the child half an import."""
+    """Import all modules that writing needs. Not for our threads: a child forked meanwhile would have half an
+    import."""
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
@@ -65,12 +66,12 @@ def prepare() -> None:
 
 
 def templates(export: Export) -> tuple[str, ...]:
-    """Return the paths of all files that windows may become."""
+    """Return the templates of the paths of all files of windows."""
     return tuple(settings.path for settings in (export.chrome, export.recording) if settings is not None)
 
 
 def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: Tally | None) -> Written:
-    """Write a trace as each of the files that the profile asks for; a failed one does not prevent the others."""
+    """Write a trace to each file that the profile asks for. A failed file does not prevent the others."""
     from instrument.trace import file
 
     ways = [(export.chrome, chrome.dump), (export.recording, file.dump)]
@@ -89,7 +90,7 @@ def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: T
 
 
 class Saving:
-    """Writes the files that a session leaves: its windows, as the profile asks for them, and its summary."""
+    """Writes the files of a session: its windows, as the profile asks for them, and its summary."""
 
     def __init__(self, session: Recorded, folder: Path, run: str) -> None:
         self._session = session
@@ -106,7 +107,7 @@ class Saving:
         self.newest, self._summary = (), None
 
     def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
-        """Write the spans of an interval to the profile's files; `origin` is that of the window's end."""
+        """Write the spans of an interval to the profile's files. `origin` is the process's identity at its end."""
         session, place = self._session, self.place()
         export = session.profile.export
         if not is_asked(export) or why_no_files():  # which has been reported
@@ -125,7 +126,7 @@ class Saving:
             self._make_room()
 
     def _counted(self, trace: Trace) -> Tally | None:
-        """Return the tally of a window; None without numpy, and then readers of the file count its spans."""
+        """Return the tally of a window; None without numpy. Readers of the file then count its spans."""
         try:
             from instrument.report.view import Recording
 
@@ -169,7 +170,7 @@ class Saving:
             FAULTS.attempt("room for the summary", self._make_room)
 
     def prepare_files(self) -> None:
-        """Import what our threads need to write windows of a schedule. Complain if this process can write no files."""
+        """Import the modules that our threads need to write windows. Complain if this process cannot write files."""
         export = self._session.profile.export
         is_wanted = export.summary is not None or is_asked(export)
         if is_asked(export) and self._session.profile.schedule is not None:

@@ -1,8 +1,8 @@
-"""The session: one profile at work in one process, from `start` to `stop`, across forks, signals and exit.
+"""The session: a profile in force in a process, from `start` to `stop`, across forks, signals and exit.
 
-One session runs at a time. `stop` undoes everything that it changes in the process: import hook, patches, threads,
-exit handler. It owns the order of its parts: `recorded` has what records and is read, `facts` are published in the
-recording, `exporting` is the way out, `saving` writes files, `leaving` has the last steps.
+One session runs at a time. `stop` undoes all its changes to the process: import hook, patches, threads, exit handler.
+The session calls its components in order: `recorded` records, `facts` are published in the recording, `exporting`
+sends, `saving` writes files, `leaving` takes the last steps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from instrument.sessions.session_threads import SessionThreads
 class Session:
     """A running session. All methods may be called from any thread.
 
-    Its readings, such as `tally()` and `summary()`, are those of `recorded`, `flush()` is of `exporting`. The functions
-    in `onlookers` are called before it ends, `forget(session)` when it has ended.
+    `tally()`, `summary()` and other readings come from `recorded`, `flush()` from `exporting`. The functions in
+    `onlookers` are called before the session ends, `forget(session)` afterwards.
     """
 
     exporting: Exporting
@@ -104,7 +104,7 @@ class Session:
     # ---------------------------------------------------------------- start
 
     def start(self) -> None:
-        """Record from now on. Undo every change and raise where that cannot be."""
+        """Record from now on. After a failure, undo every change and raise its error."""
         recorded, limits = self.recorded, self.profile.limits
         folder = "" if limits.ring_folder is None else str(self._saving.folder / limits.ring_folder)
         metered = self._facts.asks_for_metrics or recorded.gauges.are_wanted
@@ -169,7 +169,7 @@ class Session:
         self.control.watch()
 
     def _join_run(self) -> None:
-        """Join the run's agent, where there is one."""
+        """Join the run's agent, if there is one."""
         if self.exporting.join():
             self.control.go_on()
             if self.threads.have_begun:  # before it had joined, or as it did
@@ -178,7 +178,7 @@ class Session:
     # ---------------------------------------------------------------- while it runs
 
     def _follow_threads(self) -> None:
-        """Announce this process after its threads have begun. It runs on one of them, or where nothing waits for it."""
+        """Announce this process after its threads have begun. Never delays the service."""
         self._announce()
         if self._is_of_run or self._forked:  # of which many never record
             publish = self._facts.publish_context  # it imports what packs it
@@ -194,13 +194,13 @@ class Session:
             self._facts.mark_board(has_recorded=bool(RECORDER.calls or self.threads.has_met_span))
 
     def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
-        """Go over to another profile: a path, a `Profile`, or None for the file of the present one, read again.
+        """Change to another profile: a path, a `Profile`, or None to read the current file again.
 
-        New rules are attached, also to modules that are imported. Rules that are gone are undone. Rules of both
-        profiles go on without a gap, with the same totals. Settings of `generation.AT_START` keep their values, which
-        the result reports. Works on the calling thread, some ten milliseconds; calls of the service go on meanwhile.
-        Raises `ProfileError` for an unusable profile, and `StateError` for a session that has ended or has no file. The
-        present profile then stays in force, and the notes say so.
+        New rules are attached, also to modules that are already imported. Rules that are missing in the new profile are
+        undone. Rules of both profiles continue without a gap, with the same totals. Settings of
+        `profile_reload.AT_START` keep their values, as the result reports. Takes some ten milliseconds; calls of the
+        service go on meanwhile. Raises `ProfileError` for an invalid profile, and `StateError` for a session that has
+        ended or has no file. The current profile then stays in force, and the notes say so.
         """
         try:
             return self.generations.change(profile)
@@ -223,15 +223,16 @@ class Session:
             self.threads.start()
 
     def _refine(self, profile: Profile) -> None:
-        """Apply rules that were added to those of the present profile, which stays the same generation."""
+        """Apply the current profile with added rules. The generation does not change."""
         with self.exporting.lock.acquired():
             self.recorded.profile = profile
             self._facts.publish()
 
     def after_fork_in_child(self, whole: bool, by_main_thread: bool) -> None:
-        """Record in the child, with its own rings, ids, threads and files. `whole`: no reload was under way.
+        """Record in the child, with its own rings, ids, threads and files.
 
-        A child forked by another than the main thread may end as that thread ends. Ours must not prevent that.
+        `whole` is False if the fork interrupted a reload. A child that another thread than the main one forked may end
+        with that thread. Our threads must not prevent that.
         """
         self._is_of_thread = self._is_of_thread or not by_main_thread
         self._forked = True
@@ -258,10 +259,9 @@ class Session:
     # ---------------------------------------------------------------- stop
 
     def stop(self) -> None:
-        """Undo every change, write what the profile asks for and wait for the collector: at most five seconds in all.
+        """Undo every change, write the profile's files and wait for the collector: at most five seconds in all.
 
-        A second call does nothing but wait for the first. Raises nothing: what could not be written is logged and
-        counted in `losses`.
+        A second call only waits for the first. Raises nothing: a failed write is logged and counted in `losses`.
         """
         deadline = self.leaving.deadline()
         before_sending = deadline.earlier(SENDING_S)

@@ -1,4 +1,4 @@
-"""The threads of a session: its own, which reads what is recorded, and the threads of its parts."""
+"""The threads of a session: its own, which reads the recording, and those of the exporter and of gauges."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ if TYPE_CHECKING:
     from instrument import otlp
 
 PUMP_S = 0.2
-"""Seconds between two looks through finished spans; a thread's ring must have room for that time."""
+"""Seconds between two reads of finished spans. A thread's ring must have room for the spans of that time."""
 
 BUSY_S = 0.05
-"""Seconds between two looks while the probes are being brought within their budget."""
+"""Seconds between two reads while the probes cost more than their budget."""
 
 START_DELAY_S = 0.2
-"""Seconds from the first span to the start of our threads. Until then the service's work competes with none of them for
-the GIL."""
+"""Seconds from the first span to the start of our threads. Until then they do not compete with the service for the
+GIL."""
 
 TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
-"""The bytes of ring memory that are touched at the start, and then ahead of all writing threads together. Without that
-a span waits for page faults, 50 ns each, until its ring wraps."""
+"""The bytes of ring memory that are touched at the start, and then ahead of all writing threads together. Untouched
+memory costs a span 50 ns of page faults until its ring wraps."""
 
 START_LIMIT_S = 1.0
-"""The longest that `stop` waits for threads that are just about to begin."""
+"""The most seconds that `stop` waits for threads that are about to begin."""
 
 
 @dataclass(eq=False)
 class SessionThreads:
-    """Begins the threads of a session and ends its own.
+    """Begins the threads of a session, and ends the session's own thread.
 
-    `begin_gauges` starts the reading of gauges. `look` is the repeated work of the session's own thread, where
-    `is_needed()`. `sends()` is True if the session itself sends to a collector. `follow` is called once the threads
-    have begun, `announce` after that where they began with a span. `waits` is True if they begin with the first
-    recorded span.
+    `begin_gauges` starts the reading of gauges. The session's own thread runs if `is_needed()`, and calls `look`
+    repeatedly. `sends()` is True if the session itself sends to a collector. `waits` is True if the threads begin with
+    the first recorded span. `follow` is called once they have begun, `announce` after that, if they began with a span.
     """
 
     account: SessionDiagnostics
@@ -67,7 +66,7 @@ class SessionThreads:
         self.have_begun = self._is_over = False
 
     def after_fork_in_child(self) -> None:
-        """Begin without threads; those of the parent are not here."""
+        """Begin without threads: the child has none of the parent's."""
         self._begin()
 
     @property
@@ -86,10 +85,10 @@ class SessionThreads:
             self.own.join(deadline.left_s())
 
     def start_when_needed(self) -> None:
-        """Start the threads of the exporter, of gauges and of the session: at once, or when the first span is recorded.
+        """Start the threads of the exporter, of gauges and of the session: at once, or with the first recorded span.
 
-        Processes of `instrument run` begin sessions without being asked, and many never record anything: parents that
-        only start others, and helpers. What the threads need is imported by now.
+        Every process of `instrument run` begins a session, and many never record a span, such as launchers and helpers.
+        The modules that the threads need are imported before.
         """
         if self.waits:
             await_first_span(self._recording_begins)
@@ -97,7 +96,7 @@ class SessionThreads:
             self._start_threads()
 
     def _recording_begins(self) -> None:
-        """Start the threads for the first span, on this thread of the service: it goes on after some 0.1 ms."""
+        """Start the threads at the first span. Delays its thread, one of the service's, by some 0.1 ms."""
         if are_to_wait():
             return  # those of the workers begin there
         has_begun = self._begun = Event()
@@ -131,7 +130,7 @@ class SessionThreads:
         self.follow()
 
     def start(self) -> None:
-        """Start the session's own thread, once the others have begun, if there is anything to do for it."""
+        """Start the session's own thread if it is needed and the other threads have begun."""
         if self.have_begun and self.is_needed() and self.own is None:
             stopping = self.stopping
             self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())

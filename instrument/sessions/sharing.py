@@ -1,7 +1,7 @@
-"""The session that loops share: a loop joins a running one or begins one, and the last loop that leaves ends it.
+"""The session that loops share: a loop joins a running session or begins one, and the last loop to leave ends it.
 
-A loop without a profile, in its call or in the environment, records what profilers of training loops record by default:
-phases, the wait for batches, communication, every layer, copies, and the use of process and machine.
+Without a profile, in its call or in the environment, a loop records with `EVERYTHING`: phases, the wait for batches,
+communication, every layer, copies, and the use of process and machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_of_everything(session: Session) -> bool:
 
 
 def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
-    """Return a driver of torch.profiler for a loop; None if it is not wanted: a profile says what is recorded."""
+    """Return a driver of torch.profiler for a loop; None if it is not wanted. By default only `EVERYTHING` wants it."""
     if options.is_wanted is False or (options.is_wanted is None and not is_of_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"
@@ -38,7 +38,7 @@ _guests_lock = threading.RLock()
 
 
 def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | None) -> Session | None:
-    """Return the session to look at: the one that runs, else one that is begun here. None if `INSTRUMENT=off`."""
+    """Return the session for a loop: the running one, else one that begins here. Return None with `INSTRUMENT=off`."""
     if OFF:
         return None
     settings: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
@@ -69,7 +69,7 @@ def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | No
 
 
 def leave(session: Session) -> None:
-    """End the session with its last guest, if a guest began it."""
+    """End the session with its last loop, if a loop began it."""
     with _guests_lock:
         if session not in _guests:
             return

@@ -1,7 +1,7 @@
 """The steps of a loop as spans of its window, inserted between the spans around a step and the spans in it.
 
-A step is no scope, because the call that ends it may come within other spans. So steps are inserted afterwards, when
-all spans of the thread are known. A span that was open across the end of a step keeps its parent. Its part in each step
+A step is no scope, because the call that ends it may be within other spans. So steps are inserted afterwards, when all
+spans of the thread are known. A span that was open across the end of a step keeps its parent. Its time within each step
 reduces the self time of that step.
 """
 
@@ -24,7 +24,7 @@ from instrument.trace.trace import Trace, with_spans
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
-"""The ids of step spans. Recorders never reach such large ids."""
+"""The ids of step spans, larger than any id of a recorder."""
 
 
 # Steps that nobody reports
@@ -39,11 +39,11 @@ class _Call(NamedTuple):
 
 
 def steps_of_batches(trace: Columns) -> list[Step]:
-    """Return the steps of training loops that report none, numbered from 0: from the fetch of a batch to the next.
+    """Derive the steps of training loops that report none, numbered from 0: from the fetch of a batch to the next.
 
-    Batches are one step up to that in which an optimizer has run, so those whose gradients are added up are one. A
-    batch without a backward pass is in none, as those of an evaluation. The last step ends with its optimizer. There
-    are none where spans of steps or requests exist.
+    A step has all batches up to a run of an optimizer, so batches with accumulated gradients are one step. A batch
+    without a backward pass, as in an evaluation, is in no step. The last step ends with its optimizer. A trace with
+    spans of steps or requests has no derived steps.
     """
     if trace.of_kind("step", "request").any():
         return []
@@ -57,7 +57,7 @@ def steps_of_batches(trace: Columns) -> list[Step]:
 
 
 def _calls(trace: Columns, mask: Bools) -> dict[int, list[_Call]]:
-    """Return the wanted calls of each thread, in order."""
+    """Return the calls of the rows in `mask`, by thread, in order of their begin."""
     calls_by_thread: dict[int, list[_Call]] = {}
     rows = np.flatnonzero(mask)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
@@ -85,7 +85,7 @@ def _steps_of_thread(thread_id: int, fetches: Sequence[_Call], passes: Sequence[
 
 
 def _outermost(calls: Sequence[_Call]) -> list[_Call]:
-    """Return the calls of one thread, in order, without those within another."""
+    """Return the calls of one thread that are within no other call, in order."""
     outermost: list[_Call] = []
     for call in calls:
         if not outermost or call.start_ns >= outermost[-1].end_ns:
@@ -103,7 +103,7 @@ def _phase(site: Site) -> object:
 def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
     """Return the trace with a span for each step, in n log n for n spans.
 
-    Steps of one thread come in order and do not overlap. Spans that a task ran are in no step.
+    Steps of one thread are in order and do not overlap. Spans of asyncio tasks are in no step.
     """
     if not steps:
         return trace
@@ -117,7 +117,7 @@ def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
 
 
 class _Among:
-    """The spans of a trace as steps are put among them, one thread after another."""
+    """The spans of a trace, into which steps are inserted thread by thread."""
 
     def __init__(self, trace: Columns) -> None:
         self._trace = trace
@@ -127,7 +127,7 @@ class _Among:
         self._is_request = trace.of_kind("request")
 
     def put(self, thread_id: int, steps: Sequence[Step]) -> None:
-        """Put the steps of a thread among its spans."""
+        """Insert the steps of a thread between its spans."""
         trace = self._trace
         rows = np.flatnonzero((trace.thread_id == thread_id) & (trace.task_id == 0))
         starts, ends = trace.start_ns[rows], trace.end_ns[rows]

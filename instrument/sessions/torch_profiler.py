@@ -1,13 +1,12 @@
-"""The run of torch.profiler with each window of a loop, and the join of its records to the window's trace.
+"""The run of torch.profiler in each window of a loop, and the join of its records to the window's trace.
 
-It reports each operator of torch, its device work, its memory and its floating-point operations. It takes a microsecond
-or more for each operator. If there is a GPU it waits for the device when a window ends, which nothing else of ours
-does: so it runs in loops whose author asked for a `Profiler`, never in a service. torch is never imported for it. Its
-errors are reported, and the window does without.
-
-An operator becomes a span of the window: a child of the innermost span that was open on its thread at its middle, for
-the two clocks agree to within a microsecond. It is cut to the time of that span. Device work is the device time of the
-innermost operator that launched it. Copies are left to the spans of copies, so none counts as an operator's work.
+It reports each operator of torch, its device work, its memory and its floating-point operations. An operator costs a
+microsecond or more. On a GPU, torch.profiler waits for the device when a window ends. So it runs only in loops with a
+`Profiler`, never in a service. This module never imports torch. After an error of torch.profiler the window has no
+operators, and a note. An operator becomes a child of the innermost span that was open on its thread at the operator's
+middle. The two clocks agree to within a microsecond, so the operator is cut to that span. Device work becomes device
+time of the innermost operator that launched it. Copies have spans of their own, so they do not count as an operator's
+work.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ UNCERTAINTY_NS = 1_000
 """The uncertainty of a kernel's time on the host's clock, in nanoseconds."""
 
 _IDS = itertools.count(3 << 60)
-"""Span ids that neither a recorder reaches nor a step has."""
+"""The ids of operator spans, larger than any id of a recorder or a step."""
 
 _start = attrgetter("start_ns")
 
 
 def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
-    """Return the trace with a span for each operator of torch.profiler's trace, `moved_ns` before our clock.
+    """Return the trace with a span for each operator in torch.profiler's trace.
 
-    The kernels of the trace, which are on our clock, become device times of operators. The spans of the trace are
-    changed in place. Takes some 10 us an operator.
+    `moved_ns` is added to torch's times. The kernels in `trace`, which are on our clock, become device times of
+    operators. The spans of `trace` are changed in place. Takes some 10 us an operator.
     """
     operators = _Operators(trace, torch_trace, moved_ns)
     if not operators.made:
@@ -77,8 +76,8 @@ def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
 
 
 class _Operators:
-    """The operators of a trace's time on its clock. `tops` are those that no other one contains. `below` has the
-    operators within each, by its id, in the order of time."""
+    """The operators in the interval of a trace, on its clock. `tops` are the topmost operators. `below` has the
+    operators within each one, by its id, in order of time."""
 
     def __init__(self, trace: Trace, torch_trace: Trace, moved_ns: int) -> None:
         self.made: list[Span] = []
@@ -111,7 +110,7 @@ class _Operators:
                 self.below.setdefault(around.span_id, []).append(span)
 
     def nest(self) -> None:
-        """Make each topmost operator, with those in it, a child of the span around it."""
+        """Make each topmost operator a child of the span around it, and move the operators within along."""
         tops = self.tops
         middles = [(span.start_ns + span.end_ns) // 2 for span in tops]
         outer_spans = _open_at(self._trace.spans, [span.thread_id for span in tops], middles)
@@ -129,7 +128,7 @@ class _Operators:
                 pending += [(inner, span) for inner in self.below.get(span.span_id, ())]
 
     def take_in(self, spans: Sequence[Span]) -> None:
-        """Move spans that ran within an operator, as a hook's do, below the innermost operator around them."""
+        """Move spans that ran within an operator, such as a hook's, below the innermost operator around them."""
         tops: dict[int, list[Span]] = {}
         for top in self.tops:
             tops.setdefault(top.thread_id, []).append(top)
@@ -191,7 +190,7 @@ def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
 
 
 def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
-    """Return the innermost of the spans that was open on each thread at each time, None if none was known."""
+    """Return the innermost span that was open at each pair of thread and time, None for no span."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
     from instrument.trace.self_times import innermost
@@ -203,7 +202,7 @@ def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequenc
 
 
 def _overlapped(work: Sequence[Kernel]) -> set[int]:
-    """Return the numbers of kernels that overlapped another stream's on their device; `work` is in order of time."""
+    """Return the indices of kernels that overlapped another stream's on their device. `work` is in order of time."""
     overlapped: set[int] = set()
     latest: dict[int, int] = {}
     for number, kernel in enumerate(work):
@@ -216,17 +215,17 @@ def _overlapped(work: Sequence[Kernel]) -> set[int]:
 
 
 LIMIT_S = 10.0
-"""Seconds that torch.profiler runs in a window at most: each operator takes 1 KB, and at the end 20 us."""
+"""The most seconds that torch.profiler runs in a window. Each operator takes 1 KB, and 20 us at the end."""
 
 OPEN_LIMIT_S = 2.0
-"""The seconds that torch.profiler runs in a window without a scheduled end, which bounds its memory."""
+"""The most seconds that torch.profiler runs in a window without a scheduled end, to limit its memory."""
 
 MARK = "instrument.clock"
 MARKS = 4
-"""Number of marks at each end of a window. Each has a time on both clocks. The first one is slow and of little use."""
+"""Marks at each end of a window, with a time on both clocks. The first one is slow, and so imprecise."""
 
 ROUNDS, TRIALS = 8, 32
-"""The rounds, and the operators per round, that measure the time of an operator. The quickest round counts."""
+"""The rounds, and the operators per round, that measure the time of an operator. The fastest round counts."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 
@@ -241,11 +240,12 @@ _operator_ns: dict[tuple[bool, bool], float] = {}
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """The options of torch.profiler. `is_wanted` None means True if this loop began the session without a profile.
+    """The options of torch.profiler.
 
-    `record_shapes` adds floating-point operations. `profile_memory` adds allocations, and then only the thread that
-    begins and ends the windows is recorded; without it every thread is. After `limit_s` torch.profiler ends before the
-    window does. The default is `OPEN_LIMIT_S` without a schedule and `LIMIT_S` with one.
+    `is_wanted` None means True if this loop began the session without a profile. `record_shapes` adds floating-point
+    operations. `profile_memory` adds allocations, and limits the record to the thread that begins and ends the windows.
+    torch.profiler ends after `limit_s` even if the window goes on, by default `LIMIT_S` with a schedule, else
+    `OPEN_LIMIT_S`.
     """
 
     is_wanted: bool | None = None
@@ -288,14 +288,14 @@ class TorchOptions:
 
 
 OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_s=LIMIT_S)
-"""Options for operators and kernels on every thread, without anything that the callers' reports do not show."""
+"""Options for operators and kernels on every thread, without shapes and allocations."""
 
 
 class TorchProfiler:
-    """A driver of torch.profiler for one loop. `complain(what)` reports its errors.
+    """A driver of torch.profiler for one loop.
 
-    All methods but `prepare` do nothing where torch is not imported; none of them raises. torch.profiler begins and
-    ends on one thread where memory is asked for, else on any.
+    `complain(message)` reports its errors. No method raises, and none does anything before torch is imported. With
+    allocations, torch.profiler must end on the thread on which it began.
     """
 
     def __init__(self, options: TorchOptions, complain: Callable[[str], object], *, host_only: bool = False) -> None:
@@ -320,7 +320,7 @@ class TorchProfiler:
         return self._running is not None
 
     def prepare(self) -> None:
-        """Prepare torch.profiler before a window; the first time takes a second or two. Does nothing without torch."""
+        """Prepare torch.profiler before a window. The first call takes a second or two."""
         with self._lock:
             if self._prepared is not None or self._running is not None or self._is_broken or not is_there():
                 return
@@ -342,7 +342,7 @@ class TorchProfiler:
             self._prepared, self._prepared_ns = prepared, time.monotonic_ns() - began_ns
 
     def begin(self) -> None:
-        """Begin torch.profiler for the window that begins right after this."""
+        """Begin torch.profiler for the window that begins next."""
         with self._lock:
             self.prepare()
             prepared, self._prepared = self._prepared, None
@@ -366,7 +366,7 @@ class TorchProfiler:
                 self._timer.start()
 
     def look(self) -> None:
-        """End torch.profiler before the window ends, if it has run for as long as it may."""
+        """End torch.profiler before the window ends, if its time limit is over."""
         with self._lock:
             record = self._record
             if self._running is not None and record is not None:
@@ -388,7 +388,7 @@ class TorchProfiler:
             return record
 
     def cancel(self) -> None:
-        """Cancel the prepared torch.profiler, for which no window came or will come."""
+        """Cancel the prepared torch.profiler, whose window will not begin."""
         with self._lock:
             prepared, self._prepared = self._prepared, None
             if prepared is not None:
@@ -426,7 +426,7 @@ class TorchProfiler:
         return not self._is_bound or threading.get_ident() == self._thread_id
 
     def _watch(self, ours: Any) -> Callable[[], None]:
-        """End our torch.profiler if the program begins one meanwhile: with two, the first would lose its record."""
+        """End our torch.profiler if the program begins its own: with two, the first would lose its record."""
         kind = type(ours.profiler)
         original = kind._prepare_trace
 
@@ -465,7 +465,7 @@ class TorchProfiler:
         record.ending_ns = time.monotonic_ns() - record.end_ns
 
     def _give_up(self, verb: str, error: Exception) -> None:
-        """Give up torch.profiler for good after an error. The caller has its lock, which is released."""
+        """Use torch.profiler no more after an error. Releases the process-wide lock, which the caller has."""
         self._is_broken, self._prepared, self._running = True, None, None
         self._undo()
         _holding.release()
@@ -478,9 +478,9 @@ class TorchProfiler:
 
 
 class TorchRecord:
-    """The trace that torch.profiler saved of one window, and the time that it took.
+    """The trace that torch.profiler saved of one window, and its cost in time.
 
-    `cut` is the reason why it ended before the window did, "" for none. `lock` guards the join, which is done once.
+    `cut` is the reason why torch.profiler ended before the window, "" for none. `lock` guards the join.
     """
 
     def __init__(self) -> None:
@@ -492,7 +492,7 @@ class TorchRecord:
         self._folder = ""
 
     def mark(self) -> None:
-        """Set marks, between two readings of our clock each."""
+        """Set marks in torch's trace, each between two readings of our clock."""
         profiler = sys.modules["torch"]._C._profiler
         for _ in range(MARKS):
             mark = profiler._RecordFunctionFast(MARK)
@@ -503,13 +503,13 @@ class TorchRecord:
             self._marks.append((before_ns, after_ns))
 
     def save(self, profiler: Any) -> None:
-        """Save torch's trace in a folder that only this user can read, and that is removed with this object."""
+        """Save torch's trace in a folder that only this user can read. The folder is removed with this object."""
         self._folder = tempfile.mkdtemp(prefix="instrument-")
         weakref.finalize(self, _remove, self._folder, os.getpid())
         profiler.export_chrome_trace(str(Path(self._folder, "window.json")))
 
     def join(self, trace: Trace) -> Trace:
-        """Return the window's trace with operators, kernels, allocations and operations; without them where that fails.
+        """Return the window's trace with torch's operators, kernels and allocations, or with a note after an error.
 
         To be called once. Takes some 15 us an operator.
         """
@@ -544,7 +544,7 @@ class TorchRecord:
         return with_operators(joined, torch_trace, moved_ns)
 
     def _moved_ns(self, trace: Trace, torch_trace: Trace) -> int:
-        """Return the ns from torch.profiler's clock to ours. Each mark is between two readings of our clock."""
+        """Return the ns to add to torch.profiler's times, from marks between two readings of our clock."""
         mark_times = sorted(span.start_ns for span in torch_trace.spans if span.site.name == MARK)
         if len(mark_times) != len(self._marks):
             return torch_trace.origin.realtime_of(0) - trace.origin.realtime_of(0)
@@ -554,7 +554,7 @@ class TorchRecord:
 
 
 def is_there() -> bool:
-    """Return True if torch is imported, and not just being imported."""
+    """Return True if torch is completely imported."""
     torch = sys.modules.get("torch")
     return hasattr(torch, "profiler") and hasattr(torch, "autograd")
 
@@ -566,7 +566,7 @@ def _is_in_use() -> bool:
 
 
 def _trials_ns() -> int:
-    """Return the least time of a round of trials; 0 if the program intercepts operators and would see them."""
+    """Return the least time of a round of trials in ns; 0 if the program intercepts operators."""
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return 0

@@ -1,7 +1,7 @@
-"""Windows: ranges of steps that are read separately. Steps count from 0.
+"""Windows: ranges of steps with a trace of their own.
 
-The steps of a session are its requests, those of a training loop its calls of `Profiler.step`. Both use the same rules.
-`step_columns` makes spans of a window from the steps of its loops.
+Steps count from 0. The steps of a session are its requests, the steps of a training loop its calls of `Profiler.step`.
+The same rules apply to both. `step_columns` makes spans from the steps of a window's loops.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from instrument.trace.of_recording import RowSnapshot
 
 STEP = Site("step", "step", "instrument", "Profiler.step")
-"""The site of every step; its attribute `step` is the number, `samples` how many it had."""
+"""The site of every step. The attribute `step` is the step's number, `samples` the count of its samples."""
 
 STEPS_KEPT = 100_000
-"""The most steps of a window or a session that become spans of its trace: the newest. A step takes 0.2 KB."""
+"""The most steps of a window or a session that become spans. The newest are kept. A step takes 0.2 KB."""
 
 
 class Step(NamedTuple):
-    """A step, from its begin up to, and without, that of the next one. One that was cut short is `clipped`."""
+    """A step, from its begin to just before the next begin. A step that was cut at an edge is `clipped`."""
 
     number: int
     start_ns: int
@@ -44,10 +44,10 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The newest steps of all loops, without overlaps. A loop that joined earlier keeps its step.
+    """The newest steps of all loops, without overlaps.
 
-    Steps of an inner loop would count the same time again. A step around them replaces them when it ends; without one
-    they stay. Any thread adds steps, and any reads them meanwhile.
+    Of overlapping steps, those of the loop that joined first stay: the steps of an inner loop would count the same time
+    again. So the end of an outer step removes the inner steps in it. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Loop:
                 steps.append((order, step))
 
     def _drop_overlapping(self, order: int, start_ns: int) -> bool:
-        """Drop the steps that reach over a time if all are of loops that joined later. Return True if dropped."""
+        """Drop the steps that end after a time, if all are of loops that joined later. Return False if one is not."""
         over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
         if any(step_order <= order for step_order, _ in over):
             return False
@@ -84,11 +84,11 @@ class Loop:
         return not self._orders and not self._steps
 
     def leave(self, loop: object) -> None:
-        """Remove a loop, from which no more steps come."""
+        """Remove a loop that has ended. Its steps stay."""
         self._orders.pop(loop, None)
 
     def within(self, start_ns: int, end_ns: int) -> list[Step]:
-        """Return the steps that reach into an interval; those that reach over its edges are clipped, and marked."""
+        """Return the steps that overlap an interval, cut to it. Cut steps are marked as clipped."""
         steps: list[Step] = []
         for _, step in reversed(self._steps.copy()):
             if step.end_ns <= start_ns:
@@ -105,7 +105,7 @@ class Loop:
 
 
 class State(str, Enum):
-    """The state of a step: outside of any window, just before one, in one, or the last of one."""
+    """The state of a step: outside of any window, just before a window, in a window, or the last one of a window."""
 
     CLOSED = "CLOSED"
     READY = "READY"
@@ -119,7 +119,7 @@ States = Callable[[int], "State | str"]
 
 
 def state_at(schedule: Schedule, step: int) -> State:
-    """Return the state of a step by a schedule."""
+    """Return the state of a step under a schedule."""
     cycle = schedule.closed + schedule.ready + schedule.record
     count, position = divmod(step - schedule.skip_first, cycle)
     if step < schedule.skip_first or (schedule.repeat and count >= schedule.repeat):
@@ -134,11 +134,11 @@ def state_at(schedule: Schedule, step: int) -> State:
 def schedule(
     *, record: int, closed: int = 0, ready: int = 0, repeat: int = 0, skip_first: int = 0
 ) -> Callable[[int], State]:
-    """Return a function from a step, counted from 0, to its `State`, for windows that come again.
+    """Return a function from a step, counted from 0, to its `State`, for repeated windows.
 
-    `skip_first` steps come once, then `closed`, `ready` and `record` ones in turn, `repeat` times or, with 0, for ever.
-    A state is CLOSED, READY, RECORD, or RECORD_AND_RETURN for the last step of a window. Raises `ProfileError` for a
-    number out of range.
+    The `skip_first` steps are CLOSED. Then `closed`, `ready` and `record` steps follow in turn, `repeat` times, or
+    without end if it is 0. The last step of a window is RECORD_AND_RETURN. Raises `ProfileError` for a number out of
+    range.
     """
     numbers = {"closed": closed, "ready": ready, "record": record, "repeat": repeat, "skip_first": skip_first}
     problems = []
@@ -155,8 +155,8 @@ def schedule(
 class Windows:
     """The windows of a schedule, counted by steps; without a schedule, all steps are one window.
 
-    The first step waits for `arm` where no `start_ns` is given. `state` is that of the step under way, `steps` its
-    number, `first_step` the first one of the newest window.
+    Without `start_ns`, the first window begins with `arm`. `state` is the state of the current step, `steps` its
+    number, `first_step` the first step of the newest window.
     """
 
     def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None) -> None:
@@ -177,7 +177,7 @@ class Windows:
 
     @property
     def is_due(self) -> bool:
-        """True if the step under way is in a window that has not begun: `arm` would begin it."""
+        """True if the current step is in a window that has not begun: `arm` would begin it."""
         return self._opened_ns is None and self.state in RECORDING
 
     @property
@@ -186,13 +186,13 @@ class Windows:
         return self._opened_ns is not None
 
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End one step. Return index, start and end of the window that ended with it; the next one begins."""
+        """End one step, and begin a window that is due. Return the window that ended, None for none."""
         window = self.advance(end_ns)
         self.arm(end_ns)
         return window
 
     def advance(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End one step. Return the window that ended with it; the next one waits for `arm`."""
+        """End one step. Return the window that ended with it, None for none. The next window waits for `arm`."""
         before, self.steps = self.state, self.steps + 1
         self.state = State(self._states(self.steps))
         if before is State.RECORD_AND_RETURN or self.state not in RECORDING:
@@ -200,12 +200,12 @@ class Windows:
         return None
 
     def arm(self, now_ns: int) -> None:
-        """Begin the window of the step under way, unless it has begun or there is none."""
+        """Begin the window of the current step, unless it has begun or there is none."""
         if self.is_due:
             self._opened_ns, self.first_step = now_ns, self.steps
 
     def change(self, schedule: Schedule | None, now_ns: int) -> tuple[int, int, int] | None:
-        """Follow another schedule from now on, its steps counted from 0. Returns the window that ends with this."""
+        """Use another schedule from now on, with steps counted from 0. Return the window that ends now or None."""
         window = self.stop(now_ns)
         self._opened_ns = None
         self._follow(schedule)
@@ -213,7 +213,7 @@ class Windows:
         return window
 
     def stop(self, end_ns: int) -> tuple[int, int, int] | None:
-        """Return the window that is open at the end. It may be incomplete. Return None for an empty one."""
+        """Return the open window at the end, perhaps incomplete. Return None for none or an empty one."""
         if self._opened_ns is None or end_ns <= self._opened_ns:
             return None
         return self._close(end_ns)
@@ -227,7 +227,7 @@ class Windows:
 
 
 Cut = tuple[int, int, int]
-"""Index, start and end of a window."""
+"""The index of a window, and its start and end in ns."""
 
 
 WINDOWS_THREAD = "instrument-windows"
@@ -235,7 +235,7 @@ WINDOWS_THREAD = "instrument-windows"
 
 
 class Stretch(NamedTuple):
-    """The rows of an interval, copied at its end, of which a trace is made later. `threads` has their names."""
+    """The rows of an interval, copied at its end. A trace is made of them later. `threads` has the threads' names."""
 
     snapshot: RowSnapshot
     threads: Mapping[int, str]
@@ -246,19 +246,19 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time from which on all of its spans are kept, 0 if none is missing."""
+        """The time from which on no span of the interval is missing, 0 if all are there."""
         return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
 
     def has_begun_since(self, at_ns: int) -> bool:
-        """Return True if a span has begun in it after a time."""
+        """Return True if a span has begun in the interval after a time."""
         return self.snapshot.has_begun(at_ns, self.end_ns)
 
 
 class WindowReader:
-    """Counts the steps of a schedule among a recorder's rows: requests, or the calls of the function that it names.
+    """Counts the steps of a schedule in a recorder's rows: requests, or the calls of the schedule's function.
 
-    Windows that have ended wait in `cut`, each with the origin, from `make_origin`, of its end. Used by one thread at
-    a time. It reads all rows where there is a schedule, and none else.
+    Ended windows wait in `cut`, each with the process's identity at its end, from `make_origin`. Used by one thread at
+    a time. It reads all rows if there is a schedule, else none.
     """
 
     def __init__(self, recorder: Recorder, selection: Selection, make_origin: Callable[[], Origin]) -> None:
@@ -268,7 +268,7 @@ class WindowReader:
         self.begin(Profile(), 0)
 
     def begin(self, profile: Profile, start_ns: int) -> None:
-        """Begin anew, with nothing read and no window cut."""
+        """Begin anew, with no row read and no ended window."""
         self.cut: deque[tuple[Cut, Origin]] = deque()
         self._schedule = profile.schedule
         self._windows = Windows(profile.schedule, start_ns)
@@ -276,7 +276,7 @@ class WindowReader:
         self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
     def look(self) -> None:
-        """Cut the windows that end with the newest steps."""
+        """Read the newest steps, and put the windows that end with them into `cut`."""
         for end_ns in sorted(self._window_ends()):
             self._cut_off(self._windows.step(end_ns))
 
@@ -301,7 +301,7 @@ class WindowReader:
             self.cut.append((window, self._make_origin()))
 
     def change(self, profile: Profile, now_ns: int) -> None:
-        """Follow another profile from now on. A window that is open ends with a change of the schedule."""
+        """Use the schedule of another profile from now on. A change of the schedule ends the open window."""
         if profile.schedule != self._schedule:
             self.look()
             self._schedule = profile.schedule
@@ -310,7 +310,7 @@ class WindowReader:
             self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
     def stop(self, end_ns: int) -> Cut | None:
-        """Return the window that is open at the end. It may be incomplete. Return None for an empty one."""
+        """Return the open window at the end, perhaps incomplete. Return None for none or an empty one."""
         return self._windows.stop(end_ns)
 
     @property

@@ -7,10 +7,10 @@ import sys
 
 
 def start_beside_opentelemetry() -> None:
-    """Start our session from OpenTelemetry's autostart, which calls this first (`opentelemetry_pre_instrument`).
+    """Start our session from OpenTelemetry's autostart, by its entry point `opentelemetry_pre_instrument`.
 
-    `instrument run -- opentelemetry-instrument python service.py` starts the service with OpenTelemetry's
-    `sitecustomize` before ours on PYTHONPATH, and OpenTelemetry's does not call ours.
+    With `instrument run -- opentelemetry-instrument python service.py`, OpenTelemetry's `sitecustomize` comes before
+    ours on PYTHONPATH. It does not call ours.
     """
     if not (os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT_RUN_PID")):
         return

@@ -1,8 +1,8 @@
-"""Runs in each interpreter that `instrument run` starts, children included, before the service's first line.
+"""Runs before the service's first line, in each interpreter that `instrument run` starts, children included.
 
-Has the process wait for what its run's profile names, takes this folder off `sys.path` again and hands over to the
-`sitecustomize` that would have run without it. Never stops the host from starting. Any Python reads this file, 2.7 too:
-newer syntax stays out of it.
+It begins the session, or waits for the imports that the profile needs. Then it takes this folder off `sys.path` and
+runs the next `sitecustomize`. An error here never stops the host from starting. Any Python reads this file, 2.7 too: it
+has no newer syntax.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 
 def _hand_over():
     # type: () -> None
-    """Run the next `sitecustomize` on the path, as if this one were not there."""
+    """Run the next `sitecustomize` on the path, the one that Python would run without ours."""
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not loaded this early
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != folder]  # noqa: PTH100
     hook = sys.modules.pop("sitecustomize", None)
@@ -46,7 +46,7 @@ def _begin():
 
 def _is_main_interpreter():
     # type: () -> bool
-    """Return False in a sub-interpreter, where neither the recorder nor numpy can be loaded."""
+    """Return False in a sub-interpreter, which can load neither the recorder nor numpy."""
     try:
         from _thread import _is_main_interpreter  # type: ignore[attr-defined]  # Python 3.12 and later
     except ImportError:
@@ -61,7 +61,7 @@ def _is_main_interpreter():
 
 def _note_unseen(why):
     # type: (str) -> None
-    """Leave the agent of the run a line on this process, which is not going to be recorded."""
+    """Report to the run's agent, by a line in its file, that this process will not be recorded."""
     agent = os.environ.get("INSTRUMENT_AGENT", "")
     try:
         file = os.open(agent + ".unseen", os.O_WRONLY | os.O_APPEND)

@@ -1,11 +1,10 @@
-"""The wait of a process for the first import of a package in which its run's profile may have a target.
+"""The delayed start of a session: at the first import of a package that the run's profile may instrument.
 
-Most processes that a service starts record nothing: tools, parents that only begin others, helpers. Such a one loads
-this module and an import hook, and nothing else of ours. Its session begins right before the first of the packages is
-imported, or as the service first uses a name of ours. Until then its run's agent does not know it: it has recorded
-nothing, so there is nothing to show or to save of it, and a reload reaches it by the profile as it then is.
-
-The run's first process waits for nothing, for it is the one that reports rules which met nothing.
+Most processes of a service record nothing: tools, launchers and helpers. Such a process loads only this module and an
+import hook. Its session begins just before one of the packages is imported, or as the service first uses a name of
+`instrument`. Until then the run's agent does not know the process, and a reload needs no answer from it: the session
+reads the profile as it begins. The run's first process begins its session at once, because it reports the rules without
+a target.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "INSTRUMENT_AWAITED"
-"""The variable with the state of a profile's file, and the packages that processes of the run then wait for."""
+"""The environment variable with the time and size of the profile's file, and the packages to wait for."""
 
 FIRST = "first"
-"""The file that the first process of a run creates in the run's folder."""
+"""The name of the file that the first process of a run creates in the run's folder."""
 
 
 def begin() -> None:
-    """Begin the session of this process, or wait for a package that its profile is about. Raises nothing."""
+    """Begin the session of this process, or wait for a package that its profile may instrument. Raises nothing."""
     global _waiting
     if _is_helper():
         return
@@ -40,7 +39,7 @@ def begin() -> None:
 
 
 def is_loaded(package: str) -> bool:
-    """Return True for a package that is loaded, and for a namespace package once a module of it is.
+    """Return True if a package is loaded. A namespace package counts once one of its modules is loaded.
 
     cuda-bindings 12.9 imports the namespace package `cuda` at each start of Python.
     """
@@ -60,7 +59,7 @@ def begin_now() -> None:
 
 
 def awaited_value(profile: str, packages: Collection[str]) -> str:
-    """Return the value of the variable: the state of the profile's file, and the awaited packages."""
+    """Return the value of `VARIABLE`: the time and size of the profile's file, and the awaited packages."""
     return " ".join([_state_of(profile), *sorted(packages)])
 
 
@@ -73,13 +72,13 @@ def _state_of(profile: str) -> str:
 
 
 def _awaited_packages() -> frozenset[str] | None:
-    """Return the packages to wait for. None if none are named for the profile as it is now."""
+    """Return the packages to wait for; None if the profile's file has changed since they were listed."""
     state, *packages = os.environ.get(VARIABLE, "").split() or [""]
     return frozenset(packages) if state == _state_of(os.environ["INSTRUMENT_PROFILE"]) else None
 
 
 def _is_first() -> bool:
-    """Return True if no process of the run was here before. The command that a run begins with may be a shell."""
+    """Return True in the first Python process of the run. The command of the run may be a shell."""
     is_first = os.environ.get("INSTRUMENT_RUN_PID") == str(os.getpid())
     folder = os.path.dirname(os.environ.get("INSTRUMENT_AGENT", ""))  # noqa: PTH120 - as above
     if os.path.basename(folder) != os.environ.get("INSTRUMENT_RUN", ""):  # noqa: PTH119 - as above
@@ -94,8 +93,8 @@ def _is_first() -> bool:
 def _is_helper() -> bool:
     """Return True if the interpreter runs no code of the service.
 
-    It cleans up after multiprocessing's processes, or runs our own command. Within a run, `instrument run` begins
-    another one, whose agent is no process of the service.
+    It is a resource tracker of multiprocessing, or runs our own command. An `instrument run` within a run begins
+    another run, whose agent is no process of the service.
     """
     words = iter(sys.orig_argv[1:])
     if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
@@ -119,10 +118,10 @@ def _is_own_command(script: str) -> bool:
 
 
 def _start() -> None:
-    """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest. Raises nothing.
+    """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest.
 
-    Python's collector is off meanwhile, because it would take as long again and free nothing. Then all new objects move
-    to the oldest generation at once.
+    Raises nothing. Python's garbage collector is off meanwhile: it would double the time and free nothing. Then all new
+    objects move to the oldest generation at once.
     """
     import gc
 
@@ -149,9 +148,9 @@ def _start() -> None:
 
 
 class Wait:
-    """The import hook of a process that waits; it is gone once the session has begun.
+    """The import hook of a waiting process, removed as the session begins.
 
-    The import of a module of ours ends the wait, too: its importer uses us.
+    The import of another module of `instrument` ends the wait, too.
     """
 
     def __init__(self, packages: Collection[str]) -> None:
@@ -160,7 +159,7 @@ class Wait:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Have the session begin where the module's package is awaited. The real finders find the module."""
+        """Begin the session if the module's package is awaited. The other finders find the module."""
         package = fullname.partition(".")[0]
         # Triton names the module of a model by a number.
         is_awaited = package in self._packages or fullname in self._packages or package.isdigit()
@@ -180,7 +179,7 @@ class Wait:
         return None
 
     def end(self) -> bool:
-        """Begin the session once and return True. A thread that calls meanwhile gets False and goes on without it."""
+        """Begin the session and return True. Return False to another thread that calls meanwhile or later."""
         try:
             sys.meta_path.remove(self)
         except ValueError:
