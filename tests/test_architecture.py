@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_403, 5),
     "recorder": (2_786, 11),
     "recording": (4_186, 20),
-    "report": (14_753, 50),
+    "report": (14_715, 50),
     "runtime": (2_822, 18),
     "sessions": (6_776, 25),
     "trace": (10_661, 37),

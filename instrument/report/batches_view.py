@@ -1,8 +1,8 @@
 """The `batches` view: the sizes of batches, their times, and the unevenness of their items.
 
-A batch is a span that names the requests that it serves (`batch:` in a rule, or `scope(name, batch=...)`). A weight is
-a request's part of it, such as tokens. A batch with different weights is uneven. That is waste only if the engine pads
-all items to the heaviest. An engine with continuous batching, which schedules tokens, pads nothing.
+A batch is a span that names the requests that it serves (`batch:` in a rule, or `scope(name, batch=...)`). A request's
+weight is its amount of work in the batch, such as its tokens. A batch is uneven if the weights differ. This wastes time
+only if the engine pads all items to the heaviest one. Engines with continuous batching pad nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NO_BATCH = "No batch was recorded: a rule with `batch:` says which requests a ca
 
 @dataclass(frozen=True, slots=True)
 class NamedBatches:
-    """The batches of one name. `items` are the requests in them, one for each batch of a request.
+    """The batches of one name. `items` counts the requests in them; a request in two batches counts twice.
 
-    `fill` is the mean size over the largest one. `per_item_ns` is the time of all batches divided by their items.
-    `weight` is the sum of the known weights. `uneven` is the unused share of the heaviest item's weight times the size.
-    `unbound` items have keys of no request. `device_ns` is the device time, and `uneven_ns` the padding in it per batch
-    if the engine pads; None without any. A row with `remaining` replaces that many names.
+    `fill` is the mean size divided by the largest size. `per_item_ns` is the time of all batches divided by `items`.
+    `weight` is the sum of the known weights. `uneven` is the padding share if the engine pads all items to the heaviest
+    one. `unbound` items have keys that no request has. `device_ns` is the device time, `uneven_ns` the padding in it;
+    both are None without device time. A row with `remaining` replaces that many names.
     """
 
     name: str
@@ -60,15 +60,15 @@ class NamedBatches:
     remaining: int = 0
 
     def a_second(self) -> float | None:
-        """Return the items, or their weight if it is known, per second of batches."""
+        """Return the items per second of batch time, or their weight per second if it is known."""
         return share((self.weight or self.items) * 1e9, self.summed_ns)
 
     def device_ratio(self) -> float | None:
-        """Return the device time divided by that of the batches."""
+        """Return the device time as a share of the batches' host time."""
         return share(self.device_ns or 0, self.summed_ns)
 
     def device_per_item_ns(self) -> float | None:
-        """Return the device time divided by the items."""
+        """Return the mean device time per item."""
         return share(self.device_ns or 0, self.items)
 
     def uneven_ratio(self) -> float | None:
@@ -78,7 +78,7 @@ class NamedBatches:
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes(View):
-    """The view: all kept batches by name."""
+    """The `batches` view: the sizes and times of all kept batches, by name."""
 
     coverage: Coverage
     rows: tuple[NamedBatches, ...]

@@ -1,12 +1,12 @@
-"""The `benchmark` view: the costs of the steps of a loop, their waits for input, and their rate.
+"""The `benchmark` view: for each loop, the time per step, the wait for input per step, and the steps per second.
 
-A step is a span of kind `step`, with its loop's wait for input right before it. Between two calls of `Profiler.step`
-there is one step, too. Its batch cost is its host time. The reader cost is the time of its thread's loaders in it (of
-its task's, if it has one). Averages divide by the timed steps, from the index `skip` on, counted from 0. A rate is over
-the time on the clock: the union of parallel steps.
+A step is a span of kind `step`, including its loop's wait for input right before it. The time between two calls of
+`Profiler.step` is a step, too. The batch cost is the step's host time. The reader cost is the part that loaders of its
+thread (or task) took. Averages leave out the first `skip` steps. A rate divides by elapsed time, in which parallel
+steps count once.
 
-`paddle.profiler` divides by one step less than it times, so twelve steps of 10 ms become 15 ms. It prints a least of
-`inf` if each step is longer than the one before, and counts samples only by hand. Here 10 ms is 10 ms.
+`paddle.profiler` divides by one step less than it times, so twelve steps of 10 ms become 15 ms. It prints a minimum of
+`inf` if each step is longer than the one before. Here 10 ms is 10 ms.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from instrument.trace.intervals import Unions, union
 
 
 def benchmark(recording: Recording, options: Options) -> Loops:
-    """Return the view of all steps of a running `Profiler`, else of the kept spans.
+    """Return the view: of all steps that a running `Profiler` has counted, else of the kept spans.
 
-    `skip_first` leaves out the first steps of each loop, by a step's own number or else by its begin. It does not apply
-    to steps that were counted as they went by.
+    `skip_first` leaves out the first steps of each loop, by the step's own number or else in order of their begins. It
+    does not apply to the steps of a running `Profiler`.
     """
     if recording.benchmark is not None:
         return counted(recording.benchmark, options)
@@ -40,7 +40,7 @@ def benchmark(recording: Recording, options: Options) -> Loops:
 
 
 class _Steps(NamedTuple):
-    """Steps by their rows: begin, end, wait for loaders (all in ns), and a mark for a step that is cut."""
+    """Steps as columns: their rows in the trace, begins, ends and waits for loaders in ns, and True for cut steps."""
 
     row: Int64s
     start_ns: Int64s
@@ -49,14 +49,14 @@ class _Steps(NamedTuple):
     is_cut: Bools
 
     def at(self, places: Int64s) -> _Steps:
-        """Return the steps at some places."""
+        """Return the steps at some indices."""
         return _Steps(
             self.row[places], self.start_ns[places], self.end_ns[places], self.reader_ns[places], self.is_cut[places]
         )
 
 
 def _loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ...]:
-    """Return the loops by the name of their steps, in the order of the first sight of each."""
+    """Return a loop per name of steps, in the order in which the names first occur."""
     rows = np.flatnonzero(trace.of_kind("step"))
     if not len(rows):
         return ()
@@ -71,7 +71,7 @@ def _loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ..
 
 
 def _steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
-    """Return the steps of rows. A task's step waits for loaders of that task, other steps for those of their thread."""
+    """Return the steps of some rows. A step waits for loaders of its task or, without a task, of its thread."""
     thread = ranked(trace.thread_id)[1]
     line, firsts = numbered(thread, trace.task_id)
     line = np.where(trace.task_id == 0, len(firsts) + thread, line)
@@ -89,7 +89,7 @@ def _steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
 
 
 def _loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
-    """Return the loop of steps in their order."""
+    """Return the times of a loop from its steps, which are in order."""
     counts, timed = Benchmark(skip=0), list[int]()
     attributes = (trace.attributes.values(key, steps.row) for key in ("step", "samples"))
     columns = (column.tolist() for column in (steps.end_ns - steps.start_ns, steps.reader_ns, steps.is_cut))

@@ -1,7 +1,7 @@
 """The `brief` view: one screen on the served requests, their time, the device, the cost and the losses.
 
-It computes nothing itself. The numbers are those of `requests` (or of `benchmark` and `phases` for steps without any
-request), `ops` and `device`, which have more of them. It never has more than `MOST_LINES` lines of `LINE` columns.
+It computes nothing itself: its numbers are from the views `requests`, `ops` and `device`. A job with steps but without
+requests has those of `benchmark` and `phases`. It has at most `MOST_LINES` lines of `LINE` columns.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MOST_LINES = 57
 """The most lines of the view. With the names of process and file below it, a screen has 60."""
 
 PLACES = 7
-"""The most rows of places by self time."""
+"""The most rows in the table of self times."""
 
 PARTS = 6
-"""The most endpoints, and the most parts of a request or step. One more row has the rest."""
+"""The most endpoints in the table, and the most parts of a request or step. One more row sums up the rest."""
 
 DEVICES = 3
 LAUNCH_BOUND_FROM = 0.1
@@ -58,7 +58,7 @@ MORE = "More: `instrument report FILE --view {}`; `instrument help reports` expl
 
 @dataclass(frozen=True, slots=True)
 class Brief(View):
-    """The work that was done: `requests`, or `steps` and their `phases` without any request, else neither.
+    """The `brief` view. It has `requests` if there are any, else `steps` and their `phases` if there are any.
 
     `places` has the largest self times of all calls, None if no call was counted.
     """
@@ -78,7 +78,7 @@ class Brief(View):
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """Return the tables: of requests or of steps, and of the places of the time."""
+        """Return the tables: one of requests or steps, and one of the largest self times."""
         unit, times = self._options.unit, f"mean_ns=Mean, {self._options.unit}|p50_ns=p50|p99_ns=p99|max_ns=Max"
         served = []
         if self.requests.requests:
@@ -126,7 +126,7 @@ class Brief(View):
         return [*lines, ""]
 
     def _served(self) -> list[str]:
-        """Return the lines on the window and its requests or steps, and on requests that the tables leave out."""
+        """Return the lines on the window, its requests or steps, and the requests that the tables leave out."""
         window = f"{number(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
         cut = f", {self.requests.requests_cut} more open at an edge of the window" if has_more else ""
@@ -156,13 +156,13 @@ class Brief(View):
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The cost as a share of the window, if no memory of the probes is in the processor's caches."""
+        """The cost as a share of the window if the processor's caches have none of the memory that the probes use."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
 
 def brief(recording: Recording, options: Options) -> Brief:
-    """Return the view. `rows` may bound its tables to fewer rows. `sorted_by`, `least_ns`, `corrected` and `skip_first`
-    apply to the views below it. It does not use `tracer_option`, `state` and `threads`."""
+    """Return the view. `rows` may only lower its own limits. `sorted_by`, `least_ns`, `corrected` and `skip_first` are
+    passed to the views that it uses. `tracer_option`, `state` and `threads` have no effect."""
     places = ops(recording, _at_most(PLACES, options)).functions
     few = replace(_at_most(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
@@ -195,7 +195,7 @@ def _at_most(rows: int, options: Options) -> Options:
 
 
 class WorkRow(NamedTuple):
-    """A row of an endpoint or a loop or, with a `depth`, of a part of it."""
+    """A table row: an endpoint or a loop with `depth` 0, or a part of one with `depth` 1."""
 
     name: str
     count: Any = BLANK
@@ -210,7 +210,7 @@ class WorkRow(NamedTuple):
 
 
 class RemainingPlaces(NamedTuple):
-    """The row of the omitted places."""
+    """The table row that sums up the omitted rows of self times."""
 
     remaining: int
     time_ns: int
@@ -224,7 +224,7 @@ class RemainingPlaces(NamedTuple):
 
 
 def _request_rows(times: RequestTimes) -> list[WorkRow]:
-    """Return the endpoints, and the parts of the heaviest ones, as far as there is room."""
+    """Return rows of the endpoints and of the parts of the heaviest ones, as many as fit the table."""
     room = 2 * PARTS + 3 - len(times.endpoints) - len(times.groups)
     rows = []
     for endpoint in times.endpoints:
@@ -255,7 +255,7 @@ def _slowest(times: RequestTimes, unit: str) -> list[str]:
 
 
 def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
-    """Return the line on blocked event loops, if any was."""
+    """Return the line on blocked event loops, [] if none was blocked."""
     blocked = times.blocked
     if blocked is None:
         return []
@@ -286,7 +286,7 @@ def _more_line(count: int, noun: str) -> list[str]:
 
 
 def _device_lines(view: DeviceView, why: str) -> list[str]:
-    """Return a line for each device; without any, `why` or else the reason of the view `device`.
+    """Return a line per device. Without a device return the reason: `why`, else that of the view `device`.
 
     There is no line if no span asked for device time and no GPU is present.
     """
@@ -306,7 +306,7 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
 
 
 def _process_line(view: DeviceView) -> list[str]:
-    """Return the readings of the process itself, one sentence."""
+    """Return one line on the processor use and the memory of the process, [] without readings."""
     rows = {row.gauge: row for row in view.gauges.rows if row.samples} if view.gauges is not None else {}
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []
@@ -340,7 +340,7 @@ def _losses(losses: Mapping[str, int]) -> list[str]:
 
 
 def _notes(notes: Sequence[str], most_lines: int) -> list[str]:
-    """Return the notes, complete if there is room for all, else the beginnings of the first ones."""
+    """Return all notes in full if they fit `most_lines`, else the first line of each."""
     blocks = [wrapped(f"Not observed: {safe(note)}") for note in notes]
     if sum(map(len, blocks)) <= most_lines:
         return [line for block in blocks for line in block]
@@ -356,7 +356,7 @@ def _two_lines(text: str) -> list[str]:
 
 
 def _cut(line: str) -> str:
-    """Return a line of an unfinished sentence, cut after the last word that leaves room for a mark."""
+    """Cut a line after a word and add ` ...`, so that it has at most `LINE` columns."""
     while columns(line) > LINE - 4:
         line = line.rpartition(" ")[0]
     return f"{line} ..."

@@ -1,8 +1,8 @@
-"""The causes that delay requests: the time that each took of a request, and the rows that show it.
+"""The causes that delay requests: the time that each cause took in a request, and the rows that prove it.
 
-`CAUSES` is the closed list. Each instant of a request is time of one cause, of its expected work, or unknown. So the
-differences between a request and typical ones add up to the difference of their walls. Interruptions come first, then
-the part of the ledger decides. The time in a step of the engine is divided by `instrument.trace.step_costs`.
+`CAUSES` is the closed list. Each instant of a request counts for one cause, for its expected work, or as unknown. So
+the differences between a request and a typical one add up to the difference of their wall times. Interruptions come
+first. The ledger's part decides on all other time. `instrument.trace.step_costs` divides the time in engine steps.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ LOAD, UNKNOWN_REST = "expected load", "unknown"
 IN_QUEUE, IN_BATCH = "in the queue", "in batches"
 
 SPREAD = "all call paths alike"
-"""The path of an excess that all call paths share alike."""
+"""The path of a cause that slowed all call paths alike."""
 
 Key = tuple[str, str]
-"""A cause, `LOAD` or `UNKNOWN_REST`, and its detail: a call path or a part of the request."""
+"""A cause (or `LOAD`, `UNKNOWN_REST`) and its detail: a call path or a part of the request."""
 
 PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
-"""The gauge that shows a cause, as a percentage of the time between two readings."""
+"""The gauge that proves a cause. Its values are percentages of the time since the last reading."""
 
 
 class Proof(NamedTuple):
@@ -90,7 +90,7 @@ class _Turns:
 
 
 class CauseTimes:
-    """The times of causes in requests of a recording. `places` are the requests that may be asked for."""
+    """The time of each cause in requests of a recording. Only the requests in `places` have times."""
 
     def __init__(self, recording: Recording, places: Int64s) -> None:
         self.trace, self.joined = recording.columns, recording.once(joined_requests)
@@ -124,7 +124,7 @@ class CauseTimes:
         return self._process_of(self.trace.thread_id[rows])
 
     def _turns_of(self, places: Int64s) -> tuple[Mapping[int, _Turns], tuple[str, ...]]:
-        """Return the turns of some requests, with turns of an unknown part for the gaps."""
+        """Return the turns of each request. An unknown turn fills each gap."""
         trace, joined = self.trace, self.joined
         is_chosen = np.append(np.zeros(len(joined.rows), dtype=np.bool_), False)
         is_chosen[places] = True
@@ -158,7 +158,7 @@ class CauseTimes:
         }, names
 
     def _blocks(self) -> Int64s:
-        """Return the rows of blocked loops, without those that engine steps on the loop caused."""
+        """Return the rows of blocked event loops, except those that engine steps blocked."""
         trace, costs = self.trace, self.costs
         rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
         steps = union_by_group(trace.thread_id[costs.rows], costs.start_ns, costs.end_ns)
@@ -168,7 +168,7 @@ class CauseTimes:
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
     def _adjust(self) -> None:
-        """Take collections, first calls and other device work out of the excess of steps, once each."""
+        """Move collections, first calls and other device work from the excess of steps to causes of their own."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
         collected = self._collected.within(self._processes(costs.rows), costs.start_ns, costs.end_ns)
@@ -185,7 +185,7 @@ class CauseTimes:
         self.excess_ns = excess_ns
 
     def _device_of_others(self, timed: Int64s) -> Floats:
-        """Return the time in which a step's device worked for other trees than the step's."""
+        """Return the time in each step in which its device worked for spans outside of all steps."""
         trace, costs = self.trace, self.costs
         device = trace.device
         step = costs.step_of[device.row[timed]]
@@ -200,11 +200,11 @@ class CauseTimes:
 
     @property
     def knows_first_calls(self) -> bool:
-        """True if the recording has its process's start and no row was overwritten."""
+        """True if the recording covers the process's start and lost no row."""
         return self.facts.startup is not None and not self.facts.held_from_ns
 
     def _first_rows(self) -> Int64s:
-        """Return the first row of each site outside of steps."""
+        """Return the row of each site's first call."""
         trace = self.trace
         if not self.knows_first_calls:
             return np.zeros(0, dtype=np.int64)
@@ -212,7 +212,7 @@ class CauseTimes:
         return np.asarray(order[np.unique(trace.site[order], return_index=True)[1]])
 
     def _rows_of_own_work(self, places: Int64s) -> Mapping[int, Int64s]:
-        """Return the rows of each request's own work outside of its phases and of steps."""
+        """Return the rows of each request's own calls that are in no phase and no step."""
         trace, joined = self.trace, self.joined
         is_chosen = np.append(np.zeros(len(joined.rows), dtype=np.bool_), False)
         is_chosen[places] = True
@@ -228,7 +228,7 @@ class CauseTimes:
     # ------------------------------------------------------------ one request
 
     def engine_thread(self, place: int) -> int | None:
-        """Return the thread of the steps that serve a request, None without any."""
+        """Return the thread of the engine steps that serve a request, None without steps."""
         pairs = self._turns[place].pair
         pairs = pairs[pairs != NONE]
         if not len(pairs):
@@ -243,7 +243,7 @@ class CauseTimes:
         return {*request_threads, *(thread for thread in engines if thread is not None)}
 
     def parts_of(self, place: int) -> dict[str, int]:
-        """Return the time of each part of a request, as in the ledger, with batches as one part."""
+        """Return the time of each part of a request. Parts are those of the ledger, with all batches as one part."""
         turns, sums = self._turns[place], Counter[str]()
         for part, length in zip(turns.part.tolist(), turns.length_ns.tolist(), strict=True):
             sums[self.names[part]] += length
@@ -268,14 +268,14 @@ class CauseTimes:
         return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
 
     def batches_of(self, place: int) -> tuple[Int64s, Floats]:
-        """Return the steps that served a request, with its time in each turn of them."""
+        """Return the steps that served a request, and the request's time in each of them in ns."""
         turns = self._turns[place]
         chosen = np.flatnonzero(turns.pair != NONE)
         steps = self.costs.step_of[self.joined.served.batch[turns.pair[chosen]]]
         return steps, turns.length_ns[chosen].astype(np.float64)
 
     def times_of(self, place: int) -> dict[Key, float]:
-        """Return the time of each cause in a request. All times add up to its wall."""
+        """Return the time of each cause in a request. The times add up to its wall time."""
         trace, turns, times = self.trace, self._turns[place], defaultdict[Key, float](float)
         root = int(self.joined.rows[place])
         ends = turns.start_ns + turns.length_ns
@@ -322,7 +322,7 @@ class CauseTimes:
         return np.asarray(threads)
 
     def _blocked_within(self, root: int, turns: _Turns, most_ns: Int64s) -> Int64s:
-        """Return, per turn of a request, the time of its wait in which the request's event loop was blocked."""
+        """Return the time in each turn in which the request waited and its event loop was blocked."""
         trace = self.trace
         if not len(self.blocks):
             return np.zeros(len(turns.part), dtype=np.int64)
@@ -335,7 +335,7 @@ class CauseTimes:
         return np.where(waits, np.minimum(blocked, most_ns), 0)
 
     def _add_steps(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
-        """Add the parts of steps that a request waited for or was in. Returns their time."""
+        """Add the time that a request spent in some steps, or waited for them, by cause. Return the sum."""
         if not len(steps):
             return 0.0
         if part == STALL:
@@ -355,7 +355,7 @@ class CauseTimes:
         return float(spent_ns.sum())
 
     def _add_own(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
-        """Add turns of a request's own phases."""
+        """Add the time of a request's own phases or calls, by cause."""
         trace = self.trace
         for row, ns in zip(rows.tolist(), spent_ns.tolist(), strict=True):
             site = trace.sites[trace.site[row]]
@@ -379,7 +379,7 @@ class CauseTimes:
         return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
 
     def _add_calls(self, times: dict[Key, float], place: int, most_ns: float) -> None:
-        """Add the running time of a request's own calls outside of phases, within its unknown time."""
+        """Add the running time of a request's own calls outside of phases, up to `most_ns` in all."""
         trace, rows = self.trace, self._own_rows[place]
         waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
         ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
@@ -391,7 +391,7 @@ class CauseTimes:
     # ------------------------------------------------------------ proofs
 
     def proofs(self, place: int, cause: str, path: str = "", most: int = 3) -> list[Proof]:
-        """Return the rows that took most of a cause's time in a request."""
+        """Return the `most` rows with the largest time of a cause in a request."""
         trace, root = self.trace, int(self.joined.rows[place])
         begin_ns, end_ns = int(trace.start_ns[root]), int(trace.end_ns[root])
         if cause in (COLLECTED, BLOCKED):
@@ -488,7 +488,7 @@ class CauseTimes:
 
 
 def _without(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
-    """Take each step's amount from its largest excess, down to 0 at most. Return the rest and the taken times."""
+    """Subtract each step's amount from its largest excess, down to 0. Return the rest and the subtracted times."""
     if not len(excess_ns):
         return excess_ns, amounts_ns
     largest = np.argmax(excess_ns, axis=1)
@@ -505,7 +505,7 @@ def _costs(recording: Recording) -> StepCosts:
 
 
 class _Processes:
-    """The number of the process of each thread."""
+    """A map from thread ids to numbers of processes."""
 
     def __init__(self, facts: Trace) -> None:
         self._numbers = {thread: number for number, process in enumerate(facts.processes) for thread in process.threads}
@@ -517,7 +517,7 @@ class _Processes:
 
 
 def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
-    """Return the gauges of hosts by process, on the trace's clock: of the processes of some threads, or of all."""
+    """Return a list of host gauge readings per process, on the trace's clock. `threads` selects processes, None all."""
     of_processes = [
         [replace(sample, at_ns=sample.at_ns + process.moved_ns) for sample in process.facts.samples]
         for process in facts.processes
@@ -530,9 +530,9 @@ def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[li
 def pressures(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the time under pressure within an interval and its usual share of time, None if no gauge shows it.
+    """Return the ns under pressure within an interval, and the usual share of time under pressure.
 
-    Of several processes it is the longest time.
+    The result is None without readings. Of several processes the one with the longest time counts.
     """
     results = []
     for samples in gauges:

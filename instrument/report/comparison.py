@@ -1,16 +1,16 @@
-"""The comparison of two recordings: the effect of a deployment, apart from the effect of its load.
+"""The comparison of two recordings: the effect of a code change, separated from the effect of its load.
 
-The comparison is call by call: the self time of a call, without its waits, on its call path, and the device time of its
-launches. Calls are matched by their work and load: requests in flight at their begin, the members and the weight of the
-batch around them, and sizes among the attributes of the call and of its request (`SIZE`). The remaining difference is
-the effect of the code (see `instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time of both sides
-are left out. The probability that any of the verdicts is wrong is at most `FAMILY` (Bonferroni).
+It compares call paths: the self time of their calls without waits, and the device time of their launches. It matches
+calls of like work and load. Work is the size of the surrounding batch and the sizes among attributes (`SIZE`). Load is
+the number of requests in flight when the call begins. The remaining difference is the effect of the code (see
+`instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time of both sides are left out. The probability
+that any of the verdicts is wrong is at most `FAMILY` (Bonferroni).
 
-Times of requests that follow from load (queue, waiting, stalls) are shown before and after, without a verdict of their
-own: either slower work or more load may cause them.
+Queue times, waits and stalls are shown before and after, but without a verdict: slower work or more load may cause
+them.
 
-The page has the tables and an icicle of the call paths, without a script and without a network. A box is a call path,
-as wide as the time after of the path and of all below it. Its colour is the change of like work.
+The HTML page has the tables and an icicle chart of the call paths, and uses no script and no network. A box is a call
+path. Its width is the time after the change, including the calls below. Its colour is the change of like work.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
 
 FAMILY = 0.01
-"""The probability that any verdict of a comparison without a change is wrong."""
+"""The probability of any wrong verdict if nothing has changed."""
 
 LEAST_SHARE = 0.005
-"""The least share of one side's time for a call path in the comparison."""
+"""The least share of either side's time with which a call path is compared."""
 
 MAJOR_SHARE = 0.05
-"""The least share of the time after the change with which an unclear call path makes the gate inconclusive. Start-up
-runs once and has less."""
+"""The least share of time with which an unclear call path makes the gate inconclusive. Start-up runs once and has less.
+"""
 
 LEAST_CHANGE = 1e-4
-"""The share below which a difference is no change: clocks and rounding cause it."""
+"""The share below which clocks and rounding may cause a difference, so that it is no change."""
 
 SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
-"""Names of attributes with the size of a call's or a request's work."""
+"""A pattern of attribute names that give the size of a call's or request's work."""
 
 NAMES_LOOKED_FOR_IN = 2_000
-"""The number of rows with attributes that are searched for names of sizes, evenly over the recording."""
+"""The number of rows, evenly spread over the recording, whose attributes are searched for names of sizes."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
 DEVICE = " (device)"
@@ -70,17 +70,16 @@ NOTEWORTHY = 0.05
 """The smallest change of an endpoint's mean for which a sentence names the cause."""
 
 MOSTLY = 0.5
-"""The least share of the time with work that is alike on both sides for a verdict on the load."""
+"""The least share of time with matched work for a verdict on the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """The change of a call path. `path` begins with the topmost call; `name` is its last call and the one around it.
 
-    Calls and means are of all calls, as recorded. `ratio` is the change of like work, as a share of its time before. It
-    is between `low_ratio` and `high_ratio`. `cost_ns` is its cost per request after, or per call without requests.
-    `detectable_ratio` is the smallest detectable change. `matched_ratio` is the share of the time after that is like
-    work.
+    Calls and means are over all calls. `ratio` is the change of like work, as a share of its time before, with the
+    limits `low_ratio` and `high_ratio`. `cost_ns` is the added time per request, or per call without requests.
+    `detectable_ratio` is the smallest detectable change. `matched_ratio` is the share of time with like work.
     """
 
     path: tuple[str, ...]
@@ -100,19 +99,19 @@ class Change:
 
     @property
     def name(self) -> str:
-        """The last call of the path, and the one around it."""
+        """The last call of the path and its caller, such as `decode in step`."""
         return " in ".join(reversed(self.path[-2:]))
 
     def summed_ns(self) -> float:
-        """Return the time of all calls of a path that one side has alone."""
+        """Return the time of all calls, for a path that only one side has."""
         return self.calls_before * (self.mean_before_ns or 0) + self.calls_after * (self.mean_after_ns or 0)
 
     def change(self) -> str:
-        """Return the change with its sign."""
+        """Return the change as a signed percentage."""
         return "-" if self.ratio is None else f"{self.ratio:+.1%}"
 
     def limits(self) -> str:
-        """Return the limits of the change."""
+        """Return the limits of the change as signed percentages."""
         if self.low_ratio is None or self.high_ratio is None:
             return "-"
         return f"{self.low_ratio:+.1%} to {self.high_ratio:+.1%}"
@@ -120,10 +119,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class LoadChange:
-    """An endpoint, or a part of its time that follows from load, before and after.
+    """The time of an endpoint, or of one part that depends on load, before and after.
 
-    Means are per request of the endpoint. The 99th percentile of a part is over the requests with that part, as in the
-    view `requests`; None for several runs.
+    Means are per request of the endpoint. The 99th percentile of a part is over the requests with that part. It is None
+    for several runs.
     """
 
     name: str
@@ -139,7 +138,7 @@ class LoadChange:
 
 @dataclass(frozen=True, slots=True)
 class SlowestRequests:
-    """The 99th percentile of the requests of an endpoint, before and after, with its limits by `p99_limits`."""
+    """The 99th percentile of an endpoint's wall times, before and after, with the confidence limits of `p99_limits`."""
 
     name: str
     requests_before: int
@@ -159,7 +158,7 @@ class SlowestRequests:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(View):
-    """The view: call paths with like work on both sides, by the cost of their change, and the load of each side."""
+    """The comparison: call paths by the cost of their change, and the load before and after."""
 
     changes: tuple[Change, ...]
     loads: tuple[LoadChange, ...]
@@ -173,22 +172,22 @@ class Comparison(View):
 
     @property
     def changed(self) -> tuple[Change, ...]:
-        """The call paths whose like work takes another time than before."""
+        """The call paths whose like work got slower or faster."""
         return tuple(change for change in self.changes if change.verdict in (SLOWER, FASTER))
 
     @property
     def detectable_ratio(self) -> float | None:
-        """The smallest change of all like work that the comparison can detect, weighted by time; None without any."""
+        """The mean smallest detectable change over call paths, weighted by time; None without any."""
         weighed = [(change.detectable_ratio, change.share_ratio) for change in self.changes if change.detectable_ratio]
         whole = sum(share for _, share in weighed)
         return sum(ratio * share for ratio, share in weighed) / whole if whole else None
 
     def over(self, limit: float) -> list[Change]:
-        """Return the call paths with the verdict slower whose change exceeds a share."""
+        """Return the call paths that got slower by more than a share."""
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def unsure(self, limit: float) -> list[Change]:
-        """Return the major call paths whose change beyond a share can be neither detected nor excluded."""
+        """Return the major call paths for which a change beyond a share is neither proven nor excluded."""
         return [
             change
             for change in self.changes
@@ -227,7 +226,7 @@ class Comparison(View):
         return [*lines, *self._about_load()]
 
     def _about_load(self) -> list[str]:
-        """Return the cause of a slower or faster heaviest endpoint, if it is known."""
+        """Return a sentence on why the heaviest endpoint got slower or faster, [] without a noteworthy change."""
         load = next(iter(self.loads), None)
         more = load.mean_after_ns / load.mean_before_ns - 1 if load is not None and load.mean_before_ns else 0.0
         if load is None or abs(more) < NOTEWORTHY:
@@ -318,7 +317,7 @@ class Comparison(View):
 
 @dataclass(frozen=True)
 class _Side:
-    """The calls of one side by their paths, with rows in the order of time, and the sums of the side."""
+    """One side of the comparison: its calls by path in the order of time, its requests, and its summed time in ns."""
 
     work: Mapping[tuple[str, ...], CallSample]
     requests: int
@@ -440,7 +439,7 @@ def sizes_in(trace: Columns) -> set[str]:
 
 
 def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the covariates by which calls are matched, a row for each. The top of this module explains them."""
+    """Return the numbers by which calls are matched: a row per covariate, a column per span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))
@@ -478,7 +477,7 @@ PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT)
 
 
 def _loads(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
-    """Return groups of requests by their time, each followed by its parts that follow from load."""
+    """Return a row per group of requests, the longest sum first, and below each a row per part that depends on load."""
     sides = _groups(before, options), _groups(after, options)
     seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
     names = dict.fromkeys(name for side in sides for name in side)
@@ -502,7 +501,7 @@ def _limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
 
 
 def _slowest(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[SlowestRequests]:
-    """Return the slowest requests of each group that both sides have, the group with the most requests first."""
+    """Return the 99th percentiles of each group that both sides have, the group with the most requests first."""
     sides = []
     for runs in (before, after):
         walls: dict[str, list[Int64s]] = defaultdict(list)
@@ -536,7 +535,7 @@ def _groups(runs: Sequence[Recording], options: Options) -> dict[str, list[Endpo
 
 
 def _times_of(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
-    """Return the sum of an endpoint's wall times, or of one part of them, and for a single run the 99th percentile."""
+    """Return the sum of an endpoint's wall times, or of one part. For a single run return the 99th percentile, too."""
     times = [(times.wall_ns, times.p99_ns) for times in runs]
     if part:
         phases = [phase for times in runs for phase in times.phases if phase.name == part]
@@ -560,7 +559,7 @@ caption { color: #59626e; } .row { display: flex; } .box { overflow: hidden; whi
 
 @dataclass
 class _Box:
-    """A call path with its change, if it has one, and the calls below it."""
+    """A box of the page: a call path with its change, None if not compared, and the calls below it."""
 
     change: Change | None = None
     calls: dict[str, _Box] = field(default_factory=dict)
@@ -588,7 +587,7 @@ def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
 
 
 def _boxes(parent: _Box, whole: float) -> Iterator[str]:
-    """Yield a row of the boxes of calls, each with the calls below it."""
+    """Yield the HTML of the boxes below a parent."""
     yield '<div class="row">'
     for name, box in sorted(parent.calls.items(), key=lambda item: (-item[1].width(), item[0])):
         change = box.change

@@ -1,7 +1,7 @@
-"""The `copies` view: the copies by direction and call, their speed, and asynchronous copies that had to wait.
+"""The `copies` view: copies by direction and call, their rates, and asynchronous copies that had to wait.
 
-A rate is in 10^9 bytes a second over the device time of the calls with any. Without device time it is over host time,
-if the call waits for the copy. If the call does not wait, there is no rate.
+A rate is in 10^9 bytes per second of device time, over the calls with device time. Without device time it is per second
+of host time if the call waits for the copy. If the call does not wait, there is no rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instrument.trace.columns import Columns, Int64s
 from instrument.trace.groups import Groups
 
 ACROSS = ("h2d", "d2h")
-"""Directions to or from the host. The call waits for the copy unless it is asynchronous."""
+"""The directions to or from the host. These copies make the call wait, unless they are asynchronous."""
 
 ENDS = {
     "h2d": "host to device",
@@ -42,14 +42,13 @@ NO_COPY = (
 
 @dataclass(frozen=True, slots=True)
 class CopyUse:
-    """The copies of one call in one direction, or of all calls in it.
+    """The copies of one call in one direction, or of all calls in that direction.
 
-    `direction` is "" if the span does not report it. `call` is the copying function or the span's name, empty for a
-    whole direction. `sync` is True if the call waits for the copy, and `pinned` True if the host's memory is
-    page-locked. Both are None if unknown or, for a whole direction, mixed. `device_ns` is the sum over the `timed`
-    calls with device time, and `timed_bytes` is their size. `waited_ns` and `waited_bytes` are of the calls that wait
-    for the copy. `staged` calls asked for an asynchronous copy with pageable memory and waited. A row with `remaining`
-    replaces that many.
+    `direction` is "" if the span does not report it. `call` is the copying function or the span's name, else "". `sync`
+    is True if the call waits for the copy, and `pinned` True if the host's memory is page-locked. Both are None if
+    unknown or if the copies differ. `device_ns` is the sum over the `timed` calls with device time, and `timed_bytes`
+    is their size. `waited_ns` and `waited_bytes` are sums over the calls that wait for the copy. `staged` counts
+    asynchronous copies that waited since memory is pageable. A row with `remaining` replaces that many.
     """
 
     direction: str
@@ -69,12 +68,12 @@ class CopyUse:
 
     @property
     def base(self) -> str:
-        """The time under the rate: `device`, `host`, or "" if no time of the copies is known."""
+        """The kind of time that the rate divides by: `device`, `host`, or "" if no time of the copies is known."""
         return "device" if self.device_ns else "host" if self.waited_ns else ""
 
     @property
     def rate_gb_s(self) -> float | None:
-        """The 10^9 bytes per second over the time of `base`, None without one."""
+        """The rate in 10^9 bytes per second, None if no time is known."""
         if self.device_ns:
             return self.timed_bytes / self.device_ns
         return self.waited_bytes / self.waited_ns if self.waited_ns else None
@@ -83,11 +82,11 @@ class CopyUse:
         return self.moved_bytes / 1e6
 
     def memory(self) -> str:
-        """Return the kind of the host's memory, "" if it is unknown."""
+        """Return the kind of host memory, such as `pinned`; "" if unknown."""
         return {True: "pinned", False: "pageable", None: ""}[self.pinned]
 
     def mode(self) -> str:
-        """Return `sync`, `async` or a dash, with a star for staged copies."""
+        """Return `sync`, `async` or a dash, followed by a star if some copies were staged."""
         return {True: "sync", False: "async", None: MISSING}[self.sync] + "*" * bool(self.staged and not self.remaining)
 
 
@@ -116,7 +115,7 @@ def copy_uses(trace: Columns) -> list[CopyUse]:
 
 
 def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
-    """Return the copies of each direction together."""
+    """Return one row per direction, which sums up its copies."""
     groups: dict[str, list[CopyUse]] = {}
     for use in uses:
         groups.setdefault(use.direction, []).append(use)
@@ -125,7 +124,7 @@ def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
 
 @dataclass(frozen=True, slots=True)
 class CopiesView(View):
-    """The copies of each direction together, and by call."""
+    """The `copies` view: the copies summed up by direction, and by call."""
 
     coverage: Coverage
     directions: tuple[CopyUse, ...]
@@ -180,8 +179,8 @@ class CopiesView(View):
 def copies(recording: Recording, options: Options) -> CopiesView:
     """Return the view of the kept spans.
 
-    `rows` bounds the table of calls to the largest sizes. `least_ns` bounds it by the time of the copies, on the device
-    if it was timed, else on the host. One more row has the rest.
+    `rows` and `least_ns` bound the table of calls: the calls that copied most bytes remain. `least_ns` compares device
+    time or, without it, host time. One more row has the rest.
     """
     uses = copy_uses(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
@@ -209,10 +208,8 @@ def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
 
 
 def sizes(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the bytes that calls have moved, 0 for an attribute that is no size.
-
-    A number beyond the largest size counts as 0, too: the sum of a few would not fit 64 bits.
-    """
+    """Return the bytes that each call moved, 0 for an invalid size. A size beyond the largest valid one counts as 0,
+    too: the sum of a few would not fit 64 bits."""
     return np.array(list(map(_size, trace.attributes.values("bytes", rows))), dtype=np.int64)
 
 
@@ -222,12 +219,12 @@ def _size(moved: object) -> int:
 
 
 def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True if a copy that should be asynchronous waits, since the host's memory is not page-locked."""
+    """Return True if an asynchronous copy had to wait, since the host's memory is not page-locked."""
     return direction in ACROSS and sync is False and pinned is False
 
 
 def _is_waited(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True if the call's host time is that of the copy."""
+    """Return True if the call waits for the copy, so that the call's host time is the copy's time."""
     is_staged = _is_staged(direction, call, sync, pinned)
     return direction not in DEVICE_DIRECTIONS or (direction in ACROSS and (sync is not False or is_staged))
 

@@ -1,7 +1,7 @@
 """The `cost` view: the cost of the instrumentation by probe and own thread, the spans that it kept, and what it missed.
 
-The cost of a probe is its cost per call on this machine, measured over a bare call, times its calls. A saved trace has
-only the mean of all probes. It does not have the use of the rings or the muted sites.
+The cost of a probe is its extra time per call, measured on this machine, times its calls. A saved trace has only the
+mean over all probes. It does not have the use of the rings or the muted sites.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True)
 class SiteCost:
-    """The probes of one place: their calls, the cost of each, the sum, and two shares of it.
+    """The cost of one place's probes: calls, cost per call, and the sum. `ratio` is the share of the cost of all sites.
 
-    `ratio` is the share of the cost of all sites. `burden` is the share of the calls' host time, over 1 if a call is
-    shorter than its probe. A row with `remaining` replaces that many sites, at their mean cost.
+    `burden` is the cost as a share of the calls' host time. It exceeds 1 if a call is shorter than its probe. A row
+    with `remaining` replaces that many sites, at their mean cost.
     """
 
     name: str
@@ -61,7 +61,6 @@ class SiteCost:
         return _with_place(self.name, self.place)
 
     burden = Ratio("cost_ns", of="host_ns")
-    """The cost as a share of the calls' host time."""
 
 
 def _with_place(name: str, place: str) -> str:
@@ -70,7 +69,7 @@ def _with_place(name: str, place: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MutedSite:
-    """A place with `calls` that were only counted, to stay within the budget. `now` is True if it is still muted."""
+    """A site that was muted to save cost: `calls` were only counted. `now` is True if it is still muted."""
 
     name: str
     kind: str
@@ -84,23 +83,22 @@ class MutedSite:
 
 @dataclass(frozen=True, slots=True)
 class RingUse:
-    """The use of the memory for the newest spans."""
+    """The use of the rings, the memory for the newest spans of each thread."""
 
     held_rows: int
     rows: int
     memory_bytes: int
 
     ratio = Ratio("held_rows", of="rows")
-    """The share of the rings' rows that hold spans. A new thread adds a ring as long as there is memory."""
+    """The share of the rings' rows that hold spans. Each new thread adds a ring while memory is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstrumentationCost(View):
-    """The view. The parts add up to `cost.total_ns`. `muted` and `rings` are None without a running process.
+    """The `cost` view. Its parts add up to `cost.total_ns`. `muted` and `rings` are None for a saved trace.
 
-    `notes` are on everything that was not observed, except muted sites of a running process.
-
-    `device_asked` counts the kept spans that asked for device time, and `device_missing` those without any, by reason.
+    `notes` name everything that was not observed, except the muted sites of a running process. `device_asked` counts
+    the kept spans that asked for device time. `device_missing` counts those that got none, by reason.
     """
 
     recorder: str
@@ -123,7 +121,7 @@ class InstrumentationCost(View):
 
     @property
     def ratio(self) -> float | None:
-        """The whole cost as a share of the window."""
+        """The total cost as a share of the window."""
         return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
 
     @property
@@ -170,10 +168,8 @@ class InstrumentationCost(View):
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
-    """Return the view of the tally and of the facts of the kept spans.
-
-    `rows` bounds the table of sites to the most expensive ones, `least_ns` to sites with at least that cost.
-    """
+    """Return the view of the tally and the kept spans. `rows` bounds the table of sites to the most expensive ones,
+    `least_ns` to sites that cost at least that time."""
     spent, upkeep = recording.cost, recording.upkeep
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
     coverage, device_asked, missing = _span_facts(recording)
@@ -197,7 +193,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
 
 
 def _parts(spent: Cost, upkeep: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
-    """Return the parts of the whole. The probes' part is the whole less the other parts."""
+    """Return the parts of the total cost. The probes' part is the total without the other parts."""
     pairs_ns = 0 if upkeep is None else round(upkeep.pairs_ns)
     parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
     threads = {"threads of its own": spent.thread_ns} if upkeep is None else upkeep.threads_ns

@@ -1,9 +1,9 @@
 """The `device` view: the use of each device in the window, by stream, by name and within requests.
 
-The figures are those of `utilisation`. Shares of time are unions and name their base. Work by name is a sum.
+The figures are those of `utilisation`. In shares of time, parallel work counts once. Work by name is a sum.
 
-The Device Summary has the least, mean and most of each gauge. It names rows as Paddle does: `CPU(Process)`,
-`CPU(System)`, `GPU n`. The base of each share is below the table.
+The Device Summary has the minimum, mean and maximum of each gauge. It names rows as Paddle does: `CPU(Process)`,
+`CPU(System)`, `GPU n`. Lines below the table name the base of each share.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _LABELS = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """One gauge of one device, in the gauge's unit.
+    """The readings of one gauge of one device, in the gauge's unit.
 
-    `samples` is the number of samples with a value. Without any, `mean`, `least` and `most` are None: the device
-    reports no value. For a counter they are None too, and `total` is its growth from the first sample to the last.
+    `samples` counts the readings with a value. Without any, `mean`, `least` and `most` are None. They are None for a
+    counter, too, whose `total` is the growth from its first reading to its last.
     """
 
     device: int
@@ -68,11 +68,11 @@ class DeviceRow:
     total: float | None = None
 
     def unit(self) -> str:
-        """Return the unit of the shown numbers."""
+        """Return the unit in which the numbers are shown."""
         return shown_unit(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
 
     def shown(self) -> DeviceRow:
-        """Return the row in the shown unit."""
+        """Return the row with its numbers in the shown unit."""
         scale = shown_unit(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
         numbers = (self.mean, self.least, self.most, self.total)
         mean, least, most, total = (None if value is None else value / scale for value in numbers)
@@ -84,7 +84,7 @@ def _cell(value: float | None, row: DeviceRow) -> str:
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
-    """Return the rows in order: process, machine, devices by number; and the gauges in the order of `GAUGES`."""
+    """Return a row per device and gauge: first the process, then the machine, then the devices by number."""
     values_by_gauge: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
         values = values_by_gauge.setdefault((sample.device, sample.name), [])
@@ -116,7 +116,7 @@ class DeviceSummary:
     _options: Options
 
     def section(self) -> Section:
-        """Return the table, with the base of every share below it."""
+        """Return the table, and below it the base of every share."""
         unit = self._options.unit
         every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
         names = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
@@ -144,7 +144,7 @@ class DeviceSummary:
 
 
 def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
-    """Return the summary of a trace's `samples`, sorted by time, and of its GPUs."""
+    """Return the summary of a trace's samples, which are sorted by time, and of its GPUs."""
     return DeviceSummary(
         read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
         interval_ns=_interval_ns(samples),
@@ -179,7 +179,7 @@ SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class EndpointShare:
-    """The requests of a name, and their device time. A row with `remaining` replaces that many names."""
+    """The requests of one endpoint, and their device time. A row with `remaining` replaces that many endpoints."""
 
     name: str
     requests: int
@@ -197,7 +197,7 @@ class EndpointShare:
 
 
 def device_shares(ledger: DeviceLedger, by_name: Mapping[str, Int64s], options: Options) -> list[EndpointShare]:
-    """Return the device time by endpoint from the places of its requests, [] if no batch had device time."""
+    """Return the device time by endpoint, [] if no batch had device time. `by_name` has the indices of its requests."""
     if not ledger.given_ns.any():
         return []
     whole_ns = sum(int((ledger.own_ns + ledger.shared_ns)[places].sum()) for places in by_name.values())
@@ -219,16 +219,16 @@ def device_share_section(rows: Sequence[EndpointShare]) -> Section:
 
 
 SHORT_NS = 10_000
-"""The mean device ns of a call below which intervals may be measured too long, by published figures up to six times."""
+"""The mean device ns of a call below which intervals may be up to six times too long, by published figures."""
 
 COLUMN_WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView(View):
-    """The work of each device: fields of `Utilisation` without the single requests, and the readings of gauges.
+    """The `device` view: the fields of `Utilisation` without the single requests, and the readings of gauges.
 
-    `reasons` has the number of unanswered spans by reason. `is_ours` is False for a trace of another profiler.
+    `reasons` counts the spans without device time, by reason. `is_ours` is False for a trace of another profiler.
     """
 
     coverage: Coverage
@@ -278,7 +278,7 @@ class DeviceView(View):
         ]
 
     def why_none(self) -> str:
-        """Return the reason why there is no device time at all, as a sentence."""
+        """Return a sentence that says why there is no device time."""
         why = "no span asked for it; give its rule `device: true` in the profile"
         if self.asked:
             parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
@@ -323,7 +323,7 @@ def device(recording: Recording, options: Options) -> DeviceView:
 
 
 def shown_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
-    """Return the endpoints that the options allow, and one row of the rest."""
+    """Return the first endpoints that the options allow, and one row of the rest."""
     make_rest = adding("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
     return bounded(uses, options, attrgetter("wall_ns"), make_rest)
 
@@ -355,7 +355,7 @@ def _parts(use: DeviceUse) -> list[DevicePart]:
 
 
 def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
-    """Return the tables of a device: its time, and its work by stream, label, name, and request."""
+    """Return the tables of a device: its time, and its work by stream, label, name and endpoint."""
     kinds = Counter(name.name for name in use.names)
     mean = number(use.mean_streams)
     clock: tuple[str, ...] = ()
@@ -402,7 +402,7 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
 
 
 def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
-    """Return the work of a device within requests, by their name: means, and shares of the wall."""
+    """Return the table of a device's work within requests, by endpoint: mean times, and shares of the wall time."""
     return Section(
         title, endpoints,
         "name=By request|requests=Requests|wall_mean_ns=Wall|own_mean_ns=Own|own_ratio=|others_mean_ns=Others|"
@@ -415,7 +415,7 @@ def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
 
 
 def _notes(view: DeviceView) -> list[str]:
-    """Return the notes on the figures that the view has."""
+    """Return the notes that explain the view's figures."""
     names = [name for use in view.devices for name in use.names]
     lines = [
         "A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what",

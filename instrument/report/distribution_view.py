@@ -1,11 +1,11 @@
 """The `distribution` view: communication and computation at the same time, on the host and on each device.
 
-It is the Distribution Summary of `paddle.profiler`. All times are unions, clipped to the steps, or to the window
-without any step. Ratios are of that base. Communication of the host is the time in spans of kind `comm`, and from the
-call of an asynchronous one to the end of its wait. Communication of a device is the work of such spans and of spans
-below them, and kernels of NCCL and XCCL in traces of other profilers. Computation of a device is all other work except
-copies. Computation of the host is the time in operators, layers and phases, less the same thread's communication,
-copies and loading.
+It is the Distribution Summary of `paddle.profiler`. In all times parallel work counts once. The base is the time in
+steps, or the window without any step; times are clipped to it, and ratios are shares of it. Communication of the host
+is the time in spans of kind `comm`, and from the call of an asynchronous one to the end of its wait. Communication of a
+device is the work of such spans and of spans below them, and kernels of NCCL and XCCL in traces of other profilers.
+Computation of a device is all other work except copies. Computation of the host is the time in operators, layers and
+phases, less the same thread's communication, copies and loading.
 
 `together` is communication on the host or on a device, with computation of the devices (of the host if no device
 computed). Computation of one device during communication of another is no overlap. The work of a communication on a
@@ -33,10 +33,10 @@ COMPUTES = frozenset({"op", "layer", "phase"})
 """Kinds of span with computation on the host."""
 
 PAUSES = frozenset({"comm", "copy", "loader"})
-"""The kinds of span that pause the computation of their thread."""
+"""Kinds of span during which their thread does not compute."""
 
 KERNELS = ("nccl", "xccl")
-"""Parts of the names of communication kernels in traces of other profilers."""
+"""Names of communication libraries in the names of kernels, for traces of other profilers."""
 
 HOST, TOGETHER = "host", "together"
 
@@ -48,7 +48,7 @@ NO_COMMUNICATION = (
 
 @dataclass(frozen=True, slots=True)
 class DistributionView(View):
-    """The view. `of` is `step` or `window`, and `base_ns` its time, the base of ratios."""
+    """The `distribution` view. `of` is `step` or `window`. Ratios are shares of its time, `base_ns`."""
 
     coverage: Coverage
     of: str
@@ -86,7 +86,7 @@ class DistributionView(View):
 
 @dataclass(frozen=True, slots=True)
 class DistributionUse:
-    """Communication and computation of the `host`, of a device, or `together`; ratios are of `base_ns`."""
+    """Communication and computation of the `host`, of a device, or `together`. Ratios are shares of `base_ns`."""
 
     name: str
     base_ns: int
@@ -100,17 +100,17 @@ class DistributionUse:
         return self.communication_ns - self.overlap_ns
 
     communication_ratio = Ratio("communication_ns", of="base_ns")
-    """The share of the base that is communication. This ratio and those below are None if the base is zero."""
+    """The share of the base that is communication. All ratios are None if the base is zero."""
     computation_ratio = Ratio("computation_ns", of="base_ns")
     overlap_ratio = Ratio("overlap_ns", of="base_ns")
-    """The share of communication with computation at the same time."""
+    """The share of the base with communication and computation at the same time."""
     exposed_ratio = Ratio("exposed_ns", of="base_ns")
-    """The share of communication without computation."""
+    """The share of the base with communication but without computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationUse:
-    """Calls of one operation in one group: sums over calls, and over the waits for asynchronous ones.
+    """The calls of one operation in one group: sums over the calls, and over the waits for asynchronous calls.
 
     `device_ns` is None if no call has device time.
     """
@@ -129,7 +129,7 @@ class OperationUse:
 def distribution(recording: Recording, options: Options) -> DistributionView:
     """Return the view of the kept spans. It uses `state`, `rows`, `least_ns` and `unit`.
 
-    `rows` and `least_ns` bound the operations, by the time of their calls and waits.
+    `rows` and `least_ns` bound the operations by the time of their calls and waits.
     """
     trace = recording.columns
     work = _PlaceTimes(trace, recording.trace.coverage)
@@ -170,8 +170,8 @@ def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> Dis
 
 
 class _PlaceTimes:
-    """The communication and computation of each place as unions, the spans of communication, and the base (the time in
-    steps, or the part of the window with every span)."""
+    """The communication and computation of the host and of each device as unions, the spans of communication, and the
+    base: the time in steps, or without steps the part of the window with every span."""
 
     def __init__(self, trace: Columns, window: Interval) -> None:
         self.communicates: dict[str, Union] = {}
@@ -197,7 +197,7 @@ class _PlaceTimes:
             self.computes[HOST] = _computing(trace, inside, starts, ends)
 
     def _add_devices(self, trace: Columns, window: Interval, is_named: Bools) -> None:
-        """Add the work of communication on each device, and all other work."""
+        """Add the communication and the computation of each device."""
         intervals = trace.device.only(trace.device.timed).within(window)
         is_comm = (trace.owners(trace.of_kind("comm"))[intervals.row] != NONE) | is_named[intervals.row]
         computes = ~is_comm & ~trace.of_kind("copy")[intervals.row]
@@ -221,7 +221,7 @@ def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> U
 
 
 def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the time from each call of a communication to the end of its span, if the span reports it."""
+    """Return the begin and end of each communication. A wait that reports its `in_flight_ns` begins with the call."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
         if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
@@ -230,7 +230,7 @@ def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _operations(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
-    """Return the operations by the time of their calls and waits, and one more row of the rest."""
+    """Return the operations, the longest calls and waits first, and one row of the rest."""
     sums_by_name: dict[str, list[int]] = {}
     of_sites = distinct(trace.site[calls])
     device_ns, timed = trace.device_times(calls)
@@ -258,7 +258,7 @@ def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:
 
 
 def _operation(site: Site) -> tuple[str, bool]:
-    """Return the name of an operation with its group, and True for the span of a wait."""
+    """Return a site's operation with its group. Return also True if the site is the wait for that operation."""
     operation = dict(site.attributes).get("op")
     if not isinstance(operation, str):
         return site.name, False

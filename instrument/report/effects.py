@@ -1,13 +1,13 @@
-"""The effect of a change on like work: the difference of two samples matched by their work, with its error limits.
+"""The effect of a change on like work: the difference of two matched samples of calls, with its error limits.
 
-Calls are matched by strata of their covariates, such as sizes and the load at their begin: half a power of two each. A
-stratum counts if both sides have calls of it, by the smaller of both counts. One slope per covariate removes the rest
-of its influence within a stratum. Slopes are fitted within the sides, so that they do not absorb the sides' difference.
-Effects are of logarithms, hence of typical calls: a slowdown by a share is equal for short and long calls, and a few
+Calls are matched in strata of their covariates, such as sizes and load. A stratum is half a power of two wide. It
+counts if both sides have calls in it, with the smaller count as its weight. Within a stratum, one slope per covariate
+removes its remaining influence. Each slope is fitted within the sides, so that it does not absorb their difference.
+Effects are differences of logarithms of times. So a slowdown by 10 % is equal for short and long calls, and a few
 preempted calls count little. Tails show in percentiles.
 
-Neighbouring calls are correlated, so calls are no units of a test. The units are blocks of calls in the order of time,
-up to 16 per side, or runs if each side has three or more. Blocks are joined. The remaining correlation between them
+Neighbouring calls are correlated, so a test cannot treat them as independent. Its units are runs if each side has three
+or more, else up to 16 blocks of successive calls per side. Correlated blocks are joined. The remaining correlation
 widens the interval, by the variance of the mean of a first-order autoregression.
 """
 
@@ -27,17 +27,17 @@ from instrument.trace.groups import numbered, ranked
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The least number of like calls per side if blocks are the units. Blocks of fewer calls depend on each other."""
+"""The least number of like calls per side for a test by blocks. Blocks of fewer calls depend on each other."""
 
 LEAST_OF_STRATUM = 5
 """The least number of calls per side in a stratum."""
 
 ROUNDING = 1e-9
-"""An allowance for logarithms of powers of two."""
+"""An allowance for rounding errors of logarithms at the edges of strata."""
 
 MOST_BLOCKS, LEAST_BLOCKS = 16, 8
 LEAST_RUNS = 3
-"""The least number of runs per side with which runs, not blocks of calls, are the units of the test."""
+"""The number of runs per side from which on a test compares runs, not blocks of calls."""
 
 CORRELATED = 0.3
 """The correlation of neighbouring blocks above which two blocks become one."""
@@ -45,17 +45,17 @@ CORRELATED = 0.3
 EXTRA = "instrument-sdk[compare]"
 
 MOST_LOGARITHM = 50.0
-"""The largest logarithm of a change's upper limit. A larger one only says that the limit is unknown."""
+"""The largest logarithm of a change's upper limit. Larger limits mean that the limit is unknown."""
 
 POWER = 0.9
-"""The probability of detecting a change of the smallest detectable size."""
+"""The probability with which the test detects a change of the smallest detectable size."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSample:
-    """Calls of one side in the order of their begins: `values_ns`, and per call its `covariates` and its `run`.
+    """Calls of one side by begin: `values_ns`, and for each call its `covariates` and its `run`.
 
-    `covariates` has a row per covariate: `log1p` of numbers that are not negative.
+    `covariates` has a row per covariate: `log1p` of a number that is not negative.
     """
 
     values_ns: Floats
@@ -65,9 +65,9 @@ class CallSample:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The change of like work: the difference of logarithms, its standard error, and the degrees of freedom.
+    """The change of like work: a difference of mean logarithms, its standard error, and the degrees of freedom.
 
-    `calls` are the matched ones of each side, `matched_ratio` is their share of the time after.
+    `calls` counts the matched calls of each side. `matched_ratio` is their share of the time after.
     """
 
     difference: float
@@ -82,7 +82,7 @@ class Effect:
         return math.expm1(self.difference)
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Return the limits of the change. `level` is the probability that it is outside of them (Welch's t)."""
+        """Return the limits of the change, which it exceeds with the probability `level` (Welch's t)."""
         width = -self.error * float(special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
@@ -93,7 +93,7 @@ class Effect:
 
 
 def special() -> Any:
-    """Return the functions of scipy, which load faster than its distributions. Raises `InstrumentError` without it."""
+    """Return the module `scipy.special`. Raises `InstrumentError` if scipy is not installed."""
     try:
         from scipy import special as functions  # type: ignore[import-untyped]
     except ImportError as problem:
@@ -102,16 +102,16 @@ def special() -> Any:
 
 
 def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
-    """Return the smallest number of successes that is not exceeded with a probability of at least `ratio`."""
+    """Return the `ratio` quantile of the number of successes in `count` trials with the probability `chance`."""
     functions = special()
     number: int = math.ceil(functions.bdtrik(ratio, count, chance))
     return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
 
 
 def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
-    """Return two of the values, between which the 99th percentile is with 95 %, None if no value is a limit.
+    """Return the 95 % confidence limits of the 99th percentile, None for a limit beyond all values.
 
-    The limits hold for values that are independent. There is no upper limit below some 370 values.
+    The limits are two of the values, which must be independent. Below some 370 values there is no upper limit.
     """
     if not len(values):
         return None, None
@@ -121,7 +121,7 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 
 
 class _LikeCalls:
-    """The like calls of both sides. The cell of a call is its stratum, and from `strata` on that of the side after."""
+    """The like calls of both sides. A call's cell is its stratum; for the side after, `strata` is added."""
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
         covariates = np.concatenate([before.covariates, after.covariates], axis=1)
@@ -142,16 +142,16 @@ class _LikeCalls:
         self.sides = slice(0, first), slice(first, None)
 
     def means(self, values: Floats) -> Floats:
-        """Return the mean of each stratum on each side, 0 for one without calls."""
+        """Return the mean of the values in each stratum of each side, 0 without calls."""
         sums = np.bincount(self.cells, values, minlength=2 * self.strata).reshape(2, -1)
         return np.asarray(sums / self.sizes)
 
     def centered(self, values: Floats) -> Floats:
-        """Return the values less the mean of their stratum on their side."""
+        """Return the values minus the mean of their stratum and side."""
         return np.asarray(values - self.means(values).ravel()[self.cells])
 
     def without_slopes(self, values: Floats) -> Floats:
-        """Return the values adjusted to the mean covariates of their stratum on both sides."""
+        """Return the values without the influence of the covariates within a stratum, by linear regression."""
         centered = np.array([self.centered(column) for column in self.covariates])
         squares = centered @ centered.T if len(centered) else centered
         some = np.flatnonzero(np.diagonal(squares) > 1e-6 * len(values)) if len(centered) else ()
@@ -166,7 +166,7 @@ class _LikeCalls:
 
 
 def effect(before: CallSample, after: CallSample) -> Effect | None:
-    """Return the change of like work from one sample to the other, None with too few like calls on both sides."""
+    """Return the change of like work between two samples, None with too few like calls."""
     like = _LikeCalls(before, after)
     calls = len(like.values[like.sides[0]]), len(like.values[like.sides[1]])
     spent_ns = float(after.values_ns.sum())
@@ -195,13 +195,13 @@ def effect(before: CallSample, after: CallSample) -> Effect | None:
 
 
 def _variance(sums: Floats) -> tuple[float, float]:
-    """Return the variance of the sum of independent parts, and its degrees of freedom."""
+    """Return the variance of the sum of independent terms, and its degrees of freedom."""
     deviations = sums - sums.mean()
     return len(sums) / (len(sums) - 1) * float(deviations @ deviations), len(sums) - 1.0
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the variance and the degrees of freedom for calls in order of time with correlated neighbours."""
+    """Return the variance and the degrees of freedom for calls in the order of time, with correlated neighbours."""
     blocks = MOST_BLOCKS
     while True:
         edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]

@@ -1,8 +1,8 @@
 """The requests of each endpoint: their wall times, errors, phases and answers.
 
-Answers are in the attributes of request spans, which `requests:` in the profile sets. A stream is an answer in parts:
-its items are server-sent events, messages, or chunks. The time of an item is that from the first item to the last one,
-shared evenly by those after the first. Blocked loops are spans of callbacks longer than `limits.blocked`.
+Answers are attributes of request spans, which `requests:` in the profile sets. A stream is an answer in several items:
+server-sent events, messages, or chunks. The time per item is the time from the first item to the last one, divided by
+the items after the first. Blocked loops are spans of callbacks longer than `limits.blocked`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAI
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """The stretches by one span or function: their number, their sum and the longest, both in nanoseconds.
+    """The times in which one span or function blocked an event loop: their number, sum and longest, in ns.
 
-    `remaining` is the number of spans and functions in the row of the rest. `at` is the place in the service's code
-    that took most of the time, "" if no place was recorded.
+    `at` is the place in the service's code that took most of this time, "" if none was recorded. `remaining` is the
+    number of spans and functions that a row of the rest replaces.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Blocker:
     at: str = ""
 
     def indented(self) -> Blocker:
-        """Return the row with a name that is indented below the row of the whole."""
+        """Return the row with an indented name, for a table with the row of all blockers above it."""
         return replace(self, name=f"  {row_name(self)}", remaining=0)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedLoops:
-    """The stretches of all event loops: their number, sum and longest, and `by` cause, the largest sum first."""
+    """The times in which event loops were blocked: number, sum and longest, and `by` cause, the largest sum first."""
 
     stretches: int
     summed_ns: int
@@ -67,7 +67,7 @@ class BlockedLoops:
     by: tuple[Blocker, ...]
 
     def whole(self) -> Blocker:
-        """Return the row of all stretches."""
+        """Return the row of all blockers together."""
         return Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
 
 
@@ -108,8 +108,8 @@ ANSWER_FACTS = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswers:
-    """The streamed answers of an endpoint: their number, their items, percentiles of the time to the first item and of
-    the time per item. A value is None if no stream had it."""
+    """The streamed answers of an endpoint: their number, their items, and percentiles of the time to the first item and
+    of the time per item. A time is None if no stream has it."""
 
     count: int
     items: int
@@ -122,7 +122,7 @@ class StreamedAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of requests, a row for each request. A value is `NONE` if the request's span does not have it."""
+    """The answers of requests as columns, with a row per request. An unknown value is `NONE`."""
 
     status: Int64s
     first_ns: Int64s
@@ -132,25 +132,25 @@ class Answers:
 
     @classmethod
     def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
-        """Return the answers of the requests in some rows, which are in order."""
+        """Return the answers of the requests in some rows of the trace."""
         return cls(*(_numbers(attributes, name, rows) for name in ANSWER_FACTS))
 
     def only(self, places: Int64s) -> Answers:
-        """Return the answers of some of the requests."""
+        """Return the answers at some indices."""
         columns = self.status, self.first_ns, self.items, self.last_ns, self.longest_gap_ns
         return Answers(*(column[places] for column in columns))
 
     def known_places(self) -> Int64s:
-        """Return the places of the requests with a known answer."""
+        """Return the indices of the requests with a known answer."""
         return np.flatnonzero((self.status != NONE) | (self.first_ns != NONE))
 
     def statuses(self) -> dict[str, int]:
-        """Count the answers of each class, in their order."""
+        """Return the number of answers in each class of status, such as `2xx`."""
         counts = np.bincount(self.status.clip(0, 600) // 100, minlength=7)[1:6].tolist()
         return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
     def streams(self) -> StreamedAnswers | None:
-        """Return the streamed answers, None if no answer was streamed."""
+        """Return the figures of the streamed answers, None if no answer was streamed."""
         streamed = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
         if not len(streamed.items):
             return None
@@ -176,7 +176,7 @@ def _item_percentiles(times: Sequence[int]) -> tuple[int | None, int | None]:
 
 
 def _numbers(attributes: Attributes, name: str, rows: Int64s) -> Int64s:
-    """Return an attribute of each row as a number, `NONE` for a value that is none."""
+    """Return an attribute of each row as a number, `NONE` for any other value."""
     numbers = np.full(len(rows), NONE, dtype=np.int64)
     places = np.flatnonzero(np.isin(rows, attributes.having(name)))
     for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
@@ -189,15 +189,15 @@ IN_ORDER = (
     QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", SHARE, WAITING, STALL,
     "copy", "copy out", TRANSPORT, "post",
 )  # fmt: skip
-"""The usual order of phases. Other phases come after them, by their time."""
+"""The order of phases in a table. Other phases follow by their time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """The time of one phase: the requests with time in it, its sum, and its share of the wall of all requests.
+    """The time of one phase: the number of requests with it, its sum, and its share of all requests' wall time.
 
-    The mean and the percentiles, by `percentiles_of`, are over the requests that had the phase. A row with `remaining`
-    replaces that many phases. Its number of requests is not known, nor are its mean and percentiles.
+    The mean and the percentiles are over the requests that had the phase. A row with `remaining` replaces that many
+    phases. Its number of requests, mean and percentiles are unknown.
     """
 
     name: str
@@ -212,14 +212,13 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True)
 class EndpointTimes:
-    """The requests of one name. `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
+    """The requests of one name. Their `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
 
     Every request has an unknown time, perhaps 0. `errors` counts requests that failed with an exception or by the
-    server's own fault. `cancelled` counts requests that were broken off, as by clients that went away; they did not
-    fail. `statuses` are answers by class, such as `2xx`, and `streams` the streamed answers, None without any.
-    Percentiles are those of `histogram.percentiles`. `ratio` is the share of the wall of all requests of the view.
-    `counted` is the number of all requests of the name that ever ended, also without kept spans. A row with `remaining`
-    replaces that many endpoints.
+    server's own fault. `cancelled` counts requests that ended early, for example when the client disconnected. They are
+    no errors. `statuses` are answers by class, such as `2xx`, and `streams` the streamed answers, None without any.
+    `ratio` is the share of the wall time of all requests in the view. `counted` is the number of all requests of the
+    name that have ended, also without kept spans. A row with `remaining` replaces that many endpoints.
     """
 
     name: str
@@ -248,10 +247,10 @@ class EndpointTimes:
 
 @dataclass(frozen=True)
 class CompleteRequests:
-    """The requests of a report as columns: a row for each request, and a row for each part with time of a request.
+    """The requests of a report as columns: a row per request, and a row per part of a request's time.
 
-    `place` is the request's place among all requests of the trace. `endpoint` is a place in `names`, `part` one in
-    `parts`. The parts of a request are adjacent. `unknown_ns`, the time without a phase, is none of the parts.
+    `place` is the request's index among all requests of the trace. `endpoint` is an index into `names`, `part` into
+    `parts`. The parts of a request are adjacent. The parts leave out `unknown_ns`, the time without a phase.
     """
 
     names: tuple[str, ...]
@@ -270,7 +269,7 @@ class CompleteRequests:
 
     @classmethod
     def of(cls, trace: Columns, joined: Joined, ledger: Ledger, rows: Int64s) -> CompleteRequests:
-        """Return the requests in some rows."""
+        """Return the requests in some rows of a trace."""
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
         request = places_of(places, len(joined.rows))[ledger.request]
@@ -296,19 +295,19 @@ class CompleteRequests:
         )
 
     def endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
-        """Return the endpoints in any order. `counted` has the number of ended requests by name."""
+        """Return a row per endpoint, in any order. `counted` is the number of ended requests by name."""
         rows = self._times_of_groups(self.endpoint, self.names, options)
         return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
 
     def groups(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
-        """Return the requests by the value of the grouping attribute. One row has all small groups."""
+        """Return a row per value of the grouping attribute. One row has all small groups."""
         if options.requests_by in ("", ENDPOINT):
             return ()
         names, groups = grouped(values_of(trace, self.rows, options.requests_by), options.at_most)
         return tuple(self._times_of_groups(groups, names, options))
 
     def rest(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
-        """Return the row of the requests of several endpoints together."""
+        """Return the row that sums up the requests of some endpoints."""
         left_out = {row.name for row in rows}
         is_other = np.array([name in left_out for name in self.names], dtype=np.bool_)
         groups = np.where(is_other[self.endpoint], 0, NONE)
@@ -318,7 +317,7 @@ class CompleteRequests:
     def _times_of_groups(
         self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0
     ) -> list[EndpointTimes]:  # fmt: skip
-        """Return the times of each group with requests."""
+        """Return a row per group, except for groups without requests."""
         count, all_ns = len(names), sum(self.wall_ns.tolist())
         walls, unknown = (_sorted_by_group(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
         failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()
@@ -361,7 +360,7 @@ class CompleteRequests:
         return rows
 
     def _times_of_phases(self, groups: Int64s) -> dict[int, dict[str, list[int]]]:
-        """Return the sorted times of the requests with a phase, by group and phase."""
+        """Return the sorted times of requests in a phase, by group and phase."""
         group_of_part = groups[self.request]
         in_group = group_of_part != NONE
         numbers, firsts = numbered(group_of_part[in_group], self.part[in_group])
@@ -374,26 +373,26 @@ class CompleteRequests:
         return times_by_group
 
     def _answers(self, groups: Int64s, count: int) -> dict[int, Answers]:
-        """Return the known answers of each group's requests, without the groups that have none."""
+        """Return the known answers of each group's requests. Groups without answers are left out."""
         places = self.answers.known_places()
         members = Groups(groups[places], count).members()
         return {int(groups[places[indexes[0]]]): self.answers.only(places[indexes]) for indexes in members}
 
     def phases_of(self, number: int) -> dict[str, list[int]]:
-        """Return the phases of one request, each with a list of its one time."""
+        """Return the time of each phase of one request, each as a list with one time."""
         first, last = np.searchsorted(self.request, [number, number + 1])
         times = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.parts[part]: [time_ns] for part, time_ns in times}
 
 
 def request_outcome(trace: Columns, row: int) -> str:
-    """Return the reason for which a request was broken off, "" if it was not."""
+    """Return the reason why a request ended early, "" if it did not."""
     outcome = trace.attributes[row].get(OUTCOME)
     return outcome if isinstance(outcome, str) else ""
 
 
 def _sorted_by_group(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
-    """Return the times of each group, the shortest first."""
+    """Return a list of times per group, the shortest time first."""
     order = np.lexsort((times, groups))
     edges = np.searchsorted(groups[order], np.arange(count + 1)).tolist()
     in_order = times[order].tolist()
@@ -401,8 +400,7 @@ def _sorted_by_group(groups: Int64s, count: int, times: Int64s) -> list[list[int
 
 
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
-    """Return the rows of phases from their times, in the order of `IN_ORDER`. The options keep the phases with the most
-    time."""
+    """Return a row per phase, in the order of `IN_ORDER`. The options bound them to the phases with the most time."""
 
     def phase(name: str, times_ns: Sequence[int]) -> PhaseTime:
         summed_ns, (p50_ns, p99_ns) = sum(times_ns), percentiles_of(times_ns, (0.5, 0.99))

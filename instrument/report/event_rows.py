@@ -1,11 +1,11 @@
-"""The rows of the `events` view, one block per thread: its calls by name, and its copies. The tally has the sums.
+"""The rows of the `events` view, made from a tally: a block per thread with its calls by name, and the copies.
 
 The Total time splits into computation and framework, in services also into waiting. A service waits for most of its
-time: in queues, for I/O, and for its turn on the event loop. That is no overhead: the self time of suspended coroutines
-is waiting.
+time: in queues, for I/O, and for its turn on the event loop. The self time of suspended coroutines is waiting, not
+overhead.
 
-The parts of a service add up to the Total time. The time of a call is split among the calls below it, on any thread or
-task. Each gets its own time, or a proportion if they took more than the call. The rest is the call's own.
+The parts of a service add up to the Total time. A call's time is divided among the calls below it, on any thread or
+task. If these took longer than the call, their times are scaled down. The remaining time is the call's own.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from instrument.report.view import Options
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})
-"""The phases in which work waits in line. A span without a declared phase waits if it has such a name."""
+"""The phases that are waiting time. A span without a declared phase waits if its name is in this set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """The Total time of all threads, split into computation and the rest, in a service into waiting, too.
+    """The Total time of all threads, split into computation and framework, and for a service into waiting, too.
 
-    Computation is the time of topmost layers and of phases that are named or declared `compute` or declared as forward,
-    backward or optimizer. If torch.profiler recorded torch's operators, it is their time instead. Without any of them
-    neither it nor the rest is known. Parallel computation may exceed the Total time. Then the rest is unknown, except
-    in a service, where `waiting_ns` is not None. There it is limited to the calls around it, and the three parts add
-    up.
+    Computation is the time of topmost layers, of phases named `compute`, and of phases declared as `compute`,
+    `forward`, `backward` or `optimizer`. If torch.profiler recorded torch's operators, it is their time instead. If
+    nothing computes, it is None, and so is `framework_ns`. `waiting_ns` is None without a service. Parallel computation
+    may exceed the Total time. Then `framework_ns` is None, except in a service, where computation is scaled down to
+    fit.
     """
 
     total_ns: int
@@ -49,7 +49,7 @@ class Overhead:
 
     @property
     def framework_ns(self) -> int | None:
-        """The Total time that is neither computation nor waiting."""
+        """The Total time that is neither computation nor waiting, None if unknown."""
         if self.computation_ns is None or self.computation_ns > self.total_ns:
             return None
         return self.total_ns - self.computation_ns - (self.waiting_ns or 0)
@@ -58,7 +58,7 @@ class Overhead:
 
 
 def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
-    """Return the split of a state's Total time: in three for a service, which has requests or coroutines."""
+    """Return the split of a state's Total time. A service, which has requests or coroutines, has waiting time, too."""
     kinds = tally.tree.by_site(KIND)
     # Most processes have no such site. Then no site is checked.
     may_compute = any(site.attributes for site in tally.tree.sites) or "layer" in kinds or "phase" in kinds
@@ -77,7 +77,7 @@ def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
 
 
 def _parts(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
-    """Return the time of the topmost calls, its computation, and its waiting."""
+    """Return the total time of the topmost calls, and how much of it is computation and waiting."""
     count = len(tally.parents)
     sums = tally.by(np.arange(count), count)
     calls, times, waited = (sums[name].tolist() for name in ("calls", TIMES[state], "waiting_ns"))
@@ -133,11 +133,11 @@ class EventRow:
 
     `name` is unescaped and complete, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None for all
     threads merged. `total_ns` is the state's time: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its share of the
-    block's Total time. The extremes and percentiles are of elapsed time, None if the total is another time. A
+    block's Total time. Extremes and percentiles are of elapsed time. They are None if the total is another time. A
     `remaining` row has no percentiles. `instance` is, with `AllOpDetail`, a layer's path, else the place of the code.
-    `self_ns` is host time outside the row's children. A hidden phase leaves its self time to the row around it, and the
-    row of a type has that of its instances. `waiting_ns` is the part of it in suspended calls. A row with `remaining`
-    replaces that many rows of its level.
+    `self_ns` is host time outside the row's children. It includes the self time of hidden phases and, in the row of a
+    type, of its instances. `waiting_ns` is the part of it in suspended calls. A row with `remaining` replaces that many
+    rows of its level.
     """
 
     name: str
@@ -181,7 +181,7 @@ class EventsBlock:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The copies between devices and host at any depth: all, the asynchronous ones, or the synchronous ones.
+    """The sum of copies between devices and host at any depth: of all, the asynchronous or the synchronous ones.
 
     `ratio` is the share of the Total time of all threads.
     """
@@ -193,7 +193,7 @@ class CopySum:
 
 
 def blocks_of(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
-    """Return the merged block, if the options ask for it, then a block per thread, the newest thread first."""
+    """Return a block of all threads, if the options ask for it, then a block per thread, the newest thread first."""
     by_thread: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
     shown: list[int | None] = []
     if options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1):
@@ -238,7 +238,7 @@ def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) ->
 def _event_row(
     tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Records, base_ns: int, state: str
 ) -> EventRow:
-    """Return the row of an entry, or one row of a level's omitted entries, so that the level still adds up."""
+    """Return the row of an entry, or one row that sums up the omitted entries of a level."""
     totals = Totals._make(sums[item].tolist()) if isinstance(item, int) else total_of(sums[item])
     called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
     # No call's time of a state exceeds its elapsed time, so with equal sums each is the same.
@@ -273,7 +273,7 @@ def _event_row(
 
 
 def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
-    """Return all copies except those from host to host, then the asynchronous and the synchronous ones."""
+    """Return the sums of copies: of all except from host to host, then of asynchronous and of synchronous ones."""
     copies: list[tuple[object, Totals]] = []
     if "copy" in tally.tree.by_site(KIND):
         ways, by_site = tally.tree.by_site(_sync_of_copy), tally.by_site()
@@ -290,7 +290,7 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
 
 
 def _sync_of_copy(site: Site) -> tuple[object] | None:
-    """Return a copy's synchronicity from its site, None for a span that is no copy between devices and host."""
+    """Return a site's kind of copy: synchronous or not; None for a span that is no copy between devices and host."""
     if site.kind != "copy":
         return None
     attributes = dict(site.attributes)

@@ -1,19 +1,19 @@
 """The `events` view: the calls as a tree of names, with their numbers and times.
 
 Layout and row names follow the report of Paddle's fluid profiler (`tracer_option`, state, `sorted_key`). The numbers
-follow these rules, which differ from that report where it counted wrongly:
+follow these rules, which differ from fluid's report where that is wrong:
 
-- Total is, in state All, the sum over calls of `elapsed`: the length of the union of a call's host and device
-  interval. Time in which both ran so counts once. State CPU: the host interval. State GPU: the device time.
-- The device time of a row is that of its own events or, if larger, the sum of the rows below it. Fluid adds up the
-  kernels; events around a span include those of the spans below it already.
-- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, as in the tally's histogram.
-  If a row's Total is not the sum of it, they are unknown, and there is a dash.
+- Total is a sum over calls. In state All it sums up `elapsed`, in which time counts once if host and device both ran.
+  In state CPU it sums up host time, in state GPU device time.
+- The device time of a row is the time of its own events or, if larger, the sum of the rows below it. Events around a
+  span already include the work of the spans below it.
+- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, as in the tally's histogram. They
+  are unknown, shown as a dash, if a row's Total is not the sum of `elapsed`.
 - Ratio. is a row's Total divided by the Total time of its block, the sum of the topmost rows. A span that has not
-  ended, or that ended on another thread, has no call to count. The rows below it count in its place.
-- Rows are sums of work. Parallel children may together exceed their parent, as may device work after its return.
-  The Total time of all threads may exceed the time on the clock.
-- A row is a path of names, kept as a list: no character of a name has a meaning.
+  ended, or that ended on another thread, counts no call. The rows below it count instead.
+- Rows are sums of work. Parallel children may exceed their parent, as may device work after its return. The Total time
+  of all threads may exceed the elapsed time.
+- A row is a list of names, so names may contain any character.
 
 Fluid's table is 160 columns wide. Here a line has 100. Times have the six significant digits of fluid if every name
 then remains whole, else fewer, and four from the histogram (the objects have integer ns). CPU Time and GPU Time with
@@ -63,41 +63,40 @@ ORDERS = {
     "gpu_min": "minimum time in ascending order",
     "gpu_ave": "average device time in descending order",
 }
-"""The headings of the sort keys. Extremes by `cpu` and `gpu` keys are those of host and device time together, as the
-tally has no others."""
+"""The heading for each sort key. `cpu` and `gpu` keys sort by extremes of host and device time together: the tally has
+no others."""
 
 WIDE = 160
 """Columns of fluid's table."""
 
 NAME_LIMIT = 64
-"""Columns of a name with its indent and thread tag. Fluid's longest names fit."""
+"""The most columns of a name with its indent and thread tag. Fluid's longest names fit."""
 DETAIL_LEAST = 12
-"""The least columns of an instance's detail; below them it is left out."""
+"""The least columns for an instance's detail. It is left out if fewer are free."""
 INDENT_LIMIT = 12
-"""The largest number of indented levels. Deeper levels are numbered, as are levels that leave a name no room."""
+"""The largest number of indented levels. A deeper level shows its number instead of more indent."""
 LABEL_WIDTH = 25
 NUMBER_WIDTH = 12
 CALLS_WIDTH = 10
-"""The most digits of a number of calls. A larger number is rounded."""
+"""The most digits of a number of calls. Larger numbers are rounded."""
 RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
-"""The significant digits of a total and of other exact times. The first pair that leaves each name whole is used, else
-the last."""
+"""The significant digits of totals and of other exact times. The first pair with which all names fit is used."""
 EXPONENT = 3
-"""The columns that the exponent of a large time adds to its digits, at most."""
+"""The most columns that an exponent adds to the digits of a large time."""
 SAMPLE = 100
-"""The number of rows that decide on a width before the rest is formatted."""
+"""The number of rows that are formatted first, to choose the digits."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
-"""The decimals of a time in full nanoseconds."""
+"""The decimals with which a time in each unit shows full nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Events(View):
-    """The report: a block for all threads merged, if the options ask for it, then one for each thread, newest first.
+    """The `events` view: a block for all threads merged, if the options ask for it, then one per thread, newest first.
 
-    `overhead` and `copies` are of all threads together. A report by thread alone has none, except for a single thread.
-    `probes_ns` is the cost of the probes if `corrected` self times are shown (0: unknown).
+    `overhead` and `copies` are sums over all threads. A report by thread alone has them only if there is one thread.
+    `probes_ns` is the cost of the probes if `corrected` self times are shown, 0 if it is unknown.
     """
 
     window_ns: int | None
@@ -108,10 +107,10 @@ class Events(View):
     has_device_time: bool
     _options: Options
     _columns: int = LINE
-    """Columns of a line. Longer names are shortened."""
+    """The columns of a line. Longer names are shortened."""
 
     def wide(self) -> Events:
-        """Return the report with lines as long as fluid's, for names of full length."""
+        """Return the report with lines as long as fluid's, so that fewer names are shortened."""
         return replace(self, _columns=WIDE)
 
     def sections(self) -> list[Section]:
@@ -125,7 +124,7 @@ class Events(View):
         ]
 
     def _table(self, rows: Sequence[EventRow], digits: tuple[int, int] = (6, 6)) -> Section:
-        """Return the table of rows: a total and other exact times in these digits, and the histogram's in four."""
+        """Return the table of rows. `digits` are for totals and other exact times; percentiles have four digits."""
         total, time = digits
         shown = dict.fromkeys(("min_ns", "max_ns", "ave_ns", "self_ns"), time) | {"p50_ns": 4, "p99_ns": 4}
         texts: dict[str, Text] = {name: partial(_time_of, name, number) for name, number in shown.items()}
@@ -139,7 +138,7 @@ class Events(View):
         return Section("Event Summary", rows, columns, texts=texts)
 
     def _parts(self, rows: Sequence[EventRow], digits: tuple[int, int]) -> Section:
-        """Return the table of how host and device share the totals, in fluid's format `%f (%f)`."""
+        """Return the table of each row's host and device time as shares of its total, in fluid's format `%f (%f)`."""
         texts: dict[str, Text] = {part: partial(_part_of, part) for part in ("host", "device")}
         texts["total_ns"] = lambda row, unit: _time(row.total_ns if row.calls else None, unit, digits[0])
         columns = "name=Event|total_ns=Total|host=CPU Time (Ratio)|device=GPU Time (Ratio)"
@@ -165,13 +164,12 @@ class Events(View):
 def events(recording: Recording, options: Options) -> Events:
     """Return the view of the tally: exact for all calls.
 
-    `tracer_option`: Default shows operators and copies and lifts the rows below phases in their place. OpDetail shows
-    phases, too. AllOpDetail adds a row for each instance of an operator or layer, numbered from 0 by first call.
-    `state` selects the time of Total (see the module). `sorted_by` orders every level. `rows` bounds a block to the
-    largest rows by the sort key (by Total for `default`), parents before children. `least_ns` bounds the Total of a row
-    or of a row below it. One more row has the rest of a level. `threads`: `both` puts the merged report before the
-    report by thread, unless only one thread recorded; `merged` and `apart` select one of the two. `corrected` adds a
-    column of self times, less the cost of the probes of the calls below.
+    `tracer_option`: `Default` shows operators and copies but no phases. `OpDetail` shows phases, too. `AllOpDetail`
+    adds a row per instance of an operator or layer, numbered from 0 by first call. `state` selects the time of Total
+    (see the module). `sorted_by` orders every level. `rows` bounds a block to the largest rows by the sort key (by
+    Total for `default`), each with its parents. `least_ns` leaves out rows with a smaller Total. One more row has the
+    rest of a level. `threads`: `merged` selects the report of all threads together, `apart` the one by thread, `both`
+    both of them. `corrected` adds a column of self times, without the cost of the probes of the calls below.
     """
     probes_ns = None
     if options.corrected:
@@ -197,7 +195,7 @@ def events(recording: Recording, options: Options) -> Events:
 
 
 def _heading(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
-    """Return the lines on the report's spans and on the base of its ratios."""
+    """Return the lines at the top: the time unit, the order, the window, and the base of ratios."""
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
     lines = [
@@ -251,7 +249,7 @@ def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, call
 
 
 def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
-    """Return the table, with a legend of the threads before it and the shares of host and device after it."""
+    """Return the legend of threads, the table of rows, and a table with their shares of host and device time."""
     unit = view._options.unit
     legend = []
     for block in blocks:
@@ -274,7 +272,7 @@ def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
 
 
 def _with_device_time(rows: Sequence[tuple[EventsBlock, EventRow]]) -> list[tuple[EventsBlock, EventRow]]:
-    """Return the rows with device time, and the rows above them."""
+    """Return the rows with device time and their parents."""
     timed_rows: list[tuple[EventsBlock, EventRow]] = []
     above = 0
     for block, row in reversed(rows):
@@ -290,7 +288,7 @@ def _tree_table(
     unit: str,
     line: int,
 ) -> list[str]:
-    """Return a table with indented names in its first column, as wide as the numbers leave room in a line."""
+    """Return a table of a line's width. Its first column has indented names, shortened to the free columns."""
     names = _names(rows, NAME_LIMIT)
     longest, every = max(map(columns, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
@@ -311,7 +309,7 @@ def _names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]
 
 
 def _room(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
-    """Return the columns that the cells leave to a name in a line."""
+    """Return the columns of a line that remain for a name."""
     widths = [max(columns(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
 
@@ -333,9 +331,9 @@ def _part_of(part: str, row: EventRow, unit: str) -> str:
 
 
 def _name_cell(row: EventRow, tag: str, room: int) -> str:
-    """Return the indent, the thread tag of a topmost row, the name, and an instance's detail if it fits.
+    """Return the cell of a name: indent, thread tag of a topmost row, name, and an instance's detail if it fits.
 
-    Below the deepest indent the depth is a number, so that the name keeps its place.
+    Below the deepest indent a number gives the depth, so that the name keeps its columns.
     """
     levels = min(INDENT_LIMIT, room // 4)
     before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
@@ -348,7 +346,7 @@ def _name_cell(row: EventRow, tag: str, room: int) -> str:
 
 
 def _reading_notes(view: Events) -> list[str]:
-    """Return the notes that the table needs."""
+    """Return notes on the special cells that the table has."""
     lines = []
     if any(not row.calls for block in view.blocks for row in block.rows):
         lines.append("Calls 0: the span had not ended, or it ended on another thread.")

@@ -1,15 +1,15 @@
 """The explanation of a slow request or window: the causes of its excess over the typical time of requests like it.
 
-Requests are alike if they are of one endpoint and did like work: steps, weight in batches, and sizes among their
-attributes. The typical time is the mean over the middle half of up to `NEAREST` of them by their walls. Its parts add
-up to it, too. Each cause accounts for its time beyond its typical time. Causes are taken from the largest to the
-smallest until the excess is used up. The rest is unexplained.
+Requests are alike if they have one endpoint and like work: engine steps, weight in batches, and sizes among attributes.
+The typical time is a mean over up to `NEAREST` such requests: the middle half by wall time. Its parts add up to it,
+too. Each cause accounts for its time beyond its typical time. Causes are taken from the largest to the smallest until
+the excess is used up. The rest is unexplained.
 
-A window is explained by the mean of its requests. Each is compared with one outside of the window: of its `TRIALS`
-nearest by work the one with the median wall.
+A window is explained by the mean of its requests. Each is compared with one request outside of the window: the one with
+the median wall time among the `TRIALS` with the most similar work.
 
-A time within the usual spread is typical. An explanation needs a cause of at least `MOSTLY` of the excess that the
-evidence separates from its rivals. Otherwise it is inconclusive.
+A time within the usual spread is typical. An explanation needs one cause that accounts for at least `MOSTLY` of the
+excess and that the evidence separates from other causes. Otherwise it is inconclusive.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The least number of blocks, each as many requests as the window has, that show the usual spread of a mean. The spread
-ends this many standard deviations above their mean."""
+"""The usual spread of a mean comes from blocks as large as the window's requests. It needs `LEAST_BLOCKS` blocks, and
+ends `DEVIATIONS` standard deviations above their mean."""
 
 MOSTLY = 0.5
 """The least share of the excess that a cause must account for to explain it."""
@@ -55,32 +55,32 @@ LEAST_SHARE = 0.05
 """The largest excess that counts as typical, as a share of the typical time."""
 
 MORE_STEPS = "more steps"
-"""The path of an excess by own work in more engine steps than are typical of the endpoint's requests."""
+"""The path of the excess from more engine steps than the endpoint's requests typically have."""
 
 NEARLY = 0.75
-"""The least share of a slowdown that a pressure must explain to account for all of it."""
+"""The least share of a slowdown that a pressure explains, from which on it counts as the cause of all of it."""
 
 NOTABLE = 0.01
-"""The least share of the excess for a cause with a row of its own."""
+"""The least share of the excess with which a cause has a row."""
 
 TENANT = "tenant"
-"""The attribute by which requests of a burst are counted, unless the user names another one."""
+"""The default attribute by which the requests of a burst are counted."""
 
 TYPICAL, EXPLAINED, INCONCLUSIVE = "typical", "explained", "inconclusive"
 
 SLOWED = (listed.SLOW, listed.OWN, listed.COPY, listed.FILL, listed.TRANSPORTED)
-"""The causes that a lack of processors or memory may look like."""
+"""The causes that look the same as a lack of processors or memory."""
 
 STOPPED = (listed.SLOW, listed.OWN, listed.COPY)
-"""The causes that a single stop of a thread may look like."""
+"""The causes that look the same as one long stop of a thread."""
 
 KEY_LENGTH = 40
 
 
 class RequestChoice(NamedTuple):
-    """The requests to explain: that of a key, else the slowest ones that began within a time.
+    """The requests to explain: the one with a key, or the slowest ones that began within a time.
 
-    `since_ns` and `until_ns` are after the start of the trace. Without `slowest` such a time is explained as a whole.
+    `since_ns` and `until_ns` bound that time, from the trace's start. Without `slowest` its mean request is explained.
     """
 
     request: str | None = None
@@ -92,10 +92,10 @@ class RequestChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CauseShare:
-    """A cause with its time in the request, its typical time, and the time of the excess that it accounts for.
+    """A cause: its time in the request, its typical time, and the part of the excess that it accounts for.
 
-    `path` is the call path, "" for a cause without one. `proofs` are the rows that show it. `note` describes them, or
-    says why a rival does not explain the excess.
+    `path` is the call path, "" for a cause without one. `proofs` are the rows that show the cause. `note` describes
+    them, or says why the cause does not explain the excess.
     """
 
     name: str
@@ -108,7 +108,7 @@ class CauseShare:
     proofs: tuple[Proof, ...] = ()
 
     def title(self) -> str:
-        """Return the name with the path."""
+        """Return the cause's name followed by its call path."""
         return f"{self.name}: {self.path}" if self.path else self.name
 
 
@@ -122,7 +122,7 @@ class PartExcess:
 
     @property
     def excess_ns(self) -> int:
-        """The time beyond the typical time."""
+        """The time beyond the typical one."""
         return self.time_ns - self.typical_ns
 
 
@@ -130,9 +130,9 @@ class PartExcess:
 class Explanation(View):
     """The explanation of a request, or of the mean of the `requests` that began in a window from `begin_ns` on.
 
-    `verdict` is `typical`, `explained` or `inconclusive`; `doubt` says why. `alike` requests have like work; `is_like`
-    is False for all of the endpoint. `causes` add up to the excess with `unexplained_ns`. `rivals` are the other
-    causes that were assessed.
+    `verdict` is `typical`, `explained` or `inconclusive`; `doubt` says why. `alike` is the number of compared requests,
+    and `is_like` is True if they have like work. The times of `causes` and `unexplained_ns` add up to the excess.
+    `rivals` are other causes that were assessed.
     """
 
     name: str
@@ -158,11 +158,11 @@ class Explanation(View):
 
     @property
     def excess_ns(self) -> int:
-        """The time of the request beyond the typical time."""
+        """The request's time beyond the typical time."""
         return self.wall_ns - self.typical_ns
 
     def label(self) -> str:
-        """Return the endpoint and the key of the request, or the number of requests."""
+        """Return the endpoint with the request's key or with the number of requests."""
         name = shorten(safe(self.name) or "(no name)", KEY_LENGTH)
         if self.requests != 1:
             return f"{name} in this time (mean of {self.requests} requests)"
@@ -235,7 +235,7 @@ class Explanation(View):
 
 
 def explain(recording: Recording, choice: RequestChoice, options: Options) -> list[Explanation]:
-    """Return the explanations of some requests, or that of a window. Raises `TraceError` if no request matches."""
+    """Return the explanations of the chosen requests, or of a window. Raises `TraceError` if no request matches."""
     trace, joined = recording.columns, recording.once(joined_requests)
     if choice.request is not None:
         return [explain_request(recording, places_of_request(trace, joined, choice.request)[0], options)]
@@ -258,7 +258,7 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
 
 
 def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
-    """Return the explanation of the request of a place."""
+    """Return the explanation of one request, given by its index."""
     trace, joined = recording.columns, recording.once(joined_requests)
     places, is_like = alike(recording, place)
     row = int(joined.rows[place])
@@ -285,7 +285,7 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
-    """Return the explanation of requests together. They are of the endpoint with most time."""
+    """Return the explanation of a window's requests. Only those of the endpoint with the most time count."""
     trace, joined = recording.columns, recording.once(joined_requests)
     walls = trace.total_ns[joined.rows]
     names, of_site = trace.numbered_sites(lambda site: site.name)
@@ -346,13 +346,13 @@ def _begun(recording: Recording, times: CauseTimes, places: Int64s, options: Opt
 
 
 def _largest_group(values: Sequence[str | None], by: str) -> str:
-    """Return the most frequent value of an attribute of some requests with its number, "" without any value."""
+    """Return a text on the most frequent value of an attribute and its count, "" without any value."""
     largest = Counter(value for value in values if value is not None).most_common(1)
     return "".join(f" ({count} of them of {by} {shorten(safe(value), KEY_LENGTH)})" for value, count in largest)
 
 
 def _with_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) -> Explanation:
-    """Return an explanation with its causes and its verdict. Walls up to `most_ns` are usual."""
+    """Return an explanation with its causes and verdict. Wall times up to `most_ns` are usual."""
     typical_ns = evidence.typical_ns()
     excess_ns = explanation.wall_ns - typical_ns
     claims, doubts = evidence.claims()
@@ -381,9 +381,9 @@ def _with_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float)
 
 
 class _Evidence:
-    """The mean times of causes in some requests and in typical ones, and what follows from them.
+    """The mean time of each cause in the explained requests and in typical ones, and the conclusions.
 
-    `arrivals` is the time in which requests arrived that may have delayed these.
+    `arrivals` is the interval in which requests arrived that may have delayed the explained ones.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class _Evidence:
         self._recording, self._times, self._places, self._typical = recording, times, places, typical
         self._by, self._is_like = by or TENANT, is_like
         self.more_work_ns = 0.0
-        """The time of the steps that the request had beyond the typical number, known after `claims`."""
+        """The time of the steps beyond the typical number of steps. `claims` sets it."""
         self._of_requests, self._usual = (
             _mean([times.times_of(place) for place in side.tolist()]) for side in (places, typical)
         )
@@ -409,12 +409,12 @@ class _Evidence:
         self.arrived, self.usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
 
     def typical_ns(self) -> float:
-        """Return the typical wall."""
+        """Return the typical wall time."""
         trace, joined = self._recording.columns, self._recording.once(joined_requests)
         return float(trace.total_ns[joined.rows[self._typical]].mean())
 
     def parts(self) -> tuple[PartExcess, ...]:
-        """Return the parts of the ledger by their excess."""
+        """Return the parts of the ledger, the largest excess first."""
         parts, usual = (
             _mean([self._times.parts_of(place) for place in side.tolist()]) for side in (self._places, self._typical)
         )
@@ -426,12 +426,12 @@ class _Evidence:
         return bool(self.arrived > self.usually_arrive + 3 * math.sqrt(self.usually_arrive) + 1)
 
     def _difference(self, cause: str) -> dict[str, tuple[float, float]]:
-        """Return a cause's time in the requests and its typical time, by path."""
+        """Return a cause's time and its typical time for each call path."""
         keys = [key for key in {**self._of_requests, **self._usual} if key[0] == cause]
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
     def claims(self) -> tuple[list[CauseShare], dict[str, str]]:
-        """Return the time that each assessed cause had, and reasons to doubt a cause by its name."""
+        """Return the time of each assessed cause, and by cause the reason to doubt it."""
         claims = [self._claim(cause) for cause in CAUSES if cause != listed.BURST]
         load = self._difference(listed.LOAD)
         queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
@@ -479,7 +479,7 @@ class _Evidence:
         return self._pressure(cause) is not None
 
     def _under_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
-        """Return the claims, with those that gauges show for contention and memory, and doubts by cause."""
+        """Move time to contention or memory pressure if gauges show them. Return the claims, and doubts by cause."""
         extra_ns: dict[str, float] = {}
         for cause in (listed.CONTENTION, listed.MEMORY):
             pressure = self._pressure(cause)
@@ -505,7 +505,7 @@ class _Evidence:
         return [*remaining, _share_of(likely[0], "", moved_ns, 0.0)], doubts
 
     def proven(self, share: CauseShare) -> CauseShare:
-        """Return the cause with the rows that show it, of the slowest request, and with its evidence in words."""
+        """Return the cause with proofs from the slowest request and with its evidence in words."""
         proofs = tuple(self._times.proofs(self._slowest, share.name, share.path))
         note = CAUSES[share.name]
         if share.name == listed.BURST:
@@ -542,7 +542,7 @@ def _share_of(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseS
 def _accounted(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
-    """Return the causes that account for an excess, largest first, all other claims, and the time without a cause."""
+    """Return the causes that account for an excess, largest first, all other claims, and the unexplained ns."""
     shares, rivals, remaining_ns = [], [], excess_ns
     for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
         accounted_ns = min(_excess_of(claim), remaining_ns)
@@ -563,7 +563,7 @@ def _because(lead: CauseShare, unit: str) -> str:
 
 
 def _not_assessed(recording: Recording, times: CauseTimes) -> list[str]:
-    """Return the causes that a recording cannot show, each with the reason."""
+    """Return the causes that this recording cannot show, each with the reason."""
     trace, facts = recording.columns, recording.trace
     names = {site.name for site in trace.sites}
     kinds = {site.kind for site in trace.sites}

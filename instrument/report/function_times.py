@@ -1,7 +1,7 @@
-"""The functions of a tally, each with the sums of its lines: the base of the views of self times.
+"""The functions of a tally, each with sums of its tally lines: the numbers behind the views of self times.
 
-A function is the topmost request of a path, or the topmost node of a path without one. A request's call in another
-function counts as that function's, too, unless the two are the same.
+The function of a call path is its topmost request or, without a request, its topmost call. A function called inside
+another function counts for both, unless the two are the same.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from instrument.trace.forest import NONE, nearest, nearest_above, tops
 from instrument.trace.groups import by_first_sight, numbered
 
 ORDERS = ("total", "calls", "ave")
-"""The orders of the rows of functions, descending: self time, calls, or self time per call."""
+"""The orders of a function's rows, largest first: self time, calls, or self time per call."""
 
 
 def topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
-    """Return a mark for the topmost nodes among those whose site a function accepts."""
+    """Return an array over the tally's nodes, True for topmost nodes among those whose site the function accepts."""
     marked = np.array([*tally.tree.by_site(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
 
 
 def topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
-    """Return the totals of the topmost lines by name."""
+    """Return the totals of the topmost nodes whose site the function accepts, by name."""
     numbers: dict[str, int] = {}
     of_site = [numbers.setdefault(site.name, len(numbers)) for site in tally.tree.sites]
     groups = np.where(topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
@@ -38,7 +38,7 @@ def topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Tota
 
 
 def total_of_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
-    """Return the sum of the topmost lines."""
+    """Return the sum over the topmost nodes whose site the function accepts."""
     groups = np.where(topmost(tally, say), 0, NONE)
     totals = Totals._make(tally.by(groups, 1)[0].tolist())
     below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)
@@ -46,10 +46,10 @@ def total_of_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
 
 
 class Group(NamedTuple):
-    """Lines of a function in one row: the number of the first line, the number of lines, and their sums.
+    """A row of a function: the number of its first tally line, the number of lines, and their sums.
 
-    The waits of lines are a row of their own: `waiting` is equal to `lines` there, else 0. `number` is the key of
-    `FunctionTable.lines`.
+    The waiting time of lines has a row of its own: there `waiting` is equal to `lines`, else it is 0. `number` is the
+    index for `FunctionTable.lines`.
     """
 
     first: int
@@ -62,10 +62,10 @@ class Group(NamedTuple):
 
 
 class FunctionSums(NamedTuple):
-    """A function: its topmost node or request (`NONE` for all functions together), and the sums of its lines.
+    """A function: its topmost node (`NONE` for the sum of all functions), and the sums of its tally lines.
 
-    `calls` took `outer_ns`; `own_ns` of it is in no span inside. `work_ns` is the self time of other lines that are
-    work, `time_ns` the self time of all lines. Its `rows` begin with the `first`.
+    `outer_ns` is the time of its `calls`, and `own_ns` the part of it in no span inside. `work_ns` is the self time of
+    its work in other lines, `time_ns` the self time of all lines. `first` and `rows` give its groups.
     """
 
     node: int
@@ -80,7 +80,7 @@ class FunctionSums(NamedTuple):
 
 
 class FunctionTable:
-    """The functions by their numbers: 0 is all of them together, then each in the order of first calls."""
+    """The functions by number: 0 is the sum of all, the others are in the order of their first calls."""
 
     def __init__(self, functions: Int64s, groups: Int64s, of_group: Int64s, at: Int64s) -> None:
         self._functions, self._groups = functions, groups
@@ -94,30 +94,30 @@ class FunctionTable:
         return FunctionSums._make(self._functions[number].tolist())
 
     def column(self, field: str) -> list[int]:
-        """Return a field of each function."""
+        """Return one field of every function."""
         values: list[int] = self._functions[:, FunctionSums._fields.index(field)].tolist()
         return values
 
     def groups(self, function: FunctionSums) -> Iterator[Group]:
-        """Yield the rows of a function in their order."""
+        """Yield the groups of a function in their order."""
         for group in self._groups[function.first : function.first + function.rows]:
             yield Group._make(group.tolist())
 
     def lines(self, group: Group) -> Int64s:
-        """Return the numbers of the lines of a group."""
+        """Return the numbers of a group's tally lines."""
         begin = self._ends[group.number - 1] if group.number else 0
         return self._at[begin : self._ends[group.number]]
 
     def calls_and_lines(self, function: FunctionSums) -> tuple[int, int]:
-        """Return the calls and lines of a function's rows. A line that ran and waited has two rows and counts twice."""
+        """Return the calls and tally lines of a function. A line with running and waiting time counts twice."""
         groups = self._groups[function.first : function.first + function.rows]
         sums = Group._make(groups.sum(axis=0).tolist())
         return sums.calls, sums.lines
 
 
 class SiteFacts(NamedTuple):
-    """Facts of sites by their number: a mark for requests and one for work, the number of the key, and the number of
-    the row of its lines, `NONE` for a row per line."""
+    """Arrays by site number: True for requests, True for work, the number of the site's key, and the number of the row
+    that its tally lines share (`NONE` for a row per line)."""
 
     is_request: Bools
     is_work: Bools
@@ -128,7 +128,7 @@ class SiteFacts(NamedTuple):
 def functions(
     nodes: Int64s, lines: Records, parents: Int32s, site_of: Int32s, sites: SiteFacts, order: str
 ) -> FunctionTable:
-    """Return the functions of merged lines, which `nodes` names by line."""
+    """Return the functions of merged tally lines. `nodes` has the node of each line."""
     function_of, root_of = _functions_of(parents, sites.is_request[site_of])
     its_site, its_function, its_root = site_of[nodes], function_of[nodes], root_of[nodes]
     key_of_node = sites.keys[site_of]
@@ -160,9 +160,9 @@ def functions(
 
 
 def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return the groups of lines, by function and by running or waiting, and the number of the function of each group.
+    """Return the groups of lines by function, split into running and waiting, and the function of each group.
 
-    Return also, for each entry of a line in a group, the group and the place `at` of the line.
+    Return also the group of each line that is part of one, and the line's number `at`.
     """
     waited, self_ns = lines["waiting_ns"], lines["self_ns"]
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)
@@ -179,7 +179,7 @@ def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[I
 
 
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
-    """Return for each node the node of its function, and the topmost node above it."""
+    """Return the node of each node's function, and the topmost node above each node."""
     root_of = tops(parents)
     topmost = is_request & (nearest_above(parents, is_request) == NONE)
     request = nearest(parents, topmost)
@@ -187,7 +187,7 @@ def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
 
 
 def _summed(columns: Int64s, groups: Int64s, count: int) -> Int64s:
-    """Return the sums of columns by group."""
+    """Return the sums of columns per group."""
     sums = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
     if len(groups):
         order = np.argsort(groups, kind="stable")
@@ -197,7 +197,7 @@ def _summed(columns: Int64s, groups: Int64s, count: int) -> Int64s:
 
 
 def _order(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """Return the order of groups: by function, then the heaviest first, and of equal ones the last begun."""
+    """Return the order of groups: by function, then the largest first. Of equal groups the latest comes first."""
     first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
     return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

@@ -1,8 +1,8 @@
 """The headlines: up to three sentences that say what takes the time, what that means, and where to look next.
 
-The first one is about the largest part of the heaviest endpoint, or of the steps of a job without requests. The second
-one is about the part that makes its p99 slow. The third one has the largest of all other causes. A headline needs
-`ENOUGH` requests, steps or intervals, and a share of at least `NOTABLE`. Without that there is none.
+The first one is about the largest part of the heaviest endpoint or, without requests, of the steps. The second one is
+about the part that makes the p99 slow. The third one is about the largest other cause. A headline needs at least
+`ENOUGH` requests, steps or device intervals, and a share of at least `NOTABLE`.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from instrument.trace.ledger import COPIES, LOCK, QUEUE, SHARE, STALL, SUB_REQUE
 MOST = 3
 
 ENOUGH = 10
-"""The least number of requests, steps, stops or device intervals of a headline."""
+"""The least number of requests, steps or device intervals behind a headline."""
 
 ENOUGH_FOR_P99 = 100
-"""The least number of requests of a headline on their p99."""
+"""The least number of requests behind a headline on their p99."""
 
 SLOWEST = 5
-"""The least number of slowest requests whose mean times represent the p99."""
+"""The least number of slowest requests whose mean represents the p99."""
 
 NOTABLE = 0.2
-"""The least share that a part has of requests, steps or a device's time for a headline."""
+"""The least share of a part in requests, steps or a device's time for which there is a headline."""
 
 NOTABLE_STOP = 0.05
-"""The least share of the window in which a loop was blocked, or a garbage collection ran."""
+"""The least share of the window with a blocked event loop, or with garbage collections, for a headline."""
 
 SLOW = 1.2
-"""The least ratio of p99 to p50 of a headline on the p99."""
+"""The least ratio of p99 to p50 for a headline on the p99."""
 
 FULL = 0.8
-"""The least mean share of a batch's places in use from which on batches count as full."""
+"""The ratio of a batch's mean size to its largest size from which on batches count as full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A sentence on one `part` of the time. `ratio` is its share, and `evidence` counts the requests, steps, stops or
-    device intervals behind it. `view` has more."""
+    """A sentence on one `part` of the time and its share (`ratio`). `evidence` counts the requests, steps, stops or
+    device intervals behind it. `view` has more details."""
 
     text: str
     part: str
@@ -64,7 +64,7 @@ class Headline:
 
 
 class PartMeaning(NamedTuple):
-    """The place of a request in one part of its time, the meaning of a large part, and the view with more."""
+    """Words for one part of a request's time: where the request was, the advice if the part is large, and a view."""
 
     place: str
     advice: str
@@ -94,7 +94,7 @@ MEANINGS: Mapping[str, PartMeaning] = {
     "load": PartMeaning("in the wait for input", "load it earlier, or with more workers", "benchmark"),
     "compute": PartMeaning("in layers of the model", "shorten the slowest layers", "ops"),
 }
-"""The meaning of each part of a request. A part without an entry is a phase of its own work."""
+"""The words for each part of a request. A part without an entry is a phase of the service's own work."""
 
 
 def headlines(
@@ -105,7 +105,7 @@ def headlines(
     phases: PhasesView | None,
     devices: DeviceView,
 ) -> tuple[Headline, ...]:
-    """Return the headlines of a recording, from the numbers of its views. `unit` is that of times."""
+    """Return the headlines of a recording, from the numbers of its views."""
     first: list[Headline] = []
     other_causes: list[Headline] = []
     endpoints = [endpoint for endpoint in times.endpoints if not endpoint.remaining]
@@ -125,7 +125,7 @@ def headlines(
 
 
 def _of_slowest(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
-    """Return the headline on the cause of the slowest request, if its explanation is certain."""
+    """Return the headline on the cause of the slowest request, if the explanation is certain."""
     if times.requests <= ENOUGH:
         return []
     from instrument.report.explanation import EXPLAINED, explain_request
@@ -165,7 +165,7 @@ def _meaning(part: str) -> PartMeaning:
 
 
 def _batch_advice(batch: NamedBatches, part: str) -> str:
-    """Return the meaning of a large queue, or of a large wait in batches, given the sizes of the batches."""
+    """Return the advice for a long queue time, or a long wait in batches, from the sizes of the batches."""
     members = f"batches of {_name(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
     if part == WAITING:
         return f"{members}; smaller ones shorten it"
@@ -175,7 +175,7 @@ def _batch_advice(batch: NamedBatches, part: str) -> str:
 
 
 def _batch_of(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
-    """Return the batches of the name that serves an endpoint most often, None if none does."""
+    """Return the batches that serve an endpoint most often, None if none does."""
     joined, trace = recording.once(joined_requests), recording.columns
     served = joined.served
     if not len(served.batch):
@@ -190,7 +190,7 @@ def _batch_of(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | N
 
 
 def _of_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
-    """Return the headline on the part that is longer in the slowest requests of an endpoint than in all of them."""
+    """Return the headline on the part that grows most in an endpoint's slowest requests."""
     if endpoint.requests < ENOUGH_FOR_P99 or endpoint.p99_ns < SLOW * endpoint.p50_ns:
         return []
     table = recording.once(request_table)
@@ -220,7 +220,7 @@ def _of_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> 
 
 
 def _of_steps(steps: Loops, phases: PhasesView | None, options: Options) -> Iterator[Headline]:
-    """Yield a headline on the wait for input of the first loop, and on the largest phase of the steps."""
+    """Yield a headline on the wait for input of the loop with the most steps, and one on the largest phase."""
     loop = max(steps.loops, key=lambda loop: loop.steps, default=None)
     if loop is None or loop.steps < ENOUGH:
         return
@@ -270,7 +270,7 @@ def _collections(recording: Recording, window_ns: int, options: Options) -> Iter
 
 
 def _of_devices(view: DeviceView) -> Iterator[Headline]:
-    """Yield headlines on the device that is most idle with requests, most launch-bound, or copies most."""
+    """Yield headlines on the GPUs that are most idle during requests, most launch-bound, or copy most."""
     uses = [(use, sum(stream.intervals for stream in use.streams)) for use in view.devices]
     uses = [(use, intervals) for use, intervals in uses if intervals >= ENOUGH]
     for state, name, base, advice in (
@@ -286,9 +286,9 @@ def _of_devices(view: DeviceView) -> Iterator[Headline]:
 
 
 def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
-    """Return the sentence on requests in flight, each with its innermost open span and the age of that in ns.
+    """Return a sentence on the span that most requests in flight are in. `places` are pairs of its name and age in ns.
 
-    Fewer than three requests, or no common place, make none ("").
+    It is "" for fewer than three requests, and if no span has half of them.
     """
     counts = Counter(name for name, _ in places if name)
     if len(places) < SLOWEST - 2 or not counts:

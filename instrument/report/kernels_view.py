@@ -1,7 +1,7 @@
 """The `kernels` view: the work on the devices by kernel name, and by the place in the host's code that launched it.
 
-Kernels have names and times of their own in torch.profiler's record. Without it the view uses the device intervals of
-our spans: stretches of a stream between two events. Only the innermost ones count.
+The names and times of kernels come from torch.profiler's record. Without it the view uses the device intervals of our
+spans, between two events on a stream. Only the innermost intervals count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KERNELS = "torch.profiler"
 STRETCHES = "pairs of events"
 
 LABEL_ROOM = 50
-"""The columns of a kernel's label."""
+"""The most columns of a kernel's label."""
 
 HEAVIEST_ROOM = 40
 
@@ -66,10 +66,10 @@ NO_HOST_TIME = "total time, for a kernel has no host time"
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """The calls of one kernel: `total_ns` is their sum, `busy_ns` the union, `ratio` the sum's share of all kernels'.
+    """The calls of one kernel: their sum, `busy_ns` with any of them, and `ratio`, the sum's share of all kernels.
 
     `name` is complete. If the view's `source` is `STRETCHES`, it is the name of the span with this device time. A row
-    with `remaining` replaces that many. The union of their times is unknown.
+    with `remaining` replaces that many kernels; its `busy_ns` is None.
     """
 
     name: str
@@ -86,10 +86,10 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlace:
-    """The kernels that were launched directly within the spans of one place, outside of their children.
+    """The kernels launched by the spans of one place itself, not by spans inside them.
 
     `ratio` is the share of the sum of all kernels, `heaviest` the kernel with the largest sum. A row with `remaining`
-    replaces that many places. It has no value that would need all their kernels.
+    replaces that many places, and has no `busy_ns`.
     """
 
     name: str
@@ -104,7 +104,7 @@ class KernelPlace:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKernels:
-    """The kernels of one device: their number, the sum of their times, the union, and its share of the window."""
+    """The kernels of one device: number, summed time, time with any kernel, and the share of it in the window."""
 
     device: int
     calls: int
@@ -115,7 +115,7 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True)
 class OtherWork:
-    """Copies or fills (`kind`) of the devices: sum and union."""
+    """Copies or fills (`kind`) on the devices: number, summed time, and time with any of them."""
 
     kind: str
     calls: int
@@ -125,10 +125,10 @@ class OtherWork:
 
 @dataclass(frozen=True, slots=True)
 class Kernels(View):
-    """The view. `source` is `KERNELS` or `STRETCHES`. `window` is the watched time, the base of shares of time.
+    """The `kernels` view. `source` is `KERNELS` or `STRETCHES`. Shares of time are of `window`, the watched time.
 
-    `total_ns` is the sum over all kernels. `places` is empty if no kernel was launched from a known thread. `outside`
-    is the number of calls outside of the window.
+    `total_ns` is the sum over all kernels. `places` is empty if no kernel has a known launch. `outside` is the number
+    of calls outside of the window.
     """
 
     source: str
@@ -204,8 +204,8 @@ class Kernels(View):
 def kernels(recording: Recording, options: Options) -> Kernels:
     """Return the view of the watched part of the window.
 
-    `sorted_by` takes every key, as in `SortKey`. A key of host time sorts by the total. `rows` and `least_ns`
-    (of a row's total) bound the tables; `unit` is that of times. The view uses no other option.
+    `sorted_by` takes every key of `SortKey`. A key of host time sorts by the total. `rows` and `least_ns` (of a row's
+    total) bound the tables. `unit` is the unit of times. The view uses no other option.
     """
     facts = recording.trace
     # torch.profiler may have watched memory alone.
@@ -258,7 +258,7 @@ def _sorting(options: Options) -> str:
 
 
 class _Work(NamedTuple):
-    """The work on devices as columns: `name` is an index into names, and times are clipped to the window."""
+    """Device work as columns. `name` is an index into names, and times are clipped to the window."""
 
     name: NDArray[Any]
     device: Int64s
@@ -274,7 +274,7 @@ class _Work(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums and extremes over the work of each group, by its number. `calls` is 0 for a group without work."""
+    """Lists by number of group: calls, and sums and extremes of their times. `calls` is 0 for a group without work."""
 
     calls: list[int]
     total_ns: list[int]
@@ -284,7 +284,7 @@ class _Sums(NamedTuple):
 
     @classmethod
     def of(cls, work: _Work, groups: NDArray[Any], count: int) -> _Sums:
-        """Return the sums of work by group. Work on several devices is busy on each of them."""
+        """Return the sums of work by group. Parallel work counts once per device in `busy_ns`."""
         sums, took_ns = Groups(groups, count), work.took_ns
         on_device, firsts = numbered(groups, numbered(work.device)[0])
         unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
@@ -294,8 +294,8 @@ class _Sums(NamedTuple):
 
 
 class _DeviceWork(NamedTuple):
-    """The work of a trace in a window: kernels, other work by its kind, and the place of each kernel's launch (None if
-    unknown). `outside` is the number of calls outside of the window."""
+    """The device work of a window: kernels, other work by kind, and the places that launched the kernels, None if
+    unknown. `outside` is the number of calls outside of the window."""
 
     source: str
     window: Interval
@@ -349,7 +349,7 @@ class _DeviceWork(NamedTuple):
 
 
 def _work_of_torch(recording: Recording) -> _DeviceWork:
-    """Return the work from the record of a profiler that saw every kernel."""
+    """Return the device work from torch.profiler's record, which has every kernel."""
     window = recording.trace.watched or (0, 0)
     events = KernelColumns.of(recording.trace.kernels)
     is_inside = lie_in(events.start_ns, events.end_ns, window)
@@ -365,7 +365,7 @@ def _work_of_torch(recording: Recording) -> _DeviceWork:
 
 
 def _work_of_events(recording: Recording) -> _DeviceWork:
-    """Return the innermost device intervals of spans on each stream, so that their sum counts nothing twice."""
+    """Return the device work from spans: the innermost intervals of each stream, so that no time counts twice."""
     trace, window = recording.columns, recording.trace.coverage
     timed = trace.device.only(trace.device.timed)
     inner = timed.only(enclosing_none(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
@@ -390,7 +390,7 @@ def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
 
 
 def _window_lines(view: Kernels) -> list[str]:
-    """Return a line on the window, and one on device work that is not in the table."""
+    """Return a line on the window, and one on device work that the table leaves out."""
     unit = view._options.unit
     text = ", ".join(
         f"{work.calls} {SEVERAL[work.kind] if work.calls > 1 else work.kind} "
@@ -401,10 +401,8 @@ def _window_lines(view: Kernels) -> list[str]:
 
 
 def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
-    """Return the labels of kernels: without parameters, without namespaces if still too long, then shortened.
-
-    Equal labels are numbered.
-    """
+    """Return short labels of kernels: without parameters and, if too long, without namespaces, then without the middle.
+    Equal labels are numbered."""
     labels: dict[str, str] = {}
     uses: Counter[str] = Counter()
     for name in names:
@@ -425,7 +423,7 @@ def _label_start(label: str) -> str:
 
 
 def _without_parameters(name: str) -> str:
-    """Return a C++ function without its parameters and the `void` before it."""
+    """Return the name of a C++ function without its parameters and its return type `void`."""
     if name.endswith(")"):
         depth = 0
         for at in range(len(name) - 1, 0, -1):

@@ -1,4 +1,4 @@
-"""Requests that are alike: of one endpoint, with like work. Also the usual spread of their wall times."""
+"""Requests with like work on one endpoint, and the usual spread of their wall times."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.step_costs import Floats
 
 NEAREST = 100
-"""The most requests that one request is compared with, and the most requests of a window that are compared."""
+"""The most requests with which a request is compared, and the most requests of a window that are compared."""
 
 TRIALS = 5
-"""The number of requests outside of a window that each of its requests is compared with."""
+"""The number of requests outside of a window with which each of its requests is compared."""
 
 POOL = 5_000
-"""The most requests outside of a window that are looked at."""
+"""The most requests outside of a window that are searched."""
 
 ENOUGH = 10
-"""The least number of requests alike. With fewer, all requests of the endpoint are taken."""
+"""The least number of requests with like work. With fewer, all requests of the endpoint are compared."""
 
 LIKE = 0.5
-"""The largest difference of alike work, in powers of two."""
+"""The largest difference between two requests with like work, in powers of two."""
 
 CHANCE = 0.01
-"""The number of typical requests of a whole recording that are expected to be called slow by chance."""
+"""The expected number of typical requests per recording that are called slow by chance."""
 
 
 def alike(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the requests with the most alike work, else all of the endpoint; and True for alike work."""
+    """Return the requests with like work and True. With too few of them return all of the endpoint and False."""
     trace, joined = recording.columns, recording.once(joined_requests)
     of_site = trace.site[joined.rows]
     name = trace.sites[of_site[place]].name
@@ -55,7 +55,7 @@ def alike(recording: Recording, place: int) -> tuple[Int64s, bool]:
 
 
 def is_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
-    """Return True for requests of an endpoint. Raises `TraceError` for an unknown name."""
+    """Return an array over all requests, True for those of an endpoint. Raises `TraceError` for an unknown name."""
     trace, joined = recording.columns, recording.once(joined_requests)
     of_site = trace.site[joined.rows]
     names = sorted({trace.sites[site].name for site in set(of_site.tolist())})
@@ -68,13 +68,13 @@ def is_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
 
 
 def evenly(places: Int64s, most: int) -> Int64s:
-    """Return up to `most` places, evenly chosen."""
+    """Return up to `most` of the indices, evenly spread."""
     chosen = np.unique(np.linspace(0, max(len(places) - 1, 0), min(len(places), most)).astype(np.int64))
     return places[chosen]
 
 
 def medians_alike(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
-    """Return for each target the request with the median wall of the nearest ones outside."""
+    """Return a request outside of the window per target: of the `TRIALS` with the nearest work the median by time."""
     trace, joined = recording.columns, recording.once(joined_requests)
     walls, work = trace.total_ns[joined.rows], recording.once(_work)
     medians = []
@@ -86,7 +86,7 @@ def medians_alike(recording: Recording, targets: Int64s, outside: Int64s) -> Int
 
 
 def _work(recording: Recording) -> Floats:
-    """Return the base-2 logarithm of each measure of work, a row per measure and a column per request."""
+    """Return the base-2 logarithm of each measure of work: a row per measure, a column per request."""
     trace, joined = recording.columns, recording.once(joined_requests)
     served, count = joined.served, len(joined.rows)
     columns = [size_numbers(trace, name)[joined.rows] for name in sorted(sizes_in(trace))]
@@ -100,9 +100,9 @@ def _work(recording: Recording) -> Floats:
 
 
 def usual_most_ns(walls: Int64s, requests: int) -> float:
-    """Return the wall time that typical requests of a recording exceed by chance at most `CHANCE` times.
+    """Return the wall time from which on a request is slow. Among all typical requests `CHANCE` exceed it by chance.
 
-    The tail is taken to be exponential, as that of a queue.
+    The tail of wall times is assumed to be exponential, as in a queue.
     """
     middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
     return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))

@@ -1,4 +1,4 @@
-"""The loops of the `benchmark` view and their text, for steps from spans and for steps counted as they went by."""
+"""The tables of the `benchmark` view, for steps from spans and for steps that a running loop has counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = ("mean", "p50", "p99", "least", "most")
 
 @dataclass(frozen=True, slots=True)
 class Loops(View):
-    """The loops by the name of their steps. `coverage` is None for steps that were counted as they went by."""
+    """The loops by the name of their steps. `coverage` is None for steps that a running loop has counted."""
 
     coverage: Coverage | None
     loops: tuple[LoopTimes, ...]
@@ -37,7 +37,7 @@ class Loops(View):
         return [] if self.loops else none_held("step", NO_STEP, complete=complete)
 
     def sections(self) -> list[Section]:
-        """Return a table for each loop, with a line per measure: the spread of all three would not fit one line."""
+        """Return a table per loop, with a row per measure."""
         columns = "name=|spread.mean=Ave.|spread.p50=p50|spread.p99=p99|spread.least=Min.|spread.most=Max."
         texts = {field: partial(_cell, field) for field in (f"spread.{name}" for name in FIELDS)}
         return [
@@ -50,13 +50,13 @@ class Loops(View):
 
 
 def counted(steps: Benchmark, options: Options) -> Loops:
-    """Return the view of steps that were counted as they went by."""
+    """Return the view of the steps that a running loop has counted."""
     loop = steps.loop()
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
 
 def line_of(steps: Benchmark, unit: str | None = None) -> str:
-    """Return averages in one line, in seconds. `unit` names the samples."""
+    """Return the mean costs and rate in one line, in seconds. `unit` is the name of the samples."""
     loop = steps.loop()
     of = "steps" if loop.samples is None else unit or "samples"
     reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
@@ -69,7 +69,7 @@ def line_of(steps: Benchmark, unit: str | None = None) -> str:
 
 
 class SpreadRow(NamedTuple):
-    """A row of a loop: the spread of a cost or, if `is_rate`, of the rate per second."""
+    """A row of a loop: the spread of a cost or, if `is_rate`, of the rate in steps or samples per second."""
 
     name: str
     spread: Spread | None
@@ -87,7 +87,7 @@ def _cell(field: str, row: SpreadRow, unit: str) -> str:
 
 
 def _counts(loop: LoopTimes) -> list[str]:
-    """Return the lines on the steps that were counted."""
+    """Return the lines on the numbers of steps."""
     cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
     lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
     if loop.samples is not None:

@@ -1,8 +1,8 @@
 """The `memory` view: the rise of memory, the time and place of its peak, and the places that kept memory.
 
-Places come from torch.profiler's record of torch's allocators next to our spans, each by its thread. Allocations of
-another thread do not count for a span, as they do in tables by time alone. Without that record the view has gauges:
-resident memory of the process and, per device, the memory of torch's allocator, each with its greatest value.
+Places come from torch.profiler's record of torch's allocators. An allocation counts for the span that was open on its
+thread. Without that record the view has gauges: the resident memory of the process and the memory of torch's allocator
+on each device, each with its greatest value.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from instrument.trace.watched import rows_and_times
 
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
-    """The memory taken and given back directly within the spans of one place, outside of their children.
+    """The memory allocated and freed by the spans of one place itself, not by spans inside them.
 
-    `held_bytes` is the part of `allocated_bytes` that was still in use at the end. `thread` is empty for all threads
-    together, `device` None for several. A row with `remaining` replaces that many.
+    `held_bytes` is the part of `allocated_bytes` that was still in use at the end. `thread` is "" for all threads
+    together, `device` None for several. A row with `remaining` replaces that many places.
     """
 
     device: int | None
@@ -45,12 +45,12 @@ class PlaceMemory:
 
     @property
     def increase_bytes(self) -> int:
-        """The memory taken less the memory given back. It may be negative."""
+        """The allocated memory minus the freed memory. It may be negative."""
         return self.allocated_bytes - self.freed_bytes
 
 
 BEFORE = "(before it began)"
-"""The place of a peak that was reached before memory was watched."""
+"""The place of a peak from before the record began."""
 
 PEAK_OF: Mapping[str, str] = {
     "process_memory": "process_memory_peak",
@@ -59,7 +59,7 @@ PEAK_OF: Mapping[str, str] = {
     "torch_allocated": "torch_allocated_peak",
     "torch_reserved": "torch_reserved_peak",
 }
-"""The gauges of memory in use, and the gauge of the greatest value of each between readings."""
+"""The gauges of memory in use, each with the gauge that counts its peak between readings."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -81,10 +81,10 @@ NO_GAUGES = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest memory of an allocator in the watched time, and the place of that peak.
+    """The largest memory of an allocator in the watched time, and the place that reached it.
 
     `device` is `HOST` for the host. `what` is `allocated` or `reserved`. `since_ns` is the time from the trace's start
-    to the peak. A peak at the begin of the watched time has no place and no thread.
+    to the peak. A peak from before the record has no place and no thread.
     """
 
     device: int
@@ -102,7 +102,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The sums of one allocator. `earlier_bytes` of `freed_bytes` had been taken before torch.profiler began."""
+    """The sums of one allocator. `earlier_bytes` of `freed_bytes` were allocated before the record began."""
 
     device: int
     allocations: int
@@ -114,15 +114,13 @@ class DeviceMemory:
 
     @property
     def increase_bytes(self) -> int:
-        """The memory taken less the memory given back."""
+        """The allocated memory minus the freed memory."""
         return self.allocated_bytes - self.freed_bytes
 
 
 class CountedAllocations(NamedTuple):
-    """All allocations: uses and threads in the order of first sight, peaks and devices in that of devices.
-
-    `outside` is the number of allocations outside of the watched time.
-    """
+    """The sums of all allocations: uses and threads in the order of first sight, peaks and devices by device number.
+    `outside` is the number of allocations outside of the watched time."""
 
     uses: list[PlaceMemory]
     peaks: list[Peak]
@@ -132,8 +130,8 @@ class CountedAllocations(NamedTuple):
 
 
 def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Return the allocations of a trace in the watched time, by device, place and (`by_thread`) thread. The places are
-    the wanted spans. `state` selects all allocations (All), the host's (CPU), or those of devices (GPU)."""
+    """Return the allocations of the watched time by device, place and, if `by_thread`, thread. Places are the wanted
+    spans. `state` selects all allocations (All), those of the host (CPU), or of devices (GPU)."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     rows, times_ns = rows_and_times(facts.allocations)
@@ -192,9 +190,9 @@ def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools)
 
 
 def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Return a mark of each allocation that follows another at its address, and of each that is followed by one.
+    """Return two arrays over the events, True if an allocation precedes at the address, and if any event follows there.
 
-    The follower gives the memory back, or takes it again if the record misses the free.
+    The event after an allocation is its free, or the next allocation if the record misses the free.
     """
     order = np.lexsort((address, device))
     address, device = address[order], device[order]
@@ -208,10 +206,8 @@ def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tup
 
 @dataclass(frozen=True, slots=True)
 class GaugedMemory:
-    """The readings of a gauge: first, last, and the largest, `most_ns` after the trace's start.
-
-    `peak_bytes` is the largest value ever, also between readings, None if no gauge counts it.
-    """
+    """The readings of a gauge: the first, the last and the largest, which was `most_ns` after the trace's start.
+    `peak_bytes` is the largest value between readings, too; None if no gauge counts it."""
 
     device: int
     gauge: str
@@ -233,9 +229,11 @@ class GaugedMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryView(View):
-    """The view. `since_ns` and `until_ns` bound the watched time from the trace's start, None without torch.profiler.
-    `spans` is the number of spans that name places, complete since `places_since_ns`. `outside` is the number of
-    allocations outside of the watched time."""
+    """The `memory` view. The watched time is from `since_ns` to `until_ns` of the trace, None without a record.
+
+    `spans` is the number of spans that name places, complete from `places_since_ns` on. `outside` is the number of
+    allocations outside of the watched time.
+    """
 
     since_ns: int | None
     until_ns: int | None
@@ -319,12 +317,10 @@ class MemoryView(View):
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
-    """Return the view of the part of the window that torch.profiler watched, and of all readings of gauges.
-
-    `sorted_by` is `calls` (allocations) or `total` (bytes allocated), else by increase, all in descending order.
-    `rows` bounds the places, `threads: apart` splits them by thread too. `state` is CPU for the host's memory alone and
-    GPU for that of devices. `unit` is that of times. The view uses no other option.
-    """
+    """Return the view of the time that torch.profiler watched, and of all readings of gauges. `sorted_by` is `calls`
+    (allocations), `total` (allocated bytes), else the increase; the largest comes first. `rows` bounds the places. With
+    `threads: apart` places are split by thread. `state` is CPU for the host's memory alone, GPU for that of devices.
+    `unit` is the unit of times. The view uses no other option."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
@@ -350,7 +346,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
 
 
 def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
-    """Yield the readings of each gauge of memory: the host's first, then those of devices by number."""
+    """Yield the readings of each memory gauge: first the host's, then those of devices by number."""
     readings: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
         if sample.value is not None and (state == "All" or (sample.device == HOST) == (state == "CPU")):

@@ -1,7 +1,7 @@
-"""The `neighbours` view: the waits of requests, by the group that waited and the group that it waited for.
+"""The `neighbours` view: the waits of requests, by the group that waited and the group that caused the wait.
 
-The rules of the bill are those of `instrument.trace.bill`. Each nanosecond that a group suffered was inflicted by one
-group, or by nobody. The queue time of the others without a group comes from a replay (`instrument.trace.replay`).
+`instrument.trace.bill` has the rules. Each nanosecond of waiting has one group as its cause, or nobody. A replay
+(`instrument.trace.replay`) predicts the queue time of the other groups without one of them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from instrument.trace.groups import Groups
 from instrument.trace.replay import Engine, Replay
 
 NOBODY = "(nobody)"
-"""The name of the time in which no recorded batch ran, and no known request blocked a loop."""
+"""The cause of waits during which no recorded batch ran and no known request blocked the event loop."""
 
 REPLAYED = 3
-"""The number of groups whose absence is simulated: those that made others wait longest."""
+"""The number of groups whose absence is simulated: those that delayed others most."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupWaits:
-    """The waits of the requests of a group, by those who caused them, and the waits that the group caused."""
+    """The waits of a group's requests by cause, and the waits that the group caused in others (`inflicted_ns`)."""
 
     name: str
     requests: int
@@ -57,7 +57,7 @@ class GroupWaits:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The waits of the requests of a group for those of another group, by way. `ratio` is of all its waits."""
+    """The waits of one group's requests that another group caused. `ratio` is the share of all waits of the group."""
 
     name: str
     cause: str
@@ -73,7 +73,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The queue time of the other requests, as recorded, and as predicted without a group."""
+    """The queue time of all other requests: recorded, and predicted without the requests of one group."""
 
     name: str
     requests: int
@@ -85,9 +85,9 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourBill(View):
-    """The view: groups by what they inflicted, delays by their sum, and predictions.
+    """The `neighbours` view: groups by the waits they caused, delays by their sum, and predictions.
 
-    `replayed_ns` is the mean queue time of a replay with all requests, None without one, `queue_ns` the recorded one.
+    `queue_ns` is the recorded mean queue time, and `replayed_ns` that of a replay, None without one.
     """
 
     coverage: Coverage
@@ -132,7 +132,7 @@ class NeighbourBill(View):
         ]  # fmt: skip
 
     def sentence(self) -> str:
-        """Return the largest delay of a group by another one in plain words, "" without any."""
+        """Return a sentence on the largest delay of one group by another, "" without any."""
         delay = next((row for row in self.delays if row.cause not in (row.name, NOBODY) and row.mean_ns), None)
         if delay is None:
             return ""
@@ -217,7 +217,7 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
 def _without(
     recording: Recording, account: Account, group: Int64s, on_others: Int64s, names: Sequence[str]
 ) -> tuple[Replay | None, tuple[Without, ...]]:
-    """Return the replay of all requests, and the queue time of the others without each of the worst groups."""
+    """Return the replay of all requests, and predictions without each of the groups that delayed others most."""
     joined = recording.once(joined_requests)
     causes = [place for place in np.argsort(-on_others, kind="stable").tolist() if on_others[place]][:REPLAYED]
     if not causes:

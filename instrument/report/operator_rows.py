@@ -1,8 +1,7 @@
 """Rows of calls by name, with host and device times: the tables of the views `operators` and `user`.
 
-A place of the call tree has the host and device time of its calls. A line is the calls of one thread, or of one task on
-it. A call on another line than its parent's begins a new line and is not part of the parent's time. Device time of a
-call is the union of its own device intervals and those below it on its line.
+A track is one thread, or one task on it. A call that runs on another track than its caller is not part of the caller's
+time. The device time of a call is the union of all device intervals at or below it on its track.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class CallTimes:
 
 
 class PlaceTimes(NamedTuple):
-    """Sums and extremes over some calls."""
+    """The number, sum, greatest and least of the times of some calls."""
 
     calls: int
     total_ns: int
@@ -41,9 +40,10 @@ class PlaceTimes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PlaceCalls:
-    """One site below its callers on one line, with the times of its calls. `parent` is the place around it on its line.
+    """The calls of one site below the same callers on one track. `parent` has the caller's calls on that track.
 
-    `inside` is True below a call of the asked kinds on its line, `again` below a call of the same name and kind.
+    `inside` is True if a caller has one of the chosen kinds, `again` if one has the same name and kind. `elsewhere` has
+    the calls that these calls started on other tracks.
     """
 
     site: Site
@@ -64,7 +64,7 @@ class PlaceCalls:
 
 
 def times_of(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
-    """Return the times of all calls on `host` or `device`, 0 for a call without any. None if no call has any."""
+    """Return the times of all calls on `host` or `device`, None if no call has any. A missing time counts as 0."""
     times: list[PlaceTimes] = [getattr(place, on) for place in places]
     calls, timed = (sum(part.calls for part in parts) for parts in (places, times))
     if not timed:
@@ -77,7 +77,7 @@ def times_of(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
 def place_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> PlaceCalls:  # fmt: skip
-    """Return the root of the call tree of all spans, or of the spans that `among` marks.
+    """Return the root of the call tree of all spans, or of the spans that `among` selects.
 
     Device time counts for calls of `kinds` and for their direct children. With a `window`, only the time in it counts.
     """
@@ -107,7 +107,7 @@ def place_tree(
 
 
 def _mark_again(first: PlaceCalls) -> None:
-    """Mark the places of a line that are below a place of the same name and kind."""
+    """Set `again` for the calls of a track that have a caller of the same name and kind."""
     around = Counter[tuple[str, str]]()
     pending = [(first, False)]
     while pending:
@@ -134,9 +134,9 @@ def every_place(root: PlaceCalls) -> Iterator[PlaceCalls]:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """The calls of one name. The view names the base of its ratios. `gpu` is None if no call had device time.
+    """The calls of one name. `gpu` is None if no call had device time. The view says what ratios are shares of.
 
-    A row with `remaining` replaces that many rows of its level. Its ratios count the outermost of its calls.
+    A row with `remaining` replaces that many rows of its level. Its ratios count only outermost calls.
     """
 
     name: str
@@ -152,7 +152,7 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class CallBlock:
-    """The rows of one thread, or of all threads merged if `thread` is None, and the bases of their ratios."""
+    """The rows of one thread, or of all threads if `thread` is None, and the base of their ratios in ns."""
 
     thread: int | None
     name: str
@@ -167,7 +167,7 @@ def blocks_of(
     options: Options,
     block: Callable[[int | None, str, Sequence[PlaceCalls], Options], CallBlock],
 ) -> tuple[CallBlock, ...]:
-    """Return the block of all threads, if the options ask for it and there are several, and one of each thread."""
+    """Return a block of all threads, if the options ask for it and there are several, and a block per thread."""
     by_thread: dict[int, list[PlaceCalls]] = {}
     for place in places:
         by_thread.setdefault(place.thread_id, []).append(place)
@@ -196,8 +196,8 @@ def call_rows(
     gpu_base_ns: int,
     options: Options,
 ) -> tuple[CallRow, ...]:
-    """Return the sorted rows of a level by name and kind, as many as the options allow, and one of the rest. In ratios
-    of the topmost level a call in another call of the row counts once."""
+    """Return a row per name and kind of a level, sorted and bounded by the options, and one row of the rest. In the
+    topmost level ratios count nested calls of a row once."""
 
     def row(name: str, kind: str, places: Sequence[PlaceCalls], once: Sequence[PlaceCalls]) -> CallRow:
         gpu = times_of(places, "device")
@@ -250,7 +250,7 @@ def _added(ratios: Iterable[float | None]) -> float | None:
 
 
 def _is_among(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
-    """Return True if a call of one of the names is around the place on its line."""
+    """Return True if a caller on the same track has one of the names."""
     above = place.parent
     while above is not None and (above.site.name, above.site.kind) not in names:
         above = above.parent
@@ -261,12 +261,12 @@ REMAINING = "Ratio of the remaining rows: without calls that are inside each oth
 
 
 def note_of_rest(blocks: Iterable[CallBlock]) -> list[str]:
-    """Return the base of the ratio of a topmost row for several, if there is one."""
+    """Return the note on ratios of remaining rows, [] if no topmost row has `remaining`."""
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
 def sorting(options: Options) -> str:
-    """Return the order of the rows."""
+    """Return the order of the rows in words."""
     key = SortKey.of(options)
     column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)
     column_text = column if key.column == "calls" else f"{key.part.upper()} {column}"
@@ -275,7 +275,7 @@ def sorting(options: Options) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The times of a row on the host (`CPU`) or on devices (`GPU`); the `first` line of a row has its name."""
+    """A table line: the host times (`CPU`) or device times (`GPU`) of a row. The `first` line has the row's name."""
 
     row: CallRow
     on: str
@@ -290,7 +290,7 @@ class _Line:
 
 
 def block_section(block: CallBlock, options: Options, noun: str) -> Section:
-    """Return the table of a block: a line for host times, and one for device times if there are any."""
+    """Return the table of a block. Each row has a line for host times, and one for device times if it has any."""
     bases = [] if options.state == "GPU" else [f"CPU {in_unit(block.cpu_base_ns, options.unit)}"]
     if options.state != "CPU" and any(row.gpu for row in block.rows):
         bases.append(f"GPU {in_unit(block.gpu_base_ns, options.unit)}")

@@ -1,24 +1,24 @@
 """The `operators` view: each operator by name at any depth, on the host and on the device, and in order.
 
 The columns are those of the Operator Summary of `paddle.profiler`. An operator is a span of kind `op`, `layer` or
-`comm`. Rows are sums over calls. The base of ratios is the sum over outermost operators of a line (see `calls`), so the
-time of an inner operator counts once. That profiler counts it for both. A call inside a call of the same name counts in
-the row's total but not again in its ratio. Only the part of the window with every span counts.
+`comm`. Rows are sums over calls. Ratios are shares of the sum over operators that are inside no other operator, so the
+time of an inner operator counts once. `paddle.profiler` counts it twice. A call inside a call of the same name counts
+in the row's total but not again in its ratio. Only the part of the window with every span counts.
 
-`tracer_option: OpDetail` adds the rows right below each operator: phases, inner operators, copies and the streams of
-its own device work, with the operator's own times as base. `AllOpDetail` adds every operator of an iteration in the
-order of execution, as SINGA's verbosity 2 prints them.
+`tracer_option: OpDetail` adds the rows right below each operator: phases, inner operators, copies and streams. Their
+ratios are shares of the operator's time. `AllOpDetail` adds every operator of an iteration in the order of execution,
+as SINGA's verbosity 2 prints them.
 
-Floating-point operations are in the attribute `flops` of operators in traces of torch.profiler with shapes, of our
-spans next to such a trace, and of scopes that set it. The value is the span's own work. A row is the sum of its calls
-and of all spans below them on their line, each span once. The FLOPs column of that profiler's summary is the same, as
-are the Mflops and Gflops/s of Theano's Apply section. But Theano divides the operations of one call by the time of all.
+The attribute `flops` of a span counts its own floating-point operations. Operators in traces of torch.profiler with
+shapes have it, as do our spans next to such a trace, and scopes that set it. A row is the sum over its calls and all
+spans below them on their track. The FLOPs columns of `paddle.profiler` and of Theano's Apply section mean the same. But
+Theano divides the operations of one call by the time of all calls.
 
 The `user` view: the names that the service's authors gave, on the host and on the device.
 
 It is the UserDefined Summary of `paddle.profiler`: one row for each name of the spans of kind `user`, such as ``with
-scope("tokenize")``. Rows are sums over calls. A call inside another of the same name counts in the total but not again
-in the ratio. Ratios are of the window. Work on several threads may exceed it.
+scope("tokenize")``. Rows are sums over calls. A call inside another one of the same name counts in the total but not
+again in the ratio. Ratios are shares of the window, which work on several threads may exceed.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ from instrument.trace.watched import KernelColumns
 
 @dataclass(frozen=True, slots=True)
 class FlopRow:
-    """The operations of the calls of one operator and of the spans below them on their line.
+    """The floating-point operations of one operator's calls, including the spans below them on the same track.
 
-    `calls` are those with operations of their own or below; an inner call of the same name does not count. They took
-    `time_ns` `on` devices (`GPU`) if each of them asked for work there, or on the host (`CPU`) if none did. Else the
-    time is None. `ratio` is the share of all reported operations. A row with `remaining` replaces that many.
+    `calls` counts the outermost calls with operations. `time_ns` is their device time if all have some (`on` is `GPU`),
+    their host time if none has (`CPU`), else None. `ratio` is the share of all reported operations. A row with
+    `remaining` replaces that many.
     """
 
     name: str
@@ -87,20 +87,20 @@ class FlopRow:
 
     per_call = Ratio("flops", of="calls")
     rate_gflop_s = Ratio("flops", of="time_ns")
-    """The operations per ns of the calls' time, which is 10^9 operations per second."""
+    """The operations per ns of the calls' time, which equals 10^9 operations per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopTable:
-    """All reported operations, and the rows with the most first. `elsewhere` operations ran without an open span, or
-    with spans of several tasks open, and are in no row."""
+    """All reported floating-point operations, and the rows, the most operations first. No row has the `elsewhere`
+    operations: they ran without an open span, or while several tasks had open spans."""
 
     flops: int
     elsewhere: int
     rows: tuple[FlopRow, ...]
 
     def section(self) -> Section:
-        """Return the table, with a note on the operations in no row."""
+        """Return the table, with a note on the operations that no row has."""
         part = f"{tenths(self.elsewhere, self.flops)} ran where no span was open, or those of several tasks"
         elsewhere = [f"{part}: they are in no row."] if self.elsewhere else []
         return Section(
@@ -121,9 +121,10 @@ class FlopTable:
 
 
 def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
-    """Return the table of spans of the kinds and of other spans with own operations, None without operations.
+    """Return the table of floating-point operations of the spans of some kinds, None without operations.
 
-    `rows` and `least_ns` (of the time of a row's calls) bound it. The cost is 1 us per span with operations.
+    Other spans that report operations have a row, too. `rows` and `least_ns` (of a row's time) bound the table. The
+    cost is 1 us per span with operations.
     """
     trace = recording.columns
     first, last = recording.trace.coverage
@@ -162,10 +163,10 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
 
 
 class _Tree:
-    """The spans with operations and the spans around them on their lines, each once.
+    """The spans with operations and all their callers on the same track, each once.
 
-    By name and kind `calls` are the outermost calls of a line, and `flops` the operations of the outermost calls and
-    all below. For another kind than the given ones `flops` has only the own operations of spans with that name.
+    `calls` has the outermost calls by name and kind. `flops` has their operations, including all calls below. For kinds
+    that were not asked for, it has the span's own operations alone.
     """
 
     def __init__(self, trace: Columns, flops_of_rows: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
@@ -197,7 +198,7 @@ class _Tree:
         self.calls = {name: [rows[number] for number in calls[at]] for name, at in names.items() if calls[at]}
 
     def _outermost(self) -> list[int]:
-        """Return, for each span, the outermost span around it that has the same name."""
+        """Return, for each span, its outermost caller of the same name, else the span itself."""
         name, around = np.array(self._name_of, dtype=np.int64), np.array(self._around, dtype=np.int64)
         outermost, up = np.arange(len(name)), around.copy()
         inner = np.flatnonzero(up != NONE)
@@ -210,7 +211,7 @@ class _Tree:
         return numbers
 
     def flops_of_any(self, names: Collection[tuple[str, str]]) -> int:
-        """Return the operations of spans of some names and kinds, and of the spans below them."""
+        """Return the operations of all spans of some names and kinds, including the spans below them."""
         is_wanted = [name in names for name in self._names]
         flops, inside = 0, list[bool]()
         for name, around, count in zip(self._name_of, self._around, self._own_flops, strict=True):
@@ -220,17 +221,17 @@ class _Tree:
 
 
 def _lines(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return some rows and all rows around them on their lines, parents first. Return also the place of the parent of
-    each, `NONE` for a row without one."""
+    """Return some rows and all their callers on the same track, parents first. Return also the index of each row's
+    parent, `NONE` without one."""
     rows = np.flatnonzero(and_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
     return rows.tolist(), places_of(rows, len(trace))[trace.around[rows]].tolist()
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """Return the ns of device work of each call by row, 0 without any. Kernels of torch.profiler count if the call's
-    thread launched them during the call. A call without any counts device intervals of itself and of spans below it on
-    its line."""
+    """Return the device time in ns of each call, by row, 0 without any. It is that of the kernels that torch.profiler
+    saw the call launch. Without these it is that of the device intervals of the call and the calls below it on its
+    track."""
     trace, columns = recording.columns, KernelColumns.of(recording.trace.kernels)
     rows = distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
@@ -254,14 +255,14 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
 
 
 def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
-    """Return the calls with device work of their own or below them on their line, and its time."""
+    """Return the calls with device intervals at or below them on their track, and the device time of each."""
     intervals = trace.device
     intervals = intervals.only(intervals.timed & (intervals.start_ns < intervals.end_ns))
     return lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
 
 
 def _time_of(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return the place and the time of some calls, "" and None if the places differ."""
+    """Return `GPU` and the device time of some calls, `CPU` and the host time, or "" and None if the calls differ."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):
@@ -273,10 +274,10 @@ OPERATORS = ("op", "layer", "comm")
 """Kinds of span that are operators."""
 
 IN_ORDER = (*OPERATORS, "copy")
-"""Kinds of span that have a line of their own in the order of execution."""
+"""Kinds of span that the order of execution lists."""
 
 ITERATIONS = ("step", "request")
-"""The kinds of span that are an iteration. The first kind that occurs in the trace is used."""
+"""Kinds of span that can be an iteration. The first one that the trace has is used."""
 
 
 NO_OPERATOR = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
@@ -285,7 +286,7 @@ NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step')
 
 @dataclass(frozen=True, slots=True)
 class OrderedOperator:
-    """One operator at one place of an iteration; `number` counts them by first call, from 0.
+    """One operator at one place of the iterations. `number` counts the operators from 0 by first call.
 
     `total_ns` is the time of its calls in all timed iterations, on the device if they have device time. `mean_ns` is
     the time per timed iteration.
@@ -306,9 +307,9 @@ class OrderedOperator:
 class InOrder:
     """The operators of the iterations in the order of execution.
 
-    An iteration is a topmost span of the kind `iteration`, "" without any. `timed` of them count, `skipped` first ones
-    were left out, and `cut` ones reach over an edge of the complete time. The `remaining` unlisted operators took
-    `remaining_ns` per timed iteration.
+    An iteration is a topmost span of the kind `iteration`, "" without any. `timed` counts the averaged iterations,
+    `skipped` the first ones that were left out, and `cut` those that are not completely kept. The `remaining` unlisted
+    operators took `remaining_ns` per timed iteration.
     """
 
     iteration: str
@@ -322,7 +323,7 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True)
 class Operators(View):
-    """The view: blocks of rows, the order of execution for `AllOpDetail`, and the floating-point operations if any are
+    """The `operators` view: blocks of rows, the order of execution for `AllOpDetail`, and floating-point operations if
     known."""
 
     coverage: Coverage
@@ -384,7 +385,7 @@ def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options:
 
 
 def _child_rows(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iterator[CallRow]:
-    """Yield the rows directly below an operator, each followed by its streams, and then the streams of the operator."""
+    """Yield the rows below an operator, each followed by its streams, and then the streams of the operator."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     children = by_name(child for place in places for child in place.children.values() if child.calls)
     for child_row in call_rows(children, 1, cpu_ns, gpu_ns, options):
@@ -439,7 +440,7 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
 
 
 def _ordered_operators(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
-    """Yield the operators below a root, parents first, each level by first call. Lines are merged."""
+    """Yield the operators below a root, parents first, each level by first call. All tracks are merged."""
     number = 0
     pending = [(0, group) for group in _child_groups([root])]
     while pending:
@@ -458,7 +459,7 @@ def _ordered_operators(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator
 
 
 def _child_groups(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
-    """Return the children of the places of one path, grouped by site. The group that was called last comes first."""
+    """Return the children of some calls, grouped by site. The group whose first call is the latest comes first."""
     places_by_site: dict[tuple[object, ...], list[PlaceCalls]] = {}
     for place in places:
         for child in (*place.children.values(), *place.elsewhere.values()):
@@ -496,9 +497,9 @@ NO_SPAN = "No span of kind user was recorded: open one with scope(name), or give
 
 @dataclass(frozen=True, slots=True)
 class User(View):
-    """The view: a block of rows for all threads, or for each. The base of all ratios is `window_ns`.
+    """The `user` view: a block of rows for all threads, or for each. Ratios are shares of `window_ns`.
 
-    The window is the part with every span. Only the part of a call in it counts.
+    The window is the time with every span. A call counts only with its part in the window.
     """
 
     coverage: Coverage

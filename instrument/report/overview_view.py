@@ -1,11 +1,11 @@
 """The `overview` view: the part of the window with each kind of work, on the host and on each device.
 
 It is the Overview Summary of `paddle.profiler`. Every time is a union over threads and over streams, so that parallel
-work counts once. Rows may overlap and do not add up. The first row is the base of the ratios. If there are steps, a
-second ratio is that of the row's time in steps to all time in steps. That profiler also counts time between steps.
+work counts once. Rows may overlap and do not add up. Ratios are shares of the first row. If there are steps, a second
+ratio is the row's time in steps as a share of the time in steps. `paddle.profiler` also counts time between steps.
 
-A pair of events times a stretch of a stream, not its contents. Compute is all work outside of copies, memsets too. It
-includes communication: the stretches of spans of kind `comm` and of spans below them.
+Device times are intervals between pairs of events on a stream. Compute is all work except copies, so it includes
+memsets and communication. Communication is the intervals of spans of kind `comm` and of spans below them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instrument.trace.groups import distinct
 from instrument.trace.intervals import Union, clipped, lie_in, shared_ns, together, union
 
 ALL_DEVICES = -1
-"""The device of rows on all devices together."""
+"""The device number of rows that sum up all devices."""
 
 NO_SPAN = "No span was recorded in it: name functions or layers in the profile, or open a scope."
 
@@ -34,14 +34,14 @@ WORK = {
     "communication": ("communication",),
     "copies": ("copies",),
 }
-"""The rows of a device, each with the kinds of work whose union it shows."""
+"""The rows of a device, each with the kinds of work that it combines."""
 
 
 @dataclass(frozen=True, slots=True)
 class KindUse:
-    """Spans of one kind in the window: their number, the union of their time, and the part of it in steps.
+    """The spans of one kind in the window: their number, the union of their times, and the part of it in steps.
 
-    `ratio` is of the window. `step_ratio` is `in_steps_ns` as a share of the time in steps, None without any step.
+    `ratio` is the share of the window. `step_ratio` is the share of the time in steps, None without any step.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class KindUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """Timed stretches of one device, or of all for `ALL_DEVICES`: their number and their union."""
+    """The timed intervals of one kind of work on a device: their number and their union."""
 
     device: int
     work: str
@@ -67,8 +67,8 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class Overview(View):
-    """The view. `window_ns` is the length of the part of the window with every span. `steps_ns` is the time in steps,
-    None without any step."""
+    """The `overview` view. `window_ns` is the length of the time with every span, `steps_ns` the time in steps, None
+    without any."""
 
     coverage: Coverage
     window_ns: int
@@ -126,7 +126,7 @@ class Overview(View):
 def overview(recording: Recording, options: Options) -> Overview:
     """Return the view of the kept spans. `state` leaves out host or device rows.
 
-    Kinds are in the order of their time, or of their calls if `sorted_by` is `calls`. The view uses no other option.
+    Kinds are sorted by time, or by calls if `sorted_by` is `calls`. The view uses no other option.
     """
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
@@ -158,20 +158,20 @@ def overview(recording: Recording, options: Options) -> Overview:
 
 
 def _place(kind: str) -> int:
-    """Return the place of a kind among the others. A file's unknown kind has the last one."""
+    """Return the index of a kind in the usual order. Unknown kinds of a file come last."""
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretches:
-    """The spans in the window: their number and their union."""
+    """Intervals in the window: their number and their union."""
 
     count: int
     union: Union
 
 
 def _kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
-    """Return the stretches of spans by kind. Interruptions are left out, as parts of the spans that they interrupt."""
+    """Return the intervals of spans by kind, without interruptions: these are part of the interrupted spans."""
     inside = lie_in(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clipped(trace.start_ns, trace.end_ns, window)
@@ -184,7 +184,7 @@ def _kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
 
 
 def _work(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]:
-    """Return the stretches of each device by its work."""
+    """Return the device intervals by device number and kind of work."""
     intervals = trace.device.only(trace.device.timed).within(window)
     is_copy = trace.of_kind("copy")[intervals.row]
     communicates = trace.owners(trace.of_kind("comm"))[intervals.row] != NONE
@@ -199,7 +199,7 @@ def _work(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]
 
 
 def _by_work(stretches: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
-    """Yield all devices together, if there are several, then each device in order, with the stretches of each work."""
+    """Yield the intervals of each row: first those of all devices, if there are several, then those of each device."""
     numbers = sorted({device for device, _ in stretches})
     for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
         chosen = numbers if device == ALL_DEVICES else [device]

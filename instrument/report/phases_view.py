@@ -6,14 +6,14 @@ The view is the Model Summary of `paddle.profiler` and the two lines of SINGA's 
 view is of requests, and without any request of the window.
 
 A phase is a span that is declared as one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader.
-At each instant one phase is under way on a thread: the open one that began first, so that inner spans belong to it. An
-optimizer makes way for the phases of its closure. A step's instants belong to the spans of its own thread and task. The
-times at which its tasks and suspended generators ran are unknown, so they get the remaining instants. Spans of other
-tasks get none. Each instant counts once, so the rows add up to the steps, and `others` is never negative. In
+Each instant of a thread counts for one phase: the open one that began first, so an inner phase is part of it. An
+exception is the optimizer: the phases in its closure count on their own. An instant of a step counts first for spans on
+the step's own thread and task. Its tasks and suspended generators get the remaining instants, since the times at which
+they ran are unknown. Other tasks get none. The rows add up to the steps, so `others` is never negative. In
 `paddle.profiler` it may be, because overlapping phases count twice.
 
-Device time is the time of a phase's work on streams, copies too. Work of one stream counts once, of several streams for
-each. `others` is the work on a stream outside of a phase's stretches.
+Device time is the time of a phase's work on streams, including copies. Parallel work on several streams counts for each
+stream. `others` is the work that no phase launched.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.self_times import turns, were_suspended
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
-"""The ranks of calls. Of the calls that are open at an instant, one of the lowest rank gets the time."""
+"""The ranks of calls of phases. If several calls are open at an instant, the one with the lowest rank gets the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of phases that were under way in a unit: the number of each one's phase in `names`, and its time.
+    """The calls of phases within units: the index of each call's phase in `names`, and its time.
 
-    `whole_ns` are the times in whole units by phase. `pieces` are the stretches with a call under way, by line, and
-    `of_piece` the call of each. `outside_ns` are the lengths of the calls outside of units.
+    `whole_ns` has the time of each phase in complete units. `pieces` are the intervals of calls by track, and
+    `of_piece` has the call of each interval. `outside_ns` are the lengths of the calls outside of units.
     """
 
     names: Sequence[str]
@@ -59,7 +59,7 @@ class Calls:
 
 
 def _by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
-    """Return the times of each phase with any."""
+    """Return the list of times of each phase that has any."""
     order = np.argsort(phase, kind="stable")
     numbers = phase[order]
     firsts = np.flatnonzero(np.diff(numbers, prepend=NONE))
@@ -68,7 +68,7 @@ def _by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> di
 
 
 def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
-    """Return the calls of phases by unit. The phases within a communication or a copy are no phases of the step."""
+    """Return the calls of phases within units. Phases inside a communication or a copy do not count."""
     of_sites = list(map(phase_of, trace.sites))
     numbers: dict[str, int] = {}
     number_of = np.array(
@@ -114,7 +114,7 @@ def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
 
 
 def _lines_and_ends(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
-    """Return the line and the end of each call. The line of a call between steps or in skipped steps is `NONE`.
+    """Return the track and the end of each call. Calls between steps or in skipped steps have the track `NONE`.
 
     A suspended generator counts up to the end of the step in which it began.
     """
@@ -135,9 +135,9 @@ def _lines_and_ends(trace: Columns, units: Units, rows: Int64s, stood_still: Boo
 def _stretches_of_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Return the stretches of units with a call under way, by line: the call of each, the stretch, and its unit.
+    """Return the intervals in which each call gets the time of a unit: the calls, the intervals, and their units.
 
-    The first of simultaneous calls counts. A call without length has a stretch if no other call of its rank is open.
+    The first of simultaneous calls gets the time. A call without length has an interval if no call of its rank is open.
     """
     call, since, until = turns(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
@@ -159,10 +159,10 @@ def _stretches_of_calls(
 
 @dataclass(frozen=True, slots=True)
 class StreamUses:
-    """The work of a unit's spans on streams: sums over streams of the union on each.
+    """The device time of spans in units: per stream parallel work counts once, and streams are added up.
 
-    `units` and `calls` have the sum of each unit and of each call, by phase, with work on a stream. `phases` has the
-    sum of all calls of a phase, `base_ns` that of all units, `covered_ns` that of all calls.
+    `units` and `calls` have the sum of each unit and each call with work on a stream, calls by phase. `phases` has the
+    sum of each phase, `base_ns` that of all units, `covered_ns` that of all calls.
     """
 
     units: Sequence[int]
@@ -173,7 +173,7 @@ class StreamUses:
 
 
 def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
-    """Return the device time of the spans that began in a unit, and in a call of it."""
+    """Return the device time of the spans that began in a unit, and of spans that began in a call."""
     device = trace.device
     rows = distinct(device.row)
     rows = rows[units.line_of[rows] != NONE]
@@ -201,7 +201,7 @@ def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
 
 
 def _summed(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
-    """Return the time of each key, and the keys. Overlapping times on one stream count once; streams are added."""
+    """Return the device time of each key, and the keys. Overlapping times on one stream count once."""
     parts, firsts = numbered(keys, streams)
     lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
     distinct_keys = distinct(keys)
@@ -209,7 +209,7 @@ def _summed(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tupl
 
 
 ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
-"""The phases of a training step in order. The other declared phases follow."""
+"""The phases of a training step in their order. Other declared phases follow."""
 
 OTHERS = "others"
 
@@ -227,9 +227,9 @@ NO_PHASE = (
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Times of a row on the host or on devices: their sum, and the mean, greatest and least of a call.
+    """Times of a row on the host or on devices: the sum, and the mean, greatest and least of its calls.
 
-    `ratio` is the share of the row of steps. A value that does not exist is None: a call of `others`, a ratio to zero.
+    `ratio` is the share of the first row. A value that does not exist is None, such as the mean of `others`.
     """
 
     total_ns: int
@@ -241,7 +241,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """One row: the steps, a phase of them, or the others. `device` is None if no device time was recorded."""
+    """One row: the units, a phase in them, or the others. `device` is None if no device time was recorded."""
 
     name: str
     calls: int | None
@@ -253,9 +253,9 @@ class PhaseRow:
 class PhasesView(View):
     """The view. `of` is the unit of the phases: `step`, `request` or `window`.
 
-    `timed` units are whole, `cut` ones reach over an edge of the kept spans. `skipped` steps came before the first
-    unit, and the spans of `overwritten` earlier ones are gone. `mean_ns` are the means of a phase in a whole unit, by
-    its name. `outside` calls of phases, of `outside_ns`, ran outside of steps and requests.
+    `timed` units are complete, `cut` ones are not completely kept. `skipped` steps were left out, and the spans of
+    `overwritten` earlier ones are gone. `mean_ns` has the mean time of each phase per complete unit. `outside` calls of
+    phases ran outside of all units and took `outside_ns`.
     """
 
     coverage: Coverage
@@ -341,8 +341,8 @@ def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
 def phases(recording: Recording, options: Options) -> PhasesView:
     """Return the view of the kept spans. It uses `state`, `rows`, `least_ns`, `skip_first` and `unit`.
 
-    `rows` and `least_ns` keep the phases with the most time, in the order of a step. `skip_first` leaves out the first
-    steps of each thread, by a step's own number or else by its begin. The cost is n log n for n phases.
+    `rows` and `least_ns` bound the rows to the phases with the most time. `skip_first` leaves out the first steps of
+    each thread, by the step's own number or else in order of their begins. The cost is n log n for n phases.
     """
     trace, facts = recording.columns, recording.trace
     units = units_of(trace, facts.coverage, options.skip_first)
@@ -396,7 +396,7 @@ def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, 
 
 
 def _device_times(streams: StreamUses, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
-    """Return the times of `count` units or calls. `times_ns` has those with work on a stream."""
+    """Return the device times of `count` units or calls. `times_ns` has only those with work on a stream."""
     if not streams.units:
         return None
     return _times(times_ns if len(times_ns) == count else [*times_ns, 0], total_ns, streams.base_ns, count)
@@ -417,7 +417,7 @@ def _place(phase: str) -> tuple[int, str]:
 
 
 def _largest_rows(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
-    """Return the rows with the most time, in their order, and one more row of the rest."""
+    """Return the rows with the most time, in their order, and one row of the rest."""
     large = sorted((row for row in rows if row.host.total_ns >= options.least_ns), key=lambda row: -row.host.total_ns)
     shown_names = {row.name for row in large[: options.bound]}
     rest_rows = [row for row in rows if row.name not in shown_names]

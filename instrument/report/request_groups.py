@@ -1,7 +1,6 @@
 """The requests of a recording, joined with what served them, and their groups by endpoint or by an attribute.
 
-Groups share batches and devices: a batch's time belongs to its members by their weights, as in
-`instrument.trace.ledger`.
+Groups share batches and devices: `instrument.trace.ledger` divides a batch's time among its members by their weights.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ def joined_requests(recording: Recording) -> Joined:
 
 
 def complete_requests(recording: Recording) -> tuple[Int64s, int]:
-    """Return the rows of the requests within the window, and the number of requests over an edge of it."""
+    """Return the rows of the requests within the window, and the number of requests that the window cuts."""
     return requests_within(recording.columns, recording.once(joined_requests).owner, recording.trace.coverage)
 
 
 def request_turns(recording: Recording) -> Turns:
-    """Return the turns of the requests of a recording."""
+    """Return the turns of a recording's requests."""
     return turns_of(recording.columns, recording.once(joined_requests))
 
 
 def request_ledger(recording: Recording) -> Ledger:
-    """Return the ledger of the requests of a recording."""
+    """Return the ledger of a recording's requests."""
     return ledger(recording.columns, recording.once(joined_requests), recording.once(request_turns))
 
 
@@ -58,14 +57,14 @@ def request_device_ledger(recording: Recording) -> DeviceLedger:
 
 @dataclass(frozen=True)
 class RequestGroups:
-    """The groups of requests by name, and the group of each request by its place."""
+    """The names of groups of requests, and the group of each request by its index."""
 
     names: tuple[str, ...]
     group: Int64s
 
 
 def request_groups(recording: Recording, options: Options) -> RequestGroups:
-    """Return the groups of all requests by `requests_by`, with a last group of requests without the attribute."""
+    """Return the groups of all requests by `requests_by`. Requests without the attribute are the last group."""
     trace, rows = recording.columns, recording.once(joined_requests).rows
     if options.requests_by in ("", ENDPOINT):
         names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -78,7 +77,7 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
 
 
 def values_of(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
-    """Return the value of an attribute of requests. The end of its name is enough: `tenant` for a header `x-tenant`."""
+    """Return the value of an attribute for each request. A name's end is enough: `tenant` for a header `x-tenant`."""
     if not len(trace.attributes.having(attribute)):
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
         attribute = next((name for name in _attributes_of(trace, rows) if name.endswith(ends)), attribute)
@@ -90,7 +89,7 @@ def _attributes_of(trace: Columns, rows: Int64s) -> Iterable[str]:
 
 
 def refuse_unknown_group(recording: Recording, options: Options) -> None:
-    """Raise `InstrumentError` if no request has the attribute of `requests_by`, with the attributes that exist."""
+    """Raise `InstrumentError`, which names the existing attributes, if no request has the one of `requests_by`."""
     trace, rows, attribute = recording.columns, recording.once(joined_requests).rows, options.requests_by
     if attribute in ("", ENDPOINT) or not len(rows) or any(values_of(trace, rows, attribute)):
         return
@@ -102,14 +101,14 @@ def refuse_unknown_group(recording: Recording, options: Options) -> None:
 
 
 MOST_NAMES = 20
-"""The most attributes that a refusal names."""
+"""The most attributes that this message names."""
 
 ROWS_WITH_NAMES = 1_000
-"""The most requests whose attributes are searched for a name with the end that the user gives."""
+"""The most requests that are searched for an attribute whose name has a given end."""
 
 
 def grouped(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
-    """Return the names of the largest groups and of the group of the rest, and the group of each value or `NONE`."""
+    """Return the names of the largest groups and of one for the rest, and the group of each value, `NONE` for None."""
     values = list(values)
     counts = Counter(value for value in values if value is not None)
     largest = [value for value, _ in counts.most_common(at_most)]
@@ -120,7 +119,7 @@ def grouped(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int6
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """The requests of a group with their shares of batches and devices, and their tokens where they were recorded."""
+    """The requests of a group, their shares of batches and devices, and their tokens if recorded."""
 
     name: str
     requests: int
@@ -134,7 +133,7 @@ class GroupShare:
 
 
 def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ...]:
-    """Return the shares of the groups of complete requests, () without `requests_by`."""
+    """Return the shares of all groups of requests within the window, () without `requests_by`."""
     if not options.requests_by:
         return ()
     trace, joined = recording.columns, recording.once(joined_requests)

@@ -1,7 +1,7 @@
 """The life of one request as text: the parts of its time, the cause of its slowness, and its waits and batches.
 
-A request of a thousand tokens has a thousand batches. A long list joins successive batches, with the short times
-between them, in one line. A turn much longer than the others, as after a preemption, has a line of its own.
+A request of a thousand tokens has a thousand batches. So a long list shows successive batches, with the short times
+between them, as one line. A turn much longer than the others, as after a preemption, has its own line.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
 
 FEW = 40
-"""The most turns (waits and batches of a request) that have a line each. A longer list joins short turns."""
+"""The most turns (waits and batches) that have a line each. A longer list joins short turns."""
 
 SMALL = 200
-"""A turn shorter than the request's wall time divided by this number has no line of its own in a long list."""
+"""In a long list, a turn has its own line if it exceeds the request's wall time divided by this number."""
 
 OUTSTANDING = 4
-"""The multiple of the usual batch length from which on a turn has its own line in a long list. The usual length is the
+"""In a long list, a turn has its own line if it exceeds the usual batch length this many times. The usual length is the
 median of the batches of its name; for a stall, the largest such median."""
 
 MOST_DIGITS = 19
-"""The number of decimal digits from which on a number may not fit 64 bits."""
+"""The number of decimal digits from which on an integer may exceed 64 bits."""
 
 BAR = 32
-"""Columns of a bar of the whole wall."""
+"""The width of a bar for the whole wall time, in columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn that began `begin_ns` after the request: `times` batches in a row if it was routine.
+    """A line of the list: one turn, or `times` short turns in a row. It began `begin_ns` after the request.
 
-    `name` is the span's, empty between spans. `in_batches_ns` is the time in batches of up to `size` requests, and
-    `own_ns` the request's share of it.
+    `name` is the name of the span, "" between spans. `in_batches_ns` is the time in batches of up to `size` requests,
+    and `own_ns` the request's share of that time.
     """
 
     part: str
@@ -76,9 +76,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """A request by its `keys` and endpoint: its `parts`, which add up to the wall, its cause of delay, and its turns.
+    """The life of a request: its `parts`, which add up to its wall time, its cause of delay, and its turns.
 
-    `namesakes` are the spans of the other requests of the given key. `device_own_ns` is the device time of the
+    `namesakes` are the span numbers of other requests with the same key. `device_own_ns` is the device time of the
     request's own work, `device_shared_ns` its shares of the device time of batches.
     """
 
@@ -127,7 +127,7 @@ class RequestLife:
         return [*lines, "", "A bar is the part's place. 25% its own of 4: its share of batches of 4 requests.", ""]
 
     def _repr_html_(self) -> str:
-        """Return the turns as a waterfall for a notebook."""
+        """Return the turns as a waterfall chart for a notebook."""
         unit, wall_ns = self._options.unit, max(self.wall_ns, 1)
         title = f"{self.name}: {in_unit(self.wall_ns, unit)} {unit} {' '.join(self.keys)}"
         rows = []
@@ -156,7 +156,7 @@ class RequestLife:
 
 
 def request_life(recording: Recording, name: str, options: Options) -> RequestLife:
-    """Return the life of the request of a key or of a span's number. If several have the key, the longest counts.
+    """Return the life of the request with a key or a span number. Of several requests the longest one counts.
 
     Raises `TraceError` if no request matches.
     """
@@ -189,7 +189,7 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
 
 
 def places_of_request(trace: Columns, joined: Joined, name: str) -> list[int]:
-    """Return the places of the requests of a key or of a span's number, the longest first.
+    """Return the indices of the requests with a key or a span number, the longest first.
 
     Raises `TraceError` if no request matches.
     """
@@ -257,7 +257,7 @@ def _turns(trace: Columns, joined: Joined, ledger: Ledger, moments: Sequence[Mom
 
 
 def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Return the request's own share of each turn in a batch, in ns. The turns of one batch have equal parts of it."""
+    """Return the request's share of each turn in a batch, in ns. It is proportional to the turn's length."""
     of_pairs: dict[int, list[Moment]] = {}
     for moment in moments:
         if moment.pair != NONE:

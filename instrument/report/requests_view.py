@@ -1,11 +1,10 @@
 """The `requests` view: the times of the requests of each endpoint, their parts, and the slowest requests.
 
-An endpoint is a name of topmost request spans. Every instant of a request's host interval belongs to one part: to the
-phase that began last among the phases that ran then, on any thread or task of the request. An instant without a phase
-is `unknown`. An inner phase so takes its time out of the outer one. The newer one of two parallel phases has the
-instant. The parts add up to the wall to the nanosecond. If phases began at once, the shorter one counts as the later.
-If rules name requests by keys, the phases of all processes count. Batches and the times between them are then parts,
-too (`instrument.trace.ledger`).
+An endpoint is a name of topmost request spans. Every instant of a request's wall time belongs to one part: the phase
+that began last among the running phases, on any thread or task of the request. So an inner phase takes its time out of
+the outer one. Of two phases that began at once, the shorter one counts as later. An instant without a phase is
+`unknown`. The parts add up to the wall time to the nanosecond. If rules give requests keys, phases in other processes
+count, too. Batches and the times between them are then parts (`instrument.trace.ledger`).
 
 A phase is a span whose site is declared as a phase (`phase:`), or a span of kind `phase`, by its name. Copies to and
 from a device are `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, communication is
@@ -80,13 +79,13 @@ A_REQUEST = (
 )
 
 ENOUGH = 3
-"""The number of an endpoint's requests from which on their typical times are computed."""
+"""The least number of an endpoint's requests for which typical times are computed."""
 
 NOTABLE = 20
-"""An excess below the request's wall time divided by this number gets no blame."""
+"""A slow request has a `blame` if its excess is at least its wall time divided by this number."""
 
 SLOWEST = 5
-"""The number of slowest requests in the list if `rows` is not set."""
+"""The number of slowest requests in the list if the option `rows` is not set."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 YEARS_NS = 200 * 366 * 86_400 * 10**9
@@ -95,7 +94,7 @@ YEARS_NS = 200 * 366 * 86_400 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class DeviceWithin:
-    """The work of one device within the requests that had device time."""
+    """The work of one device within requests that had device time on it."""
 
     device: int
     endpoints: tuple[EndpointUse, ...]
@@ -105,11 +104,10 @@ class DeviceWithin:
 class SlowRequest:
     """A slow request. It began `begin_ns` after the trace's start, at `began` in UTC ("" if unknown).
 
-    `span_id` is that of the Chrome trace. `trace_id` and `collector_span_id` are those of the collector in its
-    notation, empty if unknown. The collector has the request if the profile's `capture` kept it. `outcome` names the
-    reason for which the request was broken off, "" if it was not. `keys` name the request in its processes. `blame`
-    names the cause of its excess over the typical request of its endpoint. It needs `ENOUGH` requests, and an excess of
-    more than a `NOTABLE` part of the wall.
+    `span_id` is its id in the Chrome trace. `trace_id` and `collector_span_id` are its hexadecimal ids at the
+    collector, "" if unknown. The collector has the request only if the profile's `capture` kept it. `outcome` is the
+    reason why the request ended early, "" if it did not. `keys` identify the request in other processes. `blame` names
+    the cause of its excess over typical requests of its endpoint (see `ENOUGH` and `NOTABLE`).
     """
 
     name: str
@@ -130,13 +128,12 @@ class SlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes(View):
-    """The requests within the window that still have every span, by endpoint.
+    """The `requests` view: the requests within the window that still have all of their spans, by endpoint.
 
     `counted` is the number of all requests that ended, and `errors` the number that failed. Both include requests whose
-    spans are gone, and endpoints without any span, so they may exceed `requests`. `requests_cut` reach over an edge of
-    the window, or had not ended; no other field counts them. `late_failures` failed after their answer, and are no
-    errors. `blocked` covers all recorded stretches, None if no event loop was blocked. `groups` has the requests by
-    the value of the attribute that groups them. `device_shares` has the device time of batches.
+    spans are gone, so they may exceed `requests`. `requests_cut` cross an edge of the window or had not ended; no other
+    field counts them. `late_failures` failed after their answer, and are no errors. `blocked` is None if no event loop
+    was blocked. `groups` has the requests by an attribute. `device_shares` has the device time of batches.
     """
 
     coverage: Coverage
@@ -211,7 +208,7 @@ class RequestTimes(View):
         ]  # fmt: skip
 
     def _answers(self) -> Section:
-        """Return the table of answers by the class of their status."""
+        """Return the table of answers by class of status, such as `2xx`."""
         shown = [name for name in CLASSES if any(name in row.statuses for row in self.endpoints)]
         rates = [share(row.requests * 1e9, self._served_ns) for row in self.endpoints]
         return Section(
@@ -228,14 +225,14 @@ class RequestTimes(View):
 
     @property
     def late(self) -> str:
-        """A clause on the requests whose app failed after their answer, "" without any."""
+        """A clause on requests that failed after their answer, "" without any."""
         return f", {self.late_failures} failed after {'its' if self.late_failures == 1 else 'their'} answer" * bool(
             self.late_failures
         )
 
     @property
     def is_part(self) -> bool:
-        """True if more requests have ended than the tables have."""
+        """True if more requests have ended than the tables show."""
         return self.counted > self.requests
 
     TITLE = "Requests"
@@ -257,9 +254,9 @@ class RequestTimes(View):
 def requests(recording: Recording, options: Options) -> RequestTimes:
     """Return the view of the kept spans.
 
-    `sorted_by` orders the endpoints by their walls as `SortKey` defines it, `default` by the sum of the walls. `rows`
-    bounds the number of endpoints and of phases of each, and the list of the slowest requests (by default five).
-    `least_ns` moves endpoints and phases with a smaller sum to the row of the rest.
+    `sorted_by` orders the endpoints by wall times (see `SortKey`), by default by their sum. `rows` bounds the
+    endpoints, the phases of each, and the slowest requests (by default five). `least_ns` moves endpoints and phases
+    with a smaller sum to the row of the rest.
     """
     trace = recording.columns
     joined = recording.once(joined_requests)
@@ -303,7 +300,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
     """Return the calls and the errors of topmost requests by name, as the tally counts them.
 
-    A request that is part of another one by its key does not count. The tally itself has no keys.
+    Names of requests that are part of another request by its key are left out: the tally itself has no keys.
     """
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -317,7 +314,7 @@ def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int
 
 
 def request_table(recording: Recording) -> CompleteRequests:
-    """Return the requests within the window that have all of their spans, as a table."""
+    """Return the requests within the window that have all of their spans, as columns."""
     whole, _ = recording.once(complete_requests)
     joined, ledger = recording.once(joined_requests), recording.once(request_ledger)
     return CompleteRequests.of(recording.columns, joined, ledger, whole)
@@ -344,7 +341,7 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> lis
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
-    """Return the slowest requests, each compared with the requests of its endpoint."""
+    """Return the slowest requests, each with its cause compared to typical requests of its endpoint."""
     trace, joined, parts = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
     typical: dict[int, Mapping[str, int]] = {}
     slowest = []
@@ -406,7 +403,7 @@ PARTS_NOTE = (
 
 
 def parts_of(row: EndpointTimes) -> list[PhaseTime]:
-    """Return the parts of the wall of an endpoint's requests."""
+    """Return the parts of the wall time of an endpoint's requests: the phases, then the unknown time."""
     unknown = PhaseTime(
         UNKNOWN, row.requests, row.unknown_ns, row.unknown_mean_ns, row.unknown_p50_ns,
         row.unknown_p99_ns, row.unknown_ratio,
@@ -415,7 +412,7 @@ def parts_of(row: EndpointTimes) -> list[PhaseTime]:
 
 
 class RequestPart(NamedTuple):
-    """A row on the time of an endpoint: the whole of it, or a part by its `name`."""
+    """A row of an endpoint's time: the whole of it at `depth` 0, or the part with the given `name`."""
 
     endpoint: str
     name: str
@@ -452,7 +449,7 @@ def _slow_lines(place: int, request: SlowRequest, unit: str) -> list[str]:
 
 
 def blame_text(slow_by: Blame, unit: str) -> str:
-    """Return the cause of a slow request, in a line."""
+    """Return the cause of a slow request in one line."""
     cause = ""
     if slow_by.cause is not None:
         of_request = f" of {shorten(safe(slow_by.cause.request), LINE // 3)}" if slow_by.cause.request else ""

@@ -1,9 +1,9 @@
-"""A view and its sections: each table of rows is declared once, for the text and the HTML page.
+"""A view and its sections. Each table is declared once, for the text and the HTML page.
 
 Columns are `field=Heading`, with `|` between them. A `+` before a column restricts it to the page, which is wider. A
-field is a name of the row or of a part of it (`part.field`), an index of a tuple, or a method of the row. The end of
-its last name gives its kind: `_ns` for times, `_bytes` for sizes, `ratio` and some others for shares. The first column
-of a row with `remaining` names the number of rows that it replaces.
+field is an attribute or a method of the row, an attribute of an attribute (`part.field`), or an index of a tuple. The
+end of its name gives its kind: `_ns` for times, `_bytes` for sizes, `ratio` and some others for shares. In a row with
+`remaining` the first column has the number of rows that it replaces.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 NO_EVENTS = "no events"
-"""The reason given for a span without device time and without an interval that names another reason."""
+"""The default reason why a span has no device time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The spans of a report, and the time that they cover without a gap, in ns from the trace's start.
+    """The number of spans in a report, and the time without missing spans, in ns from the trace's start.
 
     `complete` is True if no span was overwritten by a newer one.
     """
@@ -66,12 +66,12 @@ class Coverage:
         ]
 
     def none_held(self, noun: str, otherwise: str) -> list[str]:
-        """Return the lines of an empty view: a hint how to record its data, or a note that older spans may be gone."""
+        """Return the lines of an empty view: `otherwise` if all spans are kept, else a note on overwritten ones."""
         return none_held(noun, otherwise, complete=self.complete)
 
 
 def none_held(noun: str, otherwise: str, *, complete: bool) -> list[str]:
-    """Return lines that explain an empty table: `otherwise` if all spans are kept, else a note on overwritten ones."""
+    """Return the lines of an empty view: `otherwise` if all spans are kept, else a note on overwritten ones."""
     if complete:
         return wrapped(otherwise)
     return wrapped(
@@ -83,28 +83,27 @@ def none_held(noun: str, otherwise: str, *, complete: bool) -> list[str]:
 TEXT, TIME, SIZE, RATIO, DEVICE = "text", "time", "size", "ratio", "device"
 
 BLANK = object()
-"""A value that has no meaning in a row. Its cell is empty."""
+"""A value for an empty cell."""
 
 RATIOS = ("ratio", "fill", "uneven", "running", "burden")
-"""Fields of shares without the suffix `_ratio`."""
+"""Fields that are shares although their names do not end in `ratio`."""
 
 MIB = 1 << 20
 
 SIZE_ROOM = 8
-"""Columns of a size."""
+"""The width of a size, in columns."""
 
 Text = Callable[[Any, str], str]
-"""A function that makes a cell's text from a value, or from the whole row, and the unit of times."""
+"""A function that makes a cell's text from a value (or from the whole row) and the unit of times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table of a view. `lead` are the lines above it, `notes` those below it, and `empty` those of a table without
-    rows.
+    """A table of a view, with `lead` lines above and `notes` below it. Without rows it shows the `empty` lines.
 
-    `texts` make the cells of a field if the text differs from the default. `widths` are the least widths of the
-    columns. A single width is that of all columns but the first, which has names. A `paragraph` makes the lines of a
-    row from its number (from 1), for a row that is longer than a table's line.
+    `texts` has functions for fields whose text is not the default. `widths` are the least widths of the columns; a
+    single width is for all columns but the first, which has names. `paragraph` makes several lines per row from its
+    number (from 1) if a row is too long for a table.
     """
 
     title: str
@@ -118,7 +117,7 @@ class Section:
     paragraph: Callable[[int, Any, str], list[str]] | None = None
 
     def lines(self, unit: str) -> list[str]:
-        """Return the text."""
+        """Return the section as text."""
         shown = [*self.lead, *self.table(unit), *self.notes] if self.rows else self.empty
         return [*section_title(shorten(safe(self.title), LINE - 2 * DASHES)), *shown]
 
@@ -132,7 +131,7 @@ class Section:
         return table(header, cells, self.widths)
 
     def cells(self, unit: str) -> tuple[list[str], list[list[str]]]:
-        """Return the headings of the text, and the cells of its rows."""
+        """Return the headings of the text columns, and the cells of each row."""
         columns = [(name, heading) for name, heading, is_wide in self.described() if not is_wide]
         header, name = [heading for _, heading in columns], columns[0][0]
         name = "" if name in self.texts else name
@@ -151,13 +150,13 @@ class Section:
         return html_table(header, rows, f"{self.title}. {' '.join(self.notes)}".strip(". "))
 
     def described(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield the field and the heading of each column, and True for a column of the page alone."""
+        """Yield the field and the heading of each column, and True if only the page has it."""
         for column in self.columns.split("|"):
             name, _, heading = column.partition("=")
             yield name.removeprefix("+"), heading, name.startswith("+")
 
     def _text_of(self, name: str) -> Text:
-        """Return the function that makes the cell of a row in a column."""
+        """Return the function that makes the text of a row's cell in a column."""
         if name in self.texts:
             return self.texts[name]
         text = TEXTS[kind_of(name)]
@@ -165,7 +164,7 @@ class Section:
 
 
 class View:
-    """The numbers of a view as fields, and the tables and sentences that show them."""
+    """A view: its fields are numbers, and its methods return the tables and sentences that show them."""
 
     __slots__ = ()
 
@@ -178,11 +177,11 @@ class View:
         return self.TITLE
 
     def head(self) -> list[str]:
-        """Return the lines below the title: the spans of the view, the units, and the bases of ratios."""
+        """Return the lines below the title: on the spans of the view, the units, and the bases of ratios."""
         return []
 
     def nothing(self) -> list[str]:
-        """Return the reason for an empty view, [] if the view has something to show."""
+        """Return the lines of an empty view, which say why it is empty; [] for any other view."""
         return []
 
     def sections(self) -> Sequence[Section]:
@@ -190,7 +189,7 @@ class View:
         return ()
 
     def table_lines(self) -> list[str]:
-        """Return the text of the tables, a blank line behind each."""
+        """Return the text of the tables, with a blank line after each."""
         shown = (section for section in self.sections() if section.rows or section.empty)
         return [line for section in shown for line in (*section.lines(self._options.unit), "")]
 
@@ -199,21 +198,21 @@ class View:
         return []
 
     def _repr_html_(self) -> str:
-        """Return the tables for a notebook."""
+        """Return the view as HTML for a notebook."""
         text = "<br>".join(escape(line) for line in self.nothing() or self.head() if line)
         shown = [section for section in self.sections() if section.rows and not self.nothing()]
         tables = [section.html(self._options.unit) for section in shown]
         return f"<h4>{escape(self.heading())}</h4><p>{text}</p>{''.join(tables)}"
 
     def lines(self) -> list[str]:
-        """Return the text, times in the unit of the options. Names are escaped; no line holds a newline."""
+        """Return the view as text: escaped names, and times in the unit of the options. No line contains a newline."""
         head = self.head()
         lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
         return lines + (self.nothing() or [*self.table_lines(), *self.foot()])
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """Return a table of texts as HTML. The first column is to the left, and a blank cell keeps its indent."""
+    """Return a table of texts as HTML. The first column is left-justified and keeps its indents."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         name, *values = (escape(cell) for cell in cells)
@@ -226,7 +225,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: st
 
 
 def name_of(row: Any, name: str) -> str:
-    """Return the name of a row that replaces others, or that has no name; empty for any other row."""
+    """Return the name of a row that replaces others or has no name; "" for any other row."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
@@ -234,7 +233,7 @@ def name_of(row: Any, name: str) -> str:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """Return the value of a row's field, None if the part of the row is None."""
+    """Return the value of a row's field, None if an attribute on the way is None."""
     value = row
     for part in name.split("."):
         if value is None:
@@ -245,7 +244,7 @@ def value_of(row: Any, name: str) -> Any:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a field by its name."""
+    """Return the kind of a field from its name."""
     last = name.rpartition(".")[2]
     if last.endswith("_ns"):
         return TIME
@@ -286,11 +285,11 @@ TEXTS: Mapping[str, Text] = {
 
 
 COST = "Cost of "
-"""The begin of a note on a cost. Other notes are about what was not observed."""
+"""The beginning of notes on a cost. All other notes are on something that was not observed."""
 
 
 def instrumentation(recording: Recording) -> list[str]:
-    """Return the last section of every report: cost, losses and what was not observed; empty without any of them."""
+    """Return the last section of every report: the cost, the losses and what was not observed; "" without any."""
     cost = recording.cost
     lines = [] if cost is None else [_cost_line(cost, recording.window_ns, recording.recorder)]
     lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in recording.losses.items() if count]
@@ -312,7 +311,7 @@ def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
 
 
 def uncached(cost: Cost, base_ns: int) -> str:
-    """Return a text on the higher cost if other work displaces our data from the caches, "" if it is not known."""
+    """Return a text on the higher cost if other work displaces our data from the caches, "" if it is unknown."""
     if cost.most_ns <= cost.total_ns:
         return ""
     return (

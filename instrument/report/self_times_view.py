@@ -1,18 +1,17 @@
-"""The `classes`, `ops` and `instances` views: self times, in parts that add up to the whole time.
+"""The `classes`, `ops` and `instances` views: self times, whose rows add up to the whole time.
 
-They are the Class, Ops and Apply sections of Theano's profile. Theano's timed nodes are not nested. Spans are, so a
-row's time here is self time: host time outside of the children on its thread and task. The rows of a function so add up
-to 100 %, the function's own row included. The waits of coroutines, suspended by what they awaited, are a row of their
-own.
+They are the Class, Ops and Apply sections of Theano's profile. Spans may be nested, unlike Theano's nodes, so a row's
+time is self time: host time outside of the children on its thread and task. So the rows of a function, its own row
+included, add up to 100 %. The waits of suspended coroutines have a row of their own.
 
 - `instances`: a site at one place of the call tree. `number` counts them by first call, from 0, as Theano counts nodes.
-- `ops`: a site, at all of its places: a function, a layer by its path in the model, a kind of copy.
+- `ops`: a site, at all places of the call tree: a function, a layer by its path in the model, a kind of copy.
 - `classes`: the type of a layer, the class of a method (of the kinds `op` and `comm`) or the name of a copy or loader.
   Any other site has its kind in brackets.
 
-Each function has a report: the topmost request of a call path or, outside of requests, its topmost span. If there are
-several, the sum over functions comes first. In it a function inside of another one does not count again. Numbers are of
-the tally, so of all calls; threads are merged.
+A function is the topmost request of a call path or, outside of requests, its topmost span. Each function has a table.
+If there are several, a table of their sum comes first, in which calls of a function in another one do not count again.
+The numbers are from the tally, so they include all calls of all threads.
 """
 
 from __future__ import annotations
@@ -50,21 +49,20 @@ from instrument.trace.forest import NONE, and_above
 NO_CALL = "No call was counted: name functions or layers in the profile, or open a scope."
 
 WORKING = ("op", "layer", "comm", "copy")
-"""Kinds of span that are work, in place of Theano's thunks."""
+"""Kinds of span that count as work."""
 
 WITH_CLASS = ("op", "layer", "comm")
-"""Kinds of span with a class as their code. The code of a scope is its caller's."""
+"""Kinds of span whose code belongs to a class. A scope's code is that of its caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfRow:
-    """One class, op or instance of a function. `time_ns` is self time, `running` adds up the ratios down to this row.
+    """A class, op or instance in a function. `time_ns` is self time, `running` the sum of ratios down to this row.
 
-    `names` are those of the spans around an instance, inside of its function, and its own last; else the row's own.
-    `p50_ns`, `p99_ns` and `max_ns` are of its whole calls, None if none has ended. `where` is the place of the time:
-    `host`, `device` if every place of the row has device time, or `both`. It is `waiting` for the waits of coroutines
-    and of the spans open in them. The running time of the same function has its own row. Only an instance has a
-    `number`.
+    `names` has the row's own name. For an instance the names of the calls around it, inside the function, come first.
+    `p50_ns`, `p99_ns` and `max_ns` are of complete calls, None if none has ended. `where` is `device` if all calls have
+    device time, `host` if none has, else `both`. It is `waiting` for the time in which coroutines were suspended; their
+    running time has another row. Only an instance has a `number`.
     """
 
     names: tuple[str, ...]
@@ -98,7 +96,7 @@ class SelfRow:
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """The sum of the rows that were left out."""
+    """The sums of the omitted rows."""
 
     rows: int
     time_ns: int
@@ -109,12 +107,11 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTimes:
-    """A function, or the sum over all if `name` is empty: its calls, the times in them, and its rows.
+    """A function, or the sum over all functions if `name` is empty: its calls, their times, and its rows.
 
-    `calls` took `outer_ns`. `inner_ns` is the part in spans inside, on its own thread and task. It is None if the
-    function calls itself on other tasks in parallel, since their self times exceed it. `work_ns` is the self time of
-    operators, layers, copies and communication below it, on any thread. Ratios of rows are of `time_ns`, the sum of
-    their self times.
+    `calls` took `outer_ns`. `inner_ns` is the part of it in spans inside, on the same thread and task. It is None if
+    the function calls itself on other tasks in parallel. `work_ns` is the self time of operators, layers, copies and
+    communication below it, on any thread. Ratios of rows are shares of `time_ns`, the sum of their self times.
     """
 
     name: str
@@ -129,14 +126,14 @@ class FunctionTimes:
 
     inner_ratio = Ratio("inner_ns", of="outer_ns")
     work_ratio = Ratio("work_ns", of="outer_ns")
-    """The share of the calls' time that is work. It exceeds 1 if work runs in parallel."""
+    """The share of the calls' time that is work. Parallel work may make it exceed 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTimes(View):
-    """The view: the sum over functions, if there are several, and each function that calls something, longest first.
+    """The view: the sum over functions, if there are several, then each function with calls inside, longest first.
 
-    The `remaining` functions without a report of their own have `remaining_ns` of self time.
+    The `remaining` functions have no table of their own. They have `remaining_ns` of self time.
     """
 
     of: str
@@ -193,7 +190,7 @@ class SelfTimes(View):
         ]  # fmt: skip
 
     def _calls(self, function: FunctionTimes) -> list[str]:
-        """Return the times of a function's calls, and the part in spans inside."""
+        """Return lines on the time of a function's calls, and on the part of it in spans inside."""
         unit = self._options.unit
         name = safe(function.name) or ("(no name)" if function.kind else "")
         called = f" to {shorten(name, LINE // 2)} ({function.kind})" if function.kind else ""
@@ -226,7 +223,7 @@ class SelfTimes(View):
 
 
 def path_text(names: Sequence[str]) -> str:
-    """Return the names of a path, each repeated name once with its count."""
+    """Return the names of a call path in one text. A name that repeats appears once, with its count."""
     if all(map(ne, names, names[1:])):
         return " > ".join(names)
     runs = ((name, sum(1 for _ in run)) for name, run in groupby(names))
@@ -239,19 +236,19 @@ _SINGULAR = {"classes": "class", "ops": "op", "instances": "instance"}
 def classes(recording: Recording, options: Options) -> SelfTimes:
     """Return self times by type of layer, class of a method, or kind.
 
-    `rows` bounds the functions and the rows of each. `sorted_by` takes calls and averages, else time. The view does not
-    use `tracer_option`, `state`, `threads` and `skip_first`.
+    `rows` bounds the functions and the rows of each. `sorted_by` may be calls or averages, else rows are sorted by
+    time. The view does not use `tracer_option`, `state`, `threads` and `skip_first`.
     """
     return _self_times("classes", recording, options)
 
 
 def ops(recording: Recording, options: Options) -> SelfTimes:
-    """Return self times by site. Options as for `classes`."""
+    """Return self times by site. It takes the options of `classes`."""
     return _self_times("ops", recording, options)
 
 
 def instances(recording: Recording, options: Options) -> SelfTimes:
-    """Return self times by place in the call tree. Options as for `classes`."""
+    """Return self times by place in the call tree. It takes the options of `classes`."""
     return _self_times("instances", recording, options)
 
 
@@ -294,7 +291,7 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
 
 
 def _own_lines(tally: Tally) -> Records:
-    """Return the lines without interruptions, whose time is a part of the interrupted lines."""
+    """Return the tally lines without interruptions, whose time is already in the interrupted lines."""
     of_others = tally.tree.by_site(is_interruption)
     is_interrupting = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
     return np.asarray(tally.lines[~is_interrupting]) if is_interrupting.any() else tally.lines
@@ -309,7 +306,7 @@ def _site_label(site: Site) -> str:
 
 
 class _Table:
-    """The shown rows of functions, from one line per path in the order of first calls."""
+    """The shown rows of functions, made from a merged tally with one line per call path."""
 
     def __init__(
         self,
@@ -333,7 +330,7 @@ class _Table:
         self._is_request = sites.is_request.tolist()
 
     def _name(self, node: int) -> str:
-        """Return the label of a node's site: name and instance, and its place if another one has the same label."""
+        """Return the label of a node: name and instance, and the code location if another site has the same label."""
         number = self._site_of[node]
         label = self._names.get(number)
         if label is None:
@@ -346,7 +343,7 @@ class _Table:
         return self._every[self._site_of[node]]
 
     def _path(self, node: int, *, whole: bool) -> list[int]:
-        """Return the nodes down to a node: all of a `whole` path, else those below its function."""
+        """Return the nodes of the call path down to a node. If `whole` is False, only those inside its function."""
         parents, site_of, is_request = self._parents, self._site_of, self._is_request
         path, inside = [node], 0
         while True:
@@ -383,7 +380,7 @@ class _Table:
         return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
 
     def _call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
-        """Return the median, the 99th percentile and the maximum of a row's calls. They are computed on demand."""
+        """Return the median, the 99th percentile and the maximum of a row's calls."""
         at = self._table_of.lines(group)
         total = total_of(self._lines[at])
         if not total.calls:
@@ -393,7 +390,7 @@ class _Table:
         return p50_ns, p99_ns, total.max_ns
 
     def _rows(self, sums: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
-        """Return the first rows that the options allow, in order, and the sum of the rest if there is any."""
+        """Return the first rows that the options allow, and the sum of the rest, None without a rest."""
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0
         for group in self._table_of.groups(sums):

@@ -1,9 +1,9 @@
 """The `startup` view: the time of the process until it served its first request.
 
-Its facts are kept for ever: totals of the tally, first calls, and the times of imports. Loading and compiling are spans
-of the phases `load` and `compile`. Only the topmost of a call path count, so that nothing counts twice. A span that
-began after the first request is not part of the way to it. If a path has calls on both sides, the kept spans give the
-time on each side.
+Its facts are never overwritten: totals of the tally, first calls, and the times of imports. Loading and compiling are
+spans of the phases `load` and `compile`. Only the topmost span of a call path counts, so that nothing counts twice.
+Spans that began after the first request are not part of the start-up. If a call path has calls before and after it,
+kept spans show how the time divides.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ COLUMN_WIDTH = 12
 class Preparation:
     """The calls of one place that load or compile (`phase`).
 
-    `total_ns` is their sum without inner calls of the same site, `self_ns` the sum without all instrumented calls
-    below. `in_requests_ns` is the part of the total within requests, for which a client waited. A row with `remaining`
-    replaces that many. They may be nested, so it has no sum.
+    `total_ns` is their sum, without nested calls of the same site. `self_ns` is the sum without instrumented calls
+    below. `in_requests_ns` is the part of the total within requests, so that a client waited for it. A row with
+    `remaining` replaces that many places. It has no total, since they may be nested.
     """
 
     phase: str
@@ -73,7 +73,7 @@ class Preparation:
 class Imports:
     """The imports of one package, as in `ImportTime`. `ratio` is the share of its own modules in all imports.
 
-    A row with `remaining` replaces that many packages. Some may have imported others, so it has no total.
+    A row with `remaining` replaces that many packages. It has no total, since some may have imported others.
     """
 
     package: str
@@ -88,9 +88,9 @@ class Imports:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The first call of one place and the later ones: `median_ns` is the median of the later calls' elapsed times.
+    """The first call of one place compared with the later ones. `median_ns` is the median of the later elapsed times.
 
-    `extra_ns` is the excess of the first call over that median, at least 0. A row with `remaining` replaces that many
+    `extra_ns` is the time of the first call beyond that median, at least 0. A row with `remaining` replaces that many
     places.
     """
 
@@ -104,14 +104,14 @@ class WarmUp:
     remaining: int = 0
 
     times = Ratio("first_ns", of="median_ns")
-    """The first call's time as a multiple of the others' median."""
+    """The first call's time as a multiple of the median of the later ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of the way from the session's start to the first request; `ratio` is the share of that time.
+    """One part of the time from the session's start to the first request, and `ratio`, its share.
 
-    `ratio` is None for a later part, or without such a time. Both are None for a part that was not watched.
+    `ratio` is None for a part after that time, or without a request. Both are None for a part that was not watched.
     """
 
     name: str
@@ -121,10 +121,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class FirstRequestTimes:
-    """The first request: its begin after the process's begin, and its time; `median_ns` is that of the later requests.
+    """The first request: its begin after the process's begin, its time, and the median time of later requests.
 
-    If the process's begin is unknown, the session's start replaces it. `first_ns` is None for a request of which only
-    calls below it are known. `why` is one of `FIRSTS`.
+    If the process's begin is unknown, `after_ns` counts from the session's start. `first_ns` is None if only calls
+    below the request are known. `why` is one of `FIRSTS`.
     """
 
     name: str
@@ -135,7 +135,7 @@ class FirstRequestTimes:
 
     @property
     def ended_ns(self) -> int | None:
-        """The time from the process's begin to the end of the first request."""
+        """The time from the process's begin to the end of the first request, None if unknown."""
         return None if self.first_ns is None else self.after_ns + self.first_ns
 
 
@@ -143,10 +143,10 @@ class FirstRequestTimes:
 class StartupView(View):
     """The view.
 
-    `before_ns` is the time of the process until the session began, None if the system does not report it. `way_ns` is
-    the time from there to the begin of the first request, None without a request. `way` has the known parts of it: sums
-    over threads, and the rest if they leave one. `late` has the same parts after it, outside of requests. If
-    `is_late_partial`, calls with overwritten spans may be in `way` instead. `ran_ns` is the time from the process's
+    `before_ns` is the time from the process's begin to the session's start, None if unknown. `way_ns` is the time from
+    the session's start to the first request, None without a request. `way` has the parts of it as sums over threads,
+    and the rest if there is one. `late` has the same parts after the first request began, outside of requests. If
+    `is_late_partial`, calls with overwritten spans may count in `way` instead. `ran_ns` is the time from the process's
     begin until each called place had run once, and `ran_last` the last such place. `imports` is None if imports were
     not timed. `imports_ns` is their sum over all packages. `preparations` are loading and compiling, `warm_ups` the
     places with a longer first call.
@@ -209,7 +209,7 @@ class StartupView(View):
         ]  # fmt: skip
 
     def _way(self) -> list[Phase]:
-        """Return the rows of the way: the process, the session and its parts, and the first request."""
+        """Return the rows of the start-up: the process, the session and its parts, and the first request."""
         rows = [
             Phase("Process began, until the session did", self.before_ns, None),
             Phase("Session began, until the first request", self.way_ns, share(self.way_ns or 0, self.way_ns or 0)),
@@ -251,8 +251,8 @@ class StartupView(View):
 
 
 def startup(recording: Recording, options: Options) -> StartupView:
-    """Return the view of the facts that are kept for ever. `rows` and `least_ns` (of a table's sort key) bound the
-    tables; `unit` is that of times. The view uses no other option."""
+    """Return the view of the start-up. `rows` and `least_ns` (of a table's sort key) bound the tables. `unit` is the
+    unit of times. The view uses no other option."""
     facts = recording.startup or Startup(0)
     tally = recording.tally if recording.startup is not None else Tally()
     rows = list(tally.rows())
@@ -317,7 +317,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
 
 
 def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> dict[tuple[object, ...], WarmUp]:
-    """Return every place that was called again, by the key of its site."""
+    """Return the first and later calls of every place with several calls, by the key of its site."""
     places = tally.lines_by([site.key for site in tally.tree.sites])
     warm_ups = {}
     for key, first in firsts.items():
@@ -337,7 +337,7 @@ def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> d
 
 
 def _phase(site: Site) -> str | None:
-    """Return the phase of a site that loads or compiles, else None."""
+    """Return the phase of a site that loads or compiles, None for any other site."""
     for name, value in site.attributes:
         if name == "phase" and value in PREPARING:
             return str(value)
@@ -345,13 +345,13 @@ def _phase(site: Site) -> str | None:
 
 
 def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
-    """Return the parts of the start-up that no row has: they need `startup: auto`, or a rule for their phase."""
+    """Return the parts of the start-up that were not recorded: they need `startup: auto`, or a rule for their phase."""
     phases = {_phase(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
 
 def _preparations(rows: Iterable[Row]) -> list[Preparation]:
-    """Return loading and compiling by place, the longest first."""
+    """Return the calls that load or compile, by place, the longest first."""
     sums_by_place: dict[tuple[str, tuple[object, ...]], list[int]] = {}
     sites: dict[tuple[str, tuple[object, ...]], Site] = {}
     for row in rows:
@@ -373,7 +373,7 @@ def _preparations(rows: Iterable[Row]) -> list[Preparation]:
 
 
 def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
-    """Return the packages that the options allow, the largest time of own modules first."""
+    """Return the packages that the options allow, the longest time of their own modules first."""
 
     def rest(rows: Sequence[Imports]) -> Imports:
         sums, ratio = (
@@ -399,9 +399,9 @@ def _other_preparations(rows: Sequence[Preparation]) -> Preparation:
 def _preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
-    """Return the time of loading and compiling outside of requests, by word: begun before the first request, and after.
+    """Return the time of loading and compiling outside of requests: begun before the first request, and begun after it.
 
-    Also return True if overwritten spans make the split uncertain: calls may have come later, and count as before.
+    Return also True if the split is uncertain, since calls with overwritten spans count as before.
     """
     before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
     on_both_sides = False
@@ -422,7 +422,7 @@ def _preparation_times(
 
 
 def _times_after(trace: Columns, request_ns: int) -> dict[str, int]:
-    """Return, by word, the time of kept loading and compiling spans that began after the first request."""
+    """Return the times of kept loading and compiling spans that began after the first request."""
     phases = [_phase(site) for site in trace.sites]
     # Spans in a request, or in a loading or compiling span that counts itself.
     around = trace.of_sites(

@@ -1,6 +1,6 @@
-"""The steps of a loop, counted as they go by in constant memory: their costs, and their waits for input.
+"""The steps of a loop, counted in constant memory while it runs: their costs, and their waits for input.
 
-`report.loops` prints the counts, and `report.benchmark_view` counts the steps of a saved trace in the same way.
+`report.loops` shows the counts, and `report.benchmark_view` counts the steps of a saved trace in the same way.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from instrument.recording.distributions import Distribution
 from instrument.recording.histogram import percentiles
 
 FIRST_KEPT = 1000
-"""The largest number of first steps that can be left out of a running loop's benchmark later. They take 0.1 MB."""
+"""The number of first steps of a running loop that a later report may still leave out. They take 0.1 MB."""
 
 SKIPPED_STEPS = 10
-"""The number of first steps that a `Profiler`'s benchmark leaves out, as `paddle.profiler` does."""
+"""The number of first steps that a `Profiler`'s benchmark leaves out by default, as `paddle.profiler` does."""
 
 SECOND_NS = 10**9
 MOST_SAMPLES = 10**18
-"""The largest number of samples of a step. A larger one, such as infinity, does not count."""
+"""The largest number of samples of a step. Larger numbers, such as infinity, are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The mean, least, most and percentiles of counted values. A percentile is within 0.8 % (None: not counted)."""
+    """The mean, least, most and percentiles of counted values. Percentiles are within 0.8 %, or None."""
 
     mean: float
     least: float
@@ -38,8 +38,8 @@ class Spread:
 class LoopTimes:
     """The costs of the steps of one loop, in ns. `reader` is None if no step waited for a loader.
 
-    `rate` is of samples a second, or of steps if any step had no `samples` (None). Its mean is the sum of the work
-    divided by the sum of the time. `cut` steps reach over an edge of the window and count nowhere else. `batch` and
+    `rate` is in samples per second, or in steps per second if any step had no samples (`samples` is None). Its mean is
+    all samples divided by all time. `cut` steps cross an edge of the window; no other field counts them. `batch` and
     `rate` are None without any timed step.
     """
 
@@ -63,10 +63,10 @@ class LoopTimes:
 
 @dataclass(slots=True)
 class Benchmark:
-    """The counts of a loop's steps as they go by, in constant memory. `cut` counts steps that are not whole.
+    """The counts of a running loop's steps, in constant memory. `cut` counts steps that are not complete.
 
-    A benchmark that `keeps` the first `FIRST_KEPT` steps can count them again with another `skip`. `batch` and `reader`
-    are times in ns. `reader` has each timed step, 0 for a step without a wait.
+    With `keeps`, the first `FIRST_KEPT` steps are kept, so that `skipping` can leave out another number of them.
+    `batch` and `reader` are times in ns. `reader` counts each timed step, with 0 for a step without a wait.
     """
 
     skip: int = SKIPPED_STEPS
@@ -83,7 +83,7 @@ class Benchmark:
     _most_rate: float = 0.0
 
     def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
-        """Count a step that has ended. Its reader time is part of its batch time."""
+        """Count a step that has ended. Its reader time is included in its batch time."""
         if self.keeps:
             self._keep(batch_ns, reader_ns, num_samples)
         if self.skipped < self.skip:
@@ -108,7 +108,7 @@ class Benchmark:
         self._later.add(batch_ns, reader_ns, num_samples)
 
     def skipping(self, skip: int) -> Benchmark:
-        """Return the same counts without the first `skip` steps, at most `FIRST_KEPT`. The benchmark must keep them."""
+        """Return the counts without the first `skip` steps, at most `FIRST_KEPT`. `keeps` must be set."""
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
         for first in self._firsts:
@@ -116,7 +116,7 @@ class Benchmark:
         return benchmark
 
     def loop(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
-        """Return the costs up to now. The steps took `lasted_ns` on the clock, by default one after the other."""
+        """Return the costs so far. `lasted_ns` is the elapsed time of all steps, by default the sum of their times."""
         batch, steps = self.batch, self.batch.count
         lasted_ns = lasted_ns or batch.sum_ns
         samples, rate = None, None

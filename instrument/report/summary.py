@@ -1,4 +1,4 @@
-"""The summary: the given views one after the other, and one section on all of them."""
+"""The summary: several views one after the other, followed by one section on the cost and losses of all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from instrument.report.table import safe, wrapped
 from instrument.report.view import Options, Recording, document
 
 MODULES = {**dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators"}
-"""The modules of views without a module of their own name."""
+"""The modules of views whose module has another name."""
 
 
 def _import_view(name: str) -> ModuleType:
-    """Import the module of a view, with numpy. A service does so only when it makes the view."""
+    """Import the module of a view. It imports numpy, so a service does this only to make the view."""
     return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
@@ -35,11 +35,11 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _view_maker
 """The function of each view of `VIEWS`."""
 
 OF_TABLES = ("tracer_option", "threads")
-"""Options without an effect on the view `brief`."""
+"""Options that the view `brief` does not use."""
 
 
 def prepare(views: Sequence[str]) -> None:
-    """Import the modules of some views, before the memory of the process is limited."""
+    """Import the modules of some views, before the process limits its memory."""
     for name in views:
         if name in VIEW_OF:
             with suppress(ImportError):  # the views report a missing numpy
@@ -47,12 +47,12 @@ def prepare(views: Sequence[str]) -> None:
 
 
 def views_for(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the views for options without a named view: one screen, or the tables if a table option is set."""
+    """Return the default view for some options: `events` if an option for its tables is set, else `brief`."""
     return ("events",) if any(options.get(option) is not None for option in OF_TABLES) else ("brief",)
 
 
 def refuse_unknown(views: Sequence[str]) -> None:
-    """Raise `ValueError` for an unknown view, and `TypeError` for a text in place of a list."""
+    """Raise `ValueError` for an unknown view, `TypeError` for a text in place of a list."""
     if isinstance(views, str):
         raise TypeError(f"views is {views!r}; allowed: a list of their names, such as [{views!r}]")
     for view in views:
@@ -63,18 +63,15 @@ def refuse_unknown(views: Sequence[str]) -> None:
 
 
 def made(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
-    """Return the views in the given order, each once. Raises `ValueError` for an unknown view."""
+    """Return the computed views in the given order, each once. Raises `ValueError` for an unknown view."""
     refuse_unknown(views)
     return {view: VIEW_OF[view](recording, options) for view in views}
 
 
 def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
-    """Return the views as one text, in the given order, each once, and the cost and the losses of the instrumentation.
-
-    The view `brief` has the most important part of the last section and `cost` has more of it, so each replaces it.
-
-    Raises `ValueError` for an unknown view.
-    """
+    """Return the views as one text in the given order, each once, then the cost and the losses of the instrumentation.
+    The views `brief` and `cost` already have these, so that section is left out after them. Raises `ValueError` for an
+    unknown view."""
     parts = [view.lines() for view in made(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
         parts.append(instrumentation(recording))
@@ -84,7 +81,7 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
 
 
 def summary_document(views: Sequence[str], recording: Recording, options: Options) -> dict[str, Any]:
-    """Return the same numbers as JSON values: `views` by name, times in ns, and the facts of all views."""
+    """Return the numbers of the summary as JSON values: `views` by name, times in ns, and the facts of all views."""
     return {
         "window_ns": recording.window_ns,
         "recorder": recording.recorder,

@@ -1,7 +1,7 @@
-"""Text tables: names without control characters, numbers in the profilers' formats, and a gap between any two cells.
+"""Text tables: escaped names, numbers in the formats of other profilers, and a gap between two cells.
 
-A table is left-justified. Each column is as wide as its longest cell and a gap. A user's name is data: control
-characters are escaped, and the middle of a long name is shortened.
+A table is left-justified. Each column is as wide as its longest cell and a gap. Names may come from users, so control
+characters are escaped. The middle of a long name is replaced by `...`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Row = TypeVar("Row", bound="DataclassInstance")
 
 
 GAP = 2
-"""Blanks between the longest cell of a column and the next column, at least."""
+"""The least number of blanks between two cells."""
 
 LINE = 100
-"""Columns of a line, at most."""
+"""The most columns of a line."""
 
 DASHES = 25
 """Dashes at each end of a section's title."""
 
 NAME_LEAST = 12
-"""The least columns of a name, even next to wide numbers."""
+"""The least width of a name in columns, even next to wide numbers."""
 
 TEXT_LEAST = 32
-"""The least columns of a text other than the name in a long line. No number is that wide."""
+"""The least width to which a long text other than the name is shortened, in columns. No number is that wide."""
 
 WHOLE_DIGITS = 14
-"""Digits of a time in full, at most: 27 hours in ns. Five such columns leave room for a name."""
+"""The most digits of a time that is not rounded: 27 hours in ns. Five such columns leave room for a name."""
 
 MARKS = ("Mn", "Me", "Cf")
-"""Categories of characters that combine with others, such as an accent or a joiner, and take no column."""
+"""Categories of characters without a width of their own, such as combining accents and joiners."""
 
 MISSING = "-"
-"""The cell of a value that does not exist: no call, or a ratio with a zero base."""
+"""The cell of a value that does not exist, such as the mean of no calls."""
 
 
 def safe(text: str) -> str:
@@ -58,22 +58,22 @@ def safe(text: str) -> str:
 
 
 def name_of_site(site: Site) -> str:
-    """Return the layer with its path, else the name."""
+    """Return a site's name, followed by its instance in brackets if it has one."""
     return f"{site.name} ({site.instance})" if site.instance else site.name
 
 
 def row_name(row: Any) -> str:
-    """Return the name of a row, escaped, or the number of rows that it replaces."""
+    """Return the escaped name of a row. A row that replaces others is `(remaining n)`."""
     return f"(remaining {row.remaining})" if row.remaining else safe(row.name) or "(no name)"
 
 
 def where_of(site: Site) -> str:
-    """Return the place of a site's code: the function, else the file and line, "" if unknown."""
+    """Return the code location of a site: the function, else file and line, "" if unknown."""
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
 def columns(text: str) -> int:
-    """Return the terminal columns of a text: two for a wide East Asian character, none for a combining mark."""
+    """Return the width of a text in terminal columns: two for a wide East Asian character, 0 for a combining mark."""
     if text.isascii():
         return len(text)
     return sum(map(_columns_of, text))
@@ -100,8 +100,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shortened(texts: Sequence[str], limit: int) -> list[str]:
-    """Return each text in at most `limit` columns. Texts that differ only in their middle lose their common part
-    instead.
+    """Return each text in at most `limit` columns. Texts that would look alike lose their common beginning instead.
 
     Texts that still look alike get numbers, if there is room.
     """
@@ -121,9 +120,9 @@ def shortened(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _from_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
-    """Return texts with a common beginning, each cut to a little of it and the text from the first difference on.
+    """Return short forms of texts with a common beginning: a little of it, `...`, and all from the first difference on.
 
-    Cut texts that are equal are cut again, from the difference to the most similar text on.
+    Forms that are still equal begin at the difference from the most similar text instead.
     """
     shown = _from_partings(texts, [_common_length(min(texts), max(texts))] * len(texts), limit)
     alike: dict[str, list[str]] = {}
@@ -144,7 +143,7 @@ def _common_length(first: str, second: str) -> int:
 
 
 def _from_partings(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
-    """Return each text as a little of its beginning and its rest from the parting on. A text without a rest is
+    """Return, for each text, a little of its beginning, `...`, and its rest from an index on. A text without a rest is
     shortened."""
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
@@ -166,7 +165,7 @@ def _first_columns(text: str, limit: int) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    """Return a text as lines of `LINE` columns, all but the first indented more. A longer word is cut."""
+    """Return a text as lines of `LINE` columns. All lines but the first have more indent. A longer word is cut."""
     words = text.lstrip()
     indent = " " * (len(text) - len(words))
     lines, line = list[str](), indent
@@ -184,26 +183,26 @@ def wrapped(text: str) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Return four significant digits. Whole numbers are complete."""
+    """Return a number with four significant digits. Whole numbers have all digits."""
     return compact(value, WHOLE_DIGITS)
 
 
 def six_digits(value_ns: float | None, unit: str = "s") -> str:
-    """Return nanoseconds in a unit of time as a C++ stream prints a double, the format of fluid and SINGA."""
+    """Return nanoseconds in a unit with six significant digits, as C++ streams, fluid and SINGA print them."""
     return MISSING if value_ns is None else f"{value_ns / UNITS[unit]:g}"
 
 
 def in_unit(value_ns: float | None, unit: str) -> str:
-    """Return nanoseconds in a unit of time, in four digits. Whole numbers are complete."""
+    """Return nanoseconds in a unit with four significant digits. Whole numbers have all digits."""
     if value_ns is None:
         return MISSING
     return number(round(value_ns) if unit == "ns" else value_ns / UNITS[unit])
 
 
 def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
-    """Return up to `digits` significant digits in at most `room` columns. Whole numbers are complete if they fit.
+    """Return up to `digits` significant digits in at most `room` columns. Whole numbers have all digits if they fit.
 
-    Three columns more than digits are enough for any value from 1e-99 to 1e99.
+    With `room` at least `digits + 3`, any value from 1e-99 to 1e99 fits.
     """
     if value is None:
         return MISSING
@@ -221,12 +220,12 @@ def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
 
 
 def share(part: float, base: float) -> float | None:
-    """Return the part as a fraction of the base, None if the base is zero."""
+    """Return `part` divided by `base`, None if `base` is zero."""
     return part / base if base else None
 
 
 class Ratio(property):
-    """A property of a class: one field as a share of another, None if either is None or the base is zero."""
+    """A property: one field as a share of another. It is None if either is None or the base is zero."""
 
     def __init__(self, part: str, *, of: str) -> None:
         read_both = attrgetter(part, of)
@@ -244,34 +243,34 @@ class Ratio(property):
 
 
 def percent(part: float, base: float) -> str:
-    """Return the part as a percentage of the base."""
+    """Return `part` as a percentage of `base`."""
     fraction = share(part, base)
     return MISSING if fraction is None else f"{number(100 * fraction)}%"
 
 
 def tenths(part: float | None, base: float) -> str:
-    """Return the part as a percentage of the base with one decimal, for columns."""
+    """Return `part` as a percentage of `base` with one decimal."""
     return MISSING if part is None or not base else f"{100 * (part / base):.1f}%"
 
 
 def rough_percent(ratio: float | None) -> str:
-    """Return a ratio as a percentage with two digits, for an estimate."""
+    """Return an estimated ratio as a percentage with two digits."""
     return MISSING if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%"
 
 
 def title(text: str) -> list[str]:
-    """Return the lines above a report."""
+    """Return the title lines of a report."""
     return ["", f"{'-' * 25}>{text:^26}<{'-' * 25}", ""]
 
 
 def section_title(text: str) -> list[str]:
-    """Return the lines above a section."""
+    """Return the title lines of a section."""
     blanks, dashes = max(27 - columns(text), 0), "-" * DASHES
     return [f"{dashes}{' ' * (blanks // 2)}{text}{' ' * (blanks - blanks // 2)}{dashes}", ""]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
-    """Return the lines of a table, the header first. No column is narrower than its entry of `least_widths`."""
+    """Return the lines of a table, the header first. `least_widths` are the least widths of the columns."""
     lines = [header, *rows]
     by_column = zip(least_widths, zip(*lines, strict=True), strict=True)
     widths = [max(least, max(map(columns, cells)) + GAP) for least, cells in by_column]
@@ -282,7 +281,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
 
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
-    """Return a table of escaped names. Long texts, then the names, are shortened until a line has `LINE` columns."""
+    """Return a table of escaped names. Long texts, then names, are shortened until a line has `LINE` columns."""
     escaped = [[safe(name) or "(no name)", *cells] for name, *cells in rows]
     widths = [max(least_width, max(map(columns, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
     for column, width in enumerate(widths[1:], 1):
@@ -299,7 +298,7 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
 def bounded(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
-    """Return the first lines that the options allow, in their order, and one row of the omitted lines if any."""
+    """Return the rows that the options allow, in their order, and one row that replaces all omitted ones."""
     heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.bound]
     if len(heavy) == len(lines):
         return tuple(lines)
@@ -308,12 +307,12 @@ def bounded(
 
 
 def adding(*sums: str) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that makes the row of omitted rows from the sums of some fields."""
+    """Return a function that replaces omitted rows by one row with the sums of some fields."""
     return partial(remaining_row, sums=sums)
 
 
 def remaining_row(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
-    """Return the row of omitted rows: the sums of some fields, the facts, and nothing in other fields."""
+    """Return one row that replaces omitted rows: sums of some fields, the given `facts`, and nothing else."""
     values = {field.name: "" if isinstance(getattr(rows[0], field.name), str) else None for field in fields(rows[0])}
     added = {name: sum(getattr(row, name) for row in rows) for name in sums}
     return type(rows[0])(**{**values, **added, "remaining": len(rows), **facts})

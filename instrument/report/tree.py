@@ -1,6 +1,6 @@
 """The tree of names of the `events` view: the rows of call paths, their sums, and the selection of rows.
 
-An entry is a number, and its parent is a column. Only a shown entry becomes an object.
+Entries are numbers, and their parents are a column. Only shown entries become objects.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from instrument.trace.groups import Members, numbered
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
-"""Kinds of span with a row per instance in `AllOpDetail`."""
+"""Kinds of span with a row per instance if the tracer option is `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
-"""The field of the Total column, by state."""
+"""The field of the tally that the Total column sums up, by state."""
 
 WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "calls": ("calls", False, False),
@@ -44,8 +44,8 @@ WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "gpu_min": ("min_ns", False, True),
     "gpu_ave": ("device_ns", True, False),
 }
-"""The field of a sort key, True if it is divided by the calls, and True if the least comes first. Without an entry the
-field is the Total, divided by the calls for `ave`."""
+"""The field by sort key, True if it is divided by the calls, and True if the least comes first. Other keys sort by the
+Total, `ave` by the Total divided by the calls."""
 
 ROOT = 0
 
@@ -55,10 +55,10 @@ ROLES = INSTANCE
 
 
 class Names(NamedTuple):
-    """A tree of names: entries, parents before children, the root first, in the order of the lines with the first need.
+    """A tree of names as columns. Entries are ordered by the first tally line that needs them, parents before children.
 
-    Each entry has its parent, its level, and the node of its first need. Each node has its entry, `NONE` if no line
-    needs it. A node that is not `visible` is hidden in its entry.
+    Each entry has its parent, its level, and the node that first needed it. Each node has its entry, `NONE` if no tally
+    line needs it. A node that is not `visible` has no entry of its own: it counts for that of its caller.
     """
 
     parents: Int64s
@@ -69,7 +69,7 @@ class Names(NamedTuple):
 
 
 def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
-    """Return the tree of names for lines of the nodes.
+    """Return the tree of names for some tally lines. `nodes` has the node of each line.
 
     `levels` has three columns per node. The first two are the levels that the node adds to the tree. The third is the
     level that it adds if it is topmost. `NONE` is no level.
@@ -109,14 +109,14 @@ def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
 
 
 def _first_needed(parents: Int32s, nodes: Int64s) -> Int64s:
-    """Return the first line at or below each node, the number of lines for none."""
+    """Return the number of the first tally line at or below each node, or the number of lines without one."""
     first_line = np.full(len(parents), len(nodes), dtype=np.int64)
     first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
     return np.array(least_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
 
 
 def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the number of the path of levels down to each element, and the first element of each number.
+    """Return the number of each element's path of levels, and for each number its first element.
 
     Pointers are doubled: elements with equal last levels and equal paths above these are equal in twice as many levels.
     """
@@ -128,7 +128,7 @@ def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
 
 
 class NameTree:
-    """The tree of names of all lines for a tracer option."""
+    """The tree of names of all tally lines, for one tracer option. An entry is a number."""
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
@@ -146,11 +146,11 @@ class NameTree:
         return len(self.parents)
 
     def children(self, entry: int) -> Int64s:
-        """Return the children of an entry, in the order of the lines."""
+        """Return the children of an entry, in the order of the tally lines."""
         return self._children[entry]
 
     def sums(self, thread: int | None) -> Records:
-        """Return the sums of a thread's lines, or of all (None), by entry. Device time includes the calls below."""
+        """Return the sums of a thread, or of all threads (None), by entry. Device time includes the calls below."""
         if thread not in self._sums:
             sums = self._with_hidden(self._added(thread), thread)
             below: set[int] = set()
@@ -164,7 +164,7 @@ class NameTree:
         return self._sums[thread]
 
     def _added(self, thread: int | None) -> Records:
-        """Return the sums by entry. An instance counts in the row of its type, too."""
+        """Return the sums by entry. Those of an instance are in the row of its type, too."""
         sums = self._tally.by(np.where(self._names.visible, self._names.entry_of, NONE), len(self), thread)
         if not len(self._instances):
             return sums
@@ -172,7 +172,7 @@ class NameTree:
         return summed(np.concatenate([sums, sums[self._instances]]), entries, len(self))
 
     def _with_hidden(self, sums: Records, thread: int | None) -> Records:
-        """Return the sums with those of hidden phases: their self time, and their place if the row has no calls."""
+        """Return the sums with the self time of hidden phases. A row without calls begins with its first phase."""
         lines = self._tally.of(thread)
         lines = lines[~self._names.visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._names.entry_of[lines["node"]]
@@ -184,7 +184,7 @@ class NameTree:
         return sums
 
     def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
-        """Return True if no call below these entries adds to their device time."""
+        """Return True if the entries' device time includes no time of calls below them."""
         return self._below[thread].isdisjoint(entries)
 
     def forget(self, thread: int | None) -> None:
@@ -195,9 +195,9 @@ class NameTree:
     def values(
         self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
-        """Return a number of each entry, or one per call, and a mark for entries with a call at or below them.
+        """Return a field's value per entry, if `per_call` per call, and True for each entry with a call at or below it.
 
-        An entry without calls has the maximum or the `least` of the entries below it.
+        An entry without calls has the greatest value of the entries below it, with `least` the smallest.
         """
         calls = sums["calls"]
         has_own = (calls != 0) | (sums["first_ns"] != 0)
@@ -215,36 +215,36 @@ class NameTree:
         return values, has_value
 
     def site(self, entry: int) -> Site:
-        """Return the site of the first path of an entry."""
+        """Return the site of an entry. It is that of the entry's first call path."""
         return self._tally.tree.sites[int(self._tally.site_of[self._names.first_nodes[entry]])]
 
     def name(self, entry: int) -> str:
-        """Return the name of an entry; an instance has its number."""
+        """Return the name of an entry. The name of an instance ends with its number."""
         site, role = self.site(entry), self._role(entry)
         name = _copy_name(site) if role == COPY else site.name
         return f"{name}{self._number(entry)}" if role == INSTANCE else name
 
     def label(self, entry: int) -> str:
-        """Return the shown name. A phase has the name of its parent, too."""
+        """Return the shown name of an entry. A phase is shown as `parent/phase`."""
         name = self.name(entry)
         return f"{self.name(int(self.parents[entry]))}/{name}" if self._role(entry) == PHASE else name
 
     def detail(self, entry: int) -> str:
-        """Return the detail by which an instance differs from its siblings."""
+        """Return the path or code location that distinguishes an instance from its siblings, "" for other entries."""
         if self._role(entry) != INSTANCE:
             return ""
         site = self.site(entry)
         return site.instance or where_of(site)
 
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
-        """Return the histogram of the calls of entries."""
+        """Return the histogram of the calls of some entries."""
         if len(self._instances):
             below = [child for entry in entries for child in self._instances_of(entry)]
             entries = [*entries, *below]
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, thread: int | None, state: str) -> int | None:
-        """Return the sum of the topmost rows. Return None if one of them has no calls but entries below it."""
+        """Return the sum of the topmost rows, None if one of them has only calls below it."""
         sums, topmost = self.sums(thread), self._without_interruptions(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._names.entry_of[~self._names.visible]  # the entries in which phases are hidden
@@ -254,7 +254,7 @@ class NameTree:
         return total_ns
 
     def total_below_ns(self, thread: int | None, state: str) -> int:
-        """Return the sum of the topmost rows with calls. In the tree with phases it is equal in every option."""
+        """Return the sum of the topmost calls. In the tree with phases it is equal for every tracer option."""
         sums, total_ns = self.sums(thread), 0
         pending = [ROOT]
         while pending:
@@ -264,12 +264,12 @@ class NameTree:
         return total_ns
 
     def _without_interruptions(self, entries: Int64s) -> Int64s:
-        """Return the entries without interruptions, whose time is a part of the interrupted ones."""
+        """Return the entries without interruptions, whose time is already in the interrupted entries."""
         return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
     @cached_property
     def _first_calls(self) -> Int64s:
-        """Return the begin of the first call at or under each entry."""
+        """Return the begin of the first call at or below each entry."""
         return self.values(self.sums(None), "first_ns", least=True)[0]
 
     def _role(self, entry: int) -> int:
@@ -279,7 +279,7 @@ class NameTree:
         return [child for child in self.children(entry).tolist() if self._role(child) == INSTANCE]
 
     def _number(self, entry: int) -> int:
-        """Return the number of an instance: from 0 by first call on any thread, then in the order of the lines."""
+        """Return the number of an instance among its siblings, from 0 by first call on any thread."""
         above = int(self.parents[entry])
         if above not in self._numbers:
             first_ns = self._first_calls
@@ -289,7 +289,7 @@ class NameTree:
 
 
 class ShownEntries:
-    """The entries of a tree that a block shows, in their order."""
+    """The entries of a tree that a block shows, in the order of the options."""
 
     def __init__(self, tree: NameTree, thread: int | None, options: Options) -> None:
         self._tree, self._options = tree, options
@@ -301,7 +301,7 @@ class ShownEntries:
         self._kept = self._find_kept()
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
-        """Return the children of an entry with calls at or below them: the kept ones in order, and the omitted ones."""
+        """Return the children of an entry that the block shows, in order, and those that it omits."""
         children = self._tree.children(entry)
         children = children[self._known[children]]
         left_out: list[int] = []
@@ -314,7 +314,7 @@ class ShownEntries:
         return children[order].tolist() if order else [], left_out
 
     def _find_kept(self) -> Bools | None:
-        """Find the heaviest entries that the options allow, each with its parent; None for all."""
+        """Return an array over the entries, True for the heaviest that the options allow; None for all entries."""
         enough, rows = self._large_entries(), self._options.bound
         if rows is None:
             return enough
@@ -335,7 +335,7 @@ class ShownEntries:
         return is_kept
 
     def _large_entries(self) -> Bools | None:
-        """Find the entries with at least the time of the options, None without a limit."""
+        """Return an array over the entries, True for `least_ns` or more and for their parents; None without a limit."""
         if not self._options.least_ns:
             return None
         # A background task may be longer than its parent: then both remain.
@@ -347,16 +347,16 @@ class ShownEntries:
 
 
 PER_SITE = 3
-"""The most levels of a site: one or two within the tree, and one if the site is topmost."""
+"""The most levels that a site may add: one or two within the tree, and one that it has if topmost."""
 
 
 def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
     special = {"phase", "copy", *(INSTANTIATED if tracer_option == "AllOpDetail" else ())}
 
     def levels_from(tree: CallTree, known_numbers: int) -> array[int]:
-        """Return the levels that sites add: none for a hidden phase, two for a shown instance.
+        """Return the levels that each site adds: none for a hidden phase, two for a shown instance, else one.
 
-        A phase without parents is a row like any other, so that no option changes the Total time.
+        A phase without parents is a row like any other, so that the Total time is equal for all tracer options.
         """
         kinds = tree.by_site(KIND)
         names = tree.numbered(NAME)[: len(kinds)]  # another thread may add sites meanwhile
@@ -385,11 +385,11 @@ def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
 LEVELS: Mapping[str, Callable[[CallTree, int], array[int]]] = {
     option: _leveller(option) for option in ("Default", "OpDetail", "AllOpDetail")
 }
-"""Functions for `CallTree.column`, by the tracer option."""
+"""Functions for `CallTree.column` that return the levels of sites, by tracer option."""
 
 
 def _copy_name(site: Site) -> str:
-    """Return fluid's name for a copy of this direction and synchronicity, the site's own if these are unknown."""
+    """Return fluid's name for a copy, such as `GpuMemcpyAsync:CPU->GPU`; for an unknown direction the site's name."""
     attributes = dict(site.attributes)
     direction, sync = attributes.get("direction"), attributes.get("sync")
     if not isinstance(direction, str) or direction not in ENDPOINTS or not isinstance(sync, bool):

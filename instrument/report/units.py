@@ -1,6 +1,6 @@
-"""Units, into which the view of phases divides the work: the steps of each line, else the requests, else the window.
+"""The units of the `phases` view: the steps of each track, else the requests, else the window.
 
-A line is the work of one thread or of one task on it. Each request has a line of its own, the window has one.
+A track, here `line`, is one thread or one task on it. Each request counts as a track, and so does the window.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOADER = "loader"
 OPTIMIZER = "optimizer"
 
 PROFILERS = "instrument.Profiler.step"
-"""The name of the function whose calls a `Profiler` records as steps."""
+"""The function whose calls a `Profiler` records as steps."""
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase of a site's spans, None if they are no phase, as after `phase: false`."""
+    """Return the phase of a site's spans. It is None if they are no phase, for example after `phase: false`."""
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
@@ -40,22 +40,21 @@ def phase_of(site: Site) -> str | None:
 
 
 def step_number(value: AttributeValue | None) -> int | None:
-    """Return the number of a step from its attribute `step`, None without an integer."""
+    """Return the value of the attribute `step` if it is an integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def waits_of(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
-    """Return the waits for loaders of each line. A wait without length marks a step's begin, too, and remains one."""
+    """Return the union of the waits for loaders on each track. Waits of length 0 are kept: they mark a step's begin."""
     unions = union_by_group(lines, 2 * starts, 2 * ends + 1)
     return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
 
 
 def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
-    """Return the begin of each step of a line: that of the wait for its input, if there is one.
+    """Return the begin of each step. It is the begin of the wait for its input, if there is one.
 
-    It is the last of `waits` since the end of an earlier step or the begin of an outer one. The end of a `Profiler`'s
-    step is the begin of the next one, so its wait is within it. Steps are in the order of their line and begin, and may
-    be nested.
+    That is the last wait since the end of an earlier step or the begin of an outer one. The step of a `Profiler` begins
+    at the end of the one before, so its wait is within it. Steps are ordered by track and begin, and may be nested.
     """
     lines, starts, ends = steps
     filled = np.flatnonzero(starts < ends)
@@ -73,12 +72,12 @@ def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a trace: steps, requests or the window, by line and time, clipped to the complete interval.
+    """The units of a trace by track and time, clipped to the interval without missing spans.
 
-    `of` names their kind, `is_whole` marks units within the interval's edges. `line_of` is the line of each row of the
-    trace, `NONE` for none. `is_aside` marks rows on another line that worked for it. `steps` are those of all lines,
-    including the skipped ones, None without any. `skipped` is the number of first steps that were left out. `before` is
-    the number of steps before the first remaining one, by its own number.
+    `of` is their kind: step, request or window. `is_whole` is True for units that were not clipped. `line_of` has the
+    track of each row of the trace, `NONE` without one. `is_aside` is True for rows on another track that worked for it.
+    `steps` are all steps, including the skipped ones, None without any. `skipped` is the number of first steps that
+    were left out. `before` is the number of the first remaining step.
     """
 
     of: str
@@ -92,7 +91,7 @@ class Units:
 
 
 def units_of(trace: Columns, interval: Interval, skip_first: int) -> Units:
-    """Return the units of a trace, clipped to the interval whose spans are all kept."""
+    """Return the units of a trace, clipped to the interval without missing spans."""
     reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.of_sites([kind == "step" for kind in kinds]) & reaches_into)
@@ -112,7 +111,7 @@ def units_of(trace: Columns, interval: Interval, skip_first: int) -> Units:
 
 
 def _clipped(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
-    """Return steps or requests from their begins on, clipped to an interval, and a mark for each that is not cut."""
+    """Return steps or requests clipped to an interval, and True for each that was not clipped."""
     first, last = interval
     ends = trace.end_ns[rows]
     is_whole = ~trace.clipped[rows] & (first <= begins) & (ends <= last)
@@ -120,7 +119,7 @@ def _clipped(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interv
 
 
 def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
-    """Return the steps that begin in no other step of their line, nor in one around their task."""
+    """Return the outermost steps: those in no other step of their track, nor in a step around their task."""
     thread = ranked(trace.thread_id)[1]
     line, firsts = numbered(thread, trace.task_id)
     rows = step_rows[successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
@@ -170,8 +169,7 @@ def _row_mask(trace: Columns, rows: Int64s) -> Bools:
 
 
 def _topmost(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
-    """Return the steps outside of another line's step. A `Profiler` may count the thread's steps around those of
-    tasks."""
+    """Return the steps inside no step of another track. A `Profiler`'s step may contain the steps of tasks."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
     is_below = nearest_above(trace.parent, _row_mask(trace, rows))[rows] != NONE
@@ -183,7 +181,7 @@ def _topmost(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int6
 def _mark_first_steps(
     thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
 ) -> Bools:  # fmt: skip
-    """Return a mark for each of the first `count` steps of a thread, by the step's own number, else by its begin."""
+    """Return an array over the steps, True for the first `count` of each thread, by their own number or by begin."""
     order = np.lexsort((first_rows, starts, thread))
     sorted_threads = thread[order]
     firsts = np.flatnonzero(np.diff(sorted_threads, prepend=NONE))
@@ -197,29 +195,29 @@ def _mark_first_steps(
 
 
 UNKNOWN = "(not known)"
-"""The place of an event whose host call is not in the file."""
+"""The place of an event whose launching call is not in the file."""
 
 NOWHERE = "(no span was open)"
-"""The place of an event on a thread without an open span."""
+"""The place of an event during which no span was open on its thread."""
 
 SHARED = "(several tasks were open)"
-"""The place of an event while several tasks had spans open on the thread."""
+"""The place of an event during which several tasks had open spans on its thread."""
 
 UNKNOWN_NUMBER = 0
-"""The number of `UNKNOWN` among places. The other places follow it."""
+"""The number of `UNKNOWN` among places. All other places have larger numbers."""
 
 
 class NumberedPlaces(NamedTuple):
-    """The places of many events: `number` is an index into `names`, pairs of a site's name and its kind."""
+    """The place of each event: `number` is an index into `names`, which are pairs of a site's name and kind."""
 
     number: Int64s
     names: tuple[tuple[str, str], ...]
 
 
 def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
-    """Return the row of the innermost open span of a mask at each time, as `innermost` finds it.
+    """Return the row of the innermost open span at each time on each thread, as `innermost` does.
 
-    Calls that ask a device for work are no places in a trace of another profiler.
+    Only rows of the `mask` count. In a trace of another profiler, calls that launch device work do not count.
     """
     trace = recording.columns
     mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
@@ -229,7 +227,7 @@ def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: 
 
 
 def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> NumberedPlaces:
-    """Return the places of events on threads at times, in any order."""
+    """Return the place of each event, given by its thread and time, in any order."""
     trace = recording.columns
     names = {(UNKNOWN, ""): UNKNOWN_NUMBER, (NOWHERE, ""): 1, (SHARED, ""): 2}
     of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]

@@ -1,9 +1,9 @@
 """The work of each device in a window: busy, starved or idle, to the nanosecond, and the same within each request.
 
 All figures come from the device intervals of instrumented spans, so idle means: no instrumented device work. An
-interval is the stretch of a stream between two events. It may include gaps between kernels. An outer interval counts
-completely, with those of calls below. Times that devices or streams share are unions, work by name is a sum. Everything
-is clipped to the window.
+interval is the time between two events on a stream. It may include gaps between kernels. An outer interval includes
+those of calls below. Times of devices and streams are unions, so that parallel work counts once. Work by name is a sum.
+Everything is clipped to the window.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """One stream: its timed intervals, the sum of their lengths, their union, and its share of the window."""
+    """One stream: the number of its timed intervals, their sum, their union, and its share of the window."""
 
     stream: int
     intervals: int
@@ -55,7 +55,7 @@ class StreamUse:
 
 @dataclass(frozen=True, slots=True)
 class LabelUse:
-    """One label: the number of its intervals, and the sum of their lengths, None for a label without times."""
+    """One label: the number of its intervals, and their sum, None for a label of intervals without times."""
 
     label: str
     intervals: int
@@ -88,8 +88,9 @@ class NameUse:
 @dataclass(frozen=True, slots=True)
 class EndpointUse:
     """Sums over the requests of one name with device time on a device. A row with `remaining` replaces that many names.
-    Within a request the device was busy with its own spans (also while others ran), with others alone, or idle: these
-    times add up to `wall_ns`."""
+
+    `wall_ns` has three parts: the device worked for the request itself, for others only, or was idle.
+    """
 
     name: str
     requests: int
@@ -110,16 +111,16 @@ class EndpointUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """One device: `compute_ns`, `copy_ns`, `starved_ns` and `unasked_ns` add up to the window.
+    """One device. Its times `compute_ns`, `copy_ns`, `starved_ns` and `unasked_ns` add up to the window.
 
     `compute_ns` is the union of the intervals of spans other than copies. `copy_ns` is that of copies outside of it.
     `starved_ns` is idle time with a request in flight, `unasked_ns` idle time without any. Their ratios are of the
     window. `starved_in_flight_ratio` is of the time with a request in flight. `hidden_copy_ns` is the time of copies
     during compute, and its ratio is of all time with copies. `overlap_ns` is the time with at least two busy streams,
-    its ratio is of the busy time. `most_streams` is the largest number at once. `launch_bound_ns` is the busy time of
-    launch-bound intervals alone, its ratio is of the busy time. In it the device may have waited for the host to
-    launch. `uncertainty_ns` is the least and the greatest uncertainty of the intervals on the host clock. `outside`
-    counts timed intervals outside of the window.
+    its ratio is of the busy time. `most_streams` is the largest number at once. `launch_bound_ns` is the busy time with
+    launch-bound intervals only, its ratio is of the busy time. In that time the device may have waited for the host.
+    `uncertainty_ns` is the least and the greatest error of the intervals' times on the host clock. `outside` counts
+    timed intervals outside of the window.
     """
 
     device: int
@@ -142,7 +143,7 @@ class DeviceUse:
 
     @property
     def busy_ns(self) -> int:
-        """The time with any busy stream."""
+        """The time in which at least one stream was busy."""
         return self.compute_ns + self.copy_ns
 
     busy_ratio = Ratio("busy_ns", of="window_ns")
@@ -155,7 +156,7 @@ class DeviceUse:
 
     @property
     def hidden_copy_ratio(self) -> float | None:
-        """The share of the time of copies that is hidden by computation."""
+        """The share of the copies' time during which the device also computed."""
         return share(self.hidden_copy_ns, self.copy_ns + self.hidden_copy_ns)
 
     @property
@@ -166,10 +167,8 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The spans of one name that asked for device time and got none, and the reason (a label, or `NO_EVENTS`).
-
-    A row with `remaining` replaces that many names.
-    """
+    """The spans of one name that asked for device time and got none, with the reason (a label, or `NO_EVENTS`). A row
+    with `remaining` replaces that many names."""
 
     reason: str
     name: str
@@ -183,11 +182,11 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Every device of a trace in one window.
+    """The use of every device in one window. `asking` counts the spans that asked for device time.
 
-    `asking` counts spans that asked for device time, `unanswered` has those without any. `in_flight_ns` is the time
-    with at least one request in flight. `requests_cut` counts requests over an edge of the window, `requests_without`
-    those in the window without time on any device.
+    `unanswered` has the spans that got none. `in_flight_ns` is the time with at least one request in flight.
+    `requests_cut` counts requests over an edge of the window, `requests_without` those in the window without device
+    time.
     """
 
     window: Interval
@@ -200,7 +199,7 @@ class Utilisation:
 
 
 class _RequestWork(NamedTuple):
-    """Requests by their rows, with a device's own work for each, and the device's busy time, both in ns."""
+    """Requests by their rows, the device's work for each in ns, and the device's busy time during each in ns."""
 
     rows: Int64s
     own_ns: Int64s
@@ -208,7 +207,7 @@ class _RequestWork(NamedTuple):
 
 
 def utilisation(recording: Recording) -> Utilisation:
-    """Return the work of each device in the part of the window with every span."""
+    """Return the use of each device in the part of the window with every span."""
     trace, (first, last) = recording.columns, recording.trace.coverage
     window = first, max(first, last)
     owner = recording.once(request_of_spans)
@@ -249,7 +248,7 @@ def request_of_spans(recording: Recording) -> Int32s:
 
 
 def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
-    """Return the rows of topmost requests within the window, and the number of requests over an edge of it."""
+    """Return the rows of topmost requests within the window, and the number of requests that cross an edge of it."""
     first, last = window
     topmost = np.flatnonzero(owner == np.arange(len(trace)))
     starts, ends = trace.start_ns[topmost], trace.end_ns[topmost]
@@ -258,7 +257,7 @@ def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[In
 
 
 def _request_work(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _RequestWork:
-    """Return the work of a device within the whole requests that had work on it."""
+    """Return a device's work in the complete requests for which it worked."""
     places = places_of(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
     has = places != NONE
     places = places[has]
@@ -344,7 +343,7 @@ def _label_uses(intervals: DeviceIntervals) -> tuple[LabelUse, ...]:
 
 
 def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
-    """Return the work by the names of spans: per call the union of its intervals."""
+    """Return the device time by name of span. Overlapping intervals of one call count once."""
     keys, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
     begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # the intervals of a call are adjacent
     call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))
@@ -365,7 +364,7 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
 
 
 def _endpoints(trace: Columns, work: _RequestWork) -> tuple[EndpointUse, ...]:
-    """Return the requests by name, the largest sum first."""
+    """Return the requests by name, the longest sum of wall times first."""
     names, of_site = trace.numbered_sites(attrgetter("name"))
     groups = Groups(of_site[trace.site[work.rows]], len(names))
     columns = groups.sizes(), *(groups.sums(column) for column in (trace.total_ns[work.rows], *work[1:]))

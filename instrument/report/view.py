@@ -1,4 +1,4 @@
-"""A view: numbers from a recording and options, with a text and a JSON document of the same numbers.
+"""A view: numbers computed from a recording, and the same numbers as text and as JSON.
 
 A view is a function ``name(recording, options)`` in ``report/name_view.py``. It returns a frozen dataclass: the fields
 and public properties are the numbers, times in ns, and `lines` prints them.
@@ -26,19 +26,19 @@ Made = TypeVar("Made")
 
 THREADS: tuple[str, ...] = ("both", "merged", "apart")
 UNITS = TIME_UNITS
-"""Nanoseconds in each unit of time that a report may be in."""
+"""The nanoseconds in each unit of time that a report may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options for views. Each view documents the options that it uses.
 
-    `rows` bounds each table, and `most` bounds it if `rows` is None. One more row has the rest. `least_ns` moves rows
-    with less time to that row. `sorted_by` names a column. A view without it sorts by the nearest column, as `SortKey`
-    defines it. `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times.
-    `skip_first` leaves that many first iterations out of averages over iterations. `unit` is that of times in text.
-    `requests_by` names an attribute that groups requests, or `endpoint`, in up to `at_most` groups and one of the rest.
-    Raises `ValueError` for an unknown value.
+    `rows` bounds each table, `most` does if `rows` is None. One more row has the rest, including rows with less time
+    than `least_ns`. `sorted_by` names a column; a view without it sorts by the nearest one (see `SortKey`). `threads`
+    is `merged`, `apart` or `both`. `corrected` subtracts the cost of probes from self times. `skip_first` leaves that
+    many first iterations out of averages. `unit` is the unit of times in text. `requests_by` groups requests by an
+    attribute, or by `endpoint`, into up to `at_most` groups and one of the rest. Raises `ValueError` for an invalid
+    value.
     """
 
     tracer_option: str = "Default"
@@ -56,12 +56,12 @@ class Options:
 
     @property
     def bound(self) -> int | None:
-        """The largest number of rows of a table, None for all."""
+        """The most rows of a table, None for all."""
         return self.most if self.rows is None else self.rows
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
-        """Return options from their values by name, None for a default. Raises `TypeError` for an unknown name."""
+        """Return options from a mapping, in which None is the default. Raises `TypeError` for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
@@ -87,11 +87,10 @@ class Options:
 class SortKey:
     """The order of rows: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`.
 
-    `part` selects host times (`cpu`) or device times (`gpu`) if a view has both. A key without a part takes the times
-    of the state, host times for `All`. A view with one time per row takes that time. `kernels` has no host times and
-    reports that. A view without the column takes its total, and `default` is the view's own order. The greatest comes
-    first, except for `cpu_min` and `gpu_min`, which ascend as in `paddle.profiler`. `min` descends as in its older
-    profiler.
+    `part` selects host times (`cpu`) or device times (`gpu`) if a view has both. A key without a part means the times
+    of the state, host times for `All`. A view without the column sorts by its total, and `default` is the view's own
+    order. The greatest comes first, except for `cpu_min` and `gpu_min`, which ascend as in `paddle.profiler`. `min`
+    descends as in fluid's profiler.
     """
 
     part: str
@@ -107,12 +106,12 @@ class SortKey:
 
 @dataclass(frozen=True, slots=True)
 class InstrumentationStats:
-    """The facts of the instrumentation that only the process itself knows. A saved trace does not have them.
+    """Facts on the instrumentation that only the process itself knows. A saved trace does not have them.
 
-    `added_ns` returns the cost of a call of each site's probe. `pairs_ns` is the cost of event pairs on a device, and
-    `threads_ns` the processor time of each own thread by its work. `passed` counts the calls by site that the budget
-    left out of the record. `muted` are the sites that are left out now. `notes` are on everything else that was not
-    observed. `held_rows` of `ring_rows` are in use, of `ring_bytes` in all.
+    `added_ns` returns the cost per call of each site's probe. `pairs_ns` is the cost of pairs of events on a device.
+    `threads_ns` is the processor time of the SDK's own threads, by their work. `passed` counts the calls by site that
+    were not recorded, to stay within the budget. `muted` are the sites that are muted now. `notes` are on everything
+    else that was not observed. `held_rows` of all `ring_rows` (`ring_bytes` in all) are in use.
     """
 
     clock: str
@@ -129,13 +128,13 @@ class InstrumentationStats:
 
 @dataclass(eq=False)
 class Recording:
-    """The tally of all calls, the trace of the kept spans, and facts of both.
+    """The tally of all calls, the trace of the kept spans, and facts on both.
 
-    `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_upkeep` and `make_cost` run at the first read of
-    their result. `make_totals` makes the tally, merged on request, at a lower cost. `window_ns` is the length of the
-    tally's time, `recorder` is `native` or `other`. `collector_ids` returns the collector's trace id and span id of a
-    request from its span and its first key. `benchmark` has counted the steps of a loop as they went by. `died`
-    describes the end of a process without a normal exit.
+    The functions `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_upkeep` and `make_cost` run when
+    their result is first read. `make_totals` makes the tally at a lower cost, merged if requested. `window_ns` is the
+    length of the tally's time, `recorder` is `native` or `other`. `collector_ids` returns a request's trace id and span
+    id at the collector, from its span and its first key. `benchmark` has the steps that a running loop has counted.
+    `died` describes the abnormal end of a process.
     """
 
     make_tally: Callable[[], Tally]
@@ -163,7 +162,7 @@ class Recording:
         return self.make_tally()
 
     def totals(self, *, merged: bool = False) -> Tally:
-        """Return the tally's totals by thread, or of all threads `merged`."""
+        """Return the tally by thread, or if `merged` the sums over all threads."""
         if merged not in self._made:
             make = self.make_totals
             self._made[merged] = make(merged) if make is not None else self.tally.merged() if merged else self.tally
@@ -184,11 +183,11 @@ class Recording:
 
     @property
     def columns(self) -> Columns:
-        """The columns of the spans."""
+        """The kept spans as columns."""
         return self.trace.columns
 
     def once(self, make: Callable[[Recording], Made]) -> Made:
-        """Return the result of a function of the recording, made once for all views."""
+        """Return the result of a function of the recording. It is computed once for all views."""
         if make not in self._made:
             self._made[make] = make(self)
         result: Made = self._made[make]
@@ -196,19 +195,19 @@ class Recording:
 
     @cached_property
     def startup(self) -> Startup | None:
-        """The startup of the process, None if it is unknown."""
+        """The facts on the process's start-up, None if unknown."""
         return self.make_startup()
 
     @cached_property
     def upkeep(self) -> InstrumentationStats | None:
-        """The facts of the instrumentation that the process knows, None for a saved trace."""
+        """The facts that only the running process knows, None for a saved trace."""
         return self.make_upkeep()
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
-        """Return the recording of a trace. `make_tally` makes the tally of a file that has one.
+        """Return the recording of a trace. `make_tally` makes the tally if the file has one.
 
-        Without it the tally is counted from the spans.
+        Else the tally is counted from the spans.
         """
 
         def counted(recording: Recording) -> Tally:
@@ -231,7 +230,7 @@ class Recording:
 
     @classmethod
     def of_saved(cls, saved: Saved) -> Recording:
-        """Return the recording of a file. It makes a span only for a view that needs it."""
+        """Return the recording of a file. Spans are made only if a view needs them."""
         return cls.of_trace(saved.trace, saved.counted)
 
 

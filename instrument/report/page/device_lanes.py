@@ -1,11 +1,11 @@
 """The devices and the calls of a page: the work of each stream, the readings of gauges, and the call tree.
 
-A lane is a stream. It has the stretches between the events of spans, and in a lane of their own the kernels and copies
-of torch.profiler's record. If there are more than a page has room for, it has the longest.
+A lane is a stream with the device intervals of spans. Kernels and copies of torch.profiler's record have a lane of
+their own. If there are too many, the page has the longest.
 
-The call tree is the rows of the view `events` of all threads together. A row is as wide as the self times at and below
-it, so it is never narrower than the rows below it, even with parallel work. The waits of coroutines may be left out of
-it. For devices the width is device time.
+The call tree has the rows of the view `events`, of all threads together. A row is as wide as the self times at and
+below it. So it is at least as wide as the rows below it, even with parallel work. The user may exclude the waits of
+coroutines, or select device time as the width.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE
 
 MOST_ROWS = 4000
-"""The most rows of the tree: the heaviest, and one more row of the rest of a level."""
+"""The most rows of the tree. One more row sums up the rest of a level."""
 
 DETAIL = "OpDetail"
-"""The tracer option of the page's tree: a phase has a row, all instances of a layer have one row."""
+"""The tracer option of the page's call tree: phases have rows, and all instances of a layer share one row."""
 
 NEVER = -1
-"""The parent of a topmost row, and any other number that does not exist. Real numbers are never below 0."""
+"""The number of a missing parent or row. Real numbers are 0 or more."""
 
 GREATEST = (1 << 63) - 1
 
 
 class CallsTree:
-    """The rows in the order of the tree, each after its parent, and their widths."""
+    """The rows of the call tree, parents first, and their widths."""
 
     def __init__(self, recording: Recording, options: Options) -> None:
         asking = replace(options, tracer_option=DETAIL, threads="merged", state="All", rows=MOST_ROWS, corrected=False)
@@ -52,11 +52,11 @@ class CallsTree:
             self.names.append(row.name.removeprefix(f"{self.names[parent]}/") if is_below else row.name)
 
     def widths(self) -> list[int]:
-        """Return the self times at and below each row."""
+        """Return each row's width: the sum of the self times at and below it."""
         return self._with_below([max(row.self_ns, 0) for row in self.rows])
 
     def device_widths(self) -> list[int]:
-        """Return the device time of each row, or of its children if that is more."""
+        """Return each row's width in device time. It is never below the sum of its children."""
         widths, below = [max(row.device_ns, 0) for row in self.rows], [0] * len(self.rows)
         for place in range(len(widths) - 1, -1, -1):
             widths[place] = max(widths[place], below[place])
@@ -71,7 +71,7 @@ class CallsTree:
         return widths_ns
 
     def document(self) -> dict[str, Any]:
-        """Return the rows as columns."""
+        """Return the rows as columns for the page's JSON."""
         numbers: dict[tuple[str, str], int] = {}
         for name, row in zip(self.names, self.rows, strict=True):
             numbers.setdefault((name, row.kind), len(numbers))
@@ -90,7 +90,7 @@ class CallsTree:
         }
 
     def left_out(self) -> list[str]:
-        """Return a sentence on the omitted rows, of which only a number remains."""
+        """Return a sentence on the omitted rows, [] if there are none."""
         together = sum(row.remaining for row in self.rows)
         if not together:
             return []
@@ -115,17 +115,17 @@ def _parents(rows: Sequence[EventRow]) -> list[int]:
 
 
 MOST_STRETCHES = 100_000
-"""The most stretches and kernels in a page: some 0.7 MB."""
+"""The most device intervals and kernels in a page: some 0.7 MB."""
 
 MOST_READINGS = 200
 """The most readings of one gauge of one device."""
 
 NAME = 160
-"""The most columns of a name."""
+"""The greatest width of a name, in columns."""
 
 
 class DeviceLanes:
-    """The work of the devices of a recording. `number_of` has the place of each row's span in the page."""
+    """The device work of a recording. `number_of` maps a row of the trace to the number of its span in the page."""
 
     def __init__(self, recording: Recording, number_of: Int64s, most_stretches: int = MOST_STRETCHES) -> None:
         self._recording, self._number_of = recording, number_of
@@ -140,7 +140,7 @@ class DeviceLanes:
         self._kept: Mapping[str, Int64s] = {name: numbers[longest] for name, numbers in every.items()}
 
     def _stretches(self) -> dict[str, Int64s]:
-        """Return the stretches of spans. Captured and dropped ones have no time."""
+        """Return the timed device intervals of spans as columns."""
         trace, intervals = self._recording.columns, self._recording.columns.device
         rows = np.flatnonzero(intervals.timed)
         row = intervals.row[rows].astype(np.int64)
@@ -157,7 +157,7 @@ class DeviceLanes:
         }
 
     def _kernels(self) -> dict[str, Int64s]:
-        """Return the work in torch.profiler's record."""
+        """Return the device work in torch.profiler's record as columns."""
         base_ns, kernels = self._recording.trace.start_ns, self._recording.trace.kernels
         rows = [
             (row.start_ns - base_ns, row.end_ns - row.start_ns, self._lane(row.device, row.stream, "kernels"),
@@ -174,7 +174,7 @@ class DeviceLanes:
         return self._names.setdefault(shorten(safe(name), NAME) or "(no name)", len(self._names))
 
     def document(self) -> dict[str, Any]:
-        """Return lanes, stretches as columns, and gauges."""
+        """Return lanes, device intervals as columns, and gauges for the page's JSON."""
         stretches = self._kept
         order = sorted(self._lanes)
         place_of = {lane: place for place, lane in enumerate(order)}
@@ -195,7 +195,7 @@ class DeviceLanes:
         }
 
     def left_out(self) -> list[str]:
-        """Return sentences on the parts of the devices that the page does not have."""
+        """Return sentences on the device work and readings that the page leaves out."""
         sentences = []
         short = self.count - len(self._kept["start"])
         if short:
@@ -209,7 +209,7 @@ class DeviceLanes:
         return sentences
 
     def _gauges(self) -> list[dict[str, Any]]:
-        """Return the readings of each gauge of each device, in the order of the known gauges."""
+        """Return the readings of each gauge of each device. Known gauges come first."""
         trace = self._recording.trace
         readings_of: dict[tuple[int, str, int], list[tuple[int, float]]] = {}
         for pid, sample in trace.readings():

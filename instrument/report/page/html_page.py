@@ -1,11 +1,11 @@
 """One HTML file of a report: its content as packed JSON, with the style and the scripts of this folder.
 
 The file loads nothing else: its content security policy allows its scripts and style by their digests, and nothing from
-any network. Names and values of the service are in the JSON alone, as base64 of its deflated text. Such text cannot end
-the element around it. The scripts make text of it, never markup.
+any network. Names and values of the service are only in the JSON, as base64 of its deflated text. So they cannot end
+the HTML element. The scripts insert them as text, never as markup.
 
-The document has figures, views and pictures, and notes on omitted parts. Its tables are the sections of each view,
-every cell as a number and as its text.
+The JSON has figures, views, pictures and notes on omitted data. Its tables are the sections of each view. Each cell has
+a number and its text.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ MOST_TABLE_ROWS = 200
 """The most rows of one table."""
 
 MOST_COLUMNS = 160
-"""The most columns of a text in a table."""
+"""The greatest width of a text in a table, in columns."""
 
 MOST_TABLES = 20
-"""The most tables of one view, such as those of functions in `ops`. Further ones are only counted."""
+"""The most tables of one view, such as those of functions in `ops`. The page counts the rest."""
 
 ON_PAGE = (
     "requests", "batches", "neighbours", "events", "phases", "overview", "classes", "ops", "instances", "operators",
@@ -126,7 +126,7 @@ def _heading(label: str, kind: str, unit: str) -> dict[str, Any]:
 
 
 def _kind(field: str, values: Sequence[Any]) -> str:
-    """Return the kind of a column by its name, else a number if its first value is one."""
+    """Return a column's kind by its name, or the kind of numbers if the column has numbers."""
     kind = kind_of(field)
     value = next((value for value in values if value is not None), "")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -134,7 +134,7 @@ def _kind(field: str, values: Sequence[Any]) -> str:
 
 
 def _cell(value: Any, kind: str, unit: str) -> Any:
-    """Return the content of a cell: a text, or a number followed by the number's text in text views."""
+    """Return the content of a cell: a text, or a number and its text as in text views."""
     if kind == DEVICE:
         return device_name(value)
     if kind == TEXT:
@@ -149,18 +149,15 @@ def _cell(value: Any, kind: str, unit: str) -> Any:
 
 
 NAME = 300
-"""The most columns of a name."""
+"""The greatest width of a name, in columns."""
 
 
 def page_document(
     recording: Recording, options: Options, request: str | None = None, header: str = "", part: int = 1
 ) -> dict[str, Any]:
-    """Return the document of a recording's page. `request` is the first one to show, `header` describes the files.
-
-    `part` divides the room for spans and stretches if a complete page would be too large.
-
-    Raises `TraceError` for an unknown request.
-    """
+    """Return the JSON document of a recording's page. `request` is the request to show first, `header` describes the
+    files. `part` divides the room for spans and device intervals if a complete page would be too large. Raises
+    `TraceError` for an unknown request."""
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
     kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
     tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept_spans.number_of, MOST_STRETCHES // part)
@@ -209,7 +206,7 @@ def _about(recording: Recording, shown: Brief, header: str, unit: str) -> dict[s
 
 
 def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
-    """Return the few numbers at the top, each with its base."""
+    """Return the few figures at the top of the page, each with its base."""
     figures: list[dict[str, str]] = []
 
     def add(label: str, value: str, note: str = "", mood: str = "") -> None:
@@ -250,7 +247,7 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
 
 
 def _endpoints(shown: Brief, unit: str) -> list[dict[str, Any]]:
-    """Return each endpoint with the parts of its wall."""
+    """Return the endpoints, each with the parts of its wall time."""
     rows = []
     for endpoint in shown.requests.endpoints:
         parts = []
@@ -279,16 +276,16 @@ def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
 
 
 SCRIPTS = ("page_parts.js", "lane_chart.js", "request_pages.js", "calls_icicle.js", "page_main.js")
-"""The scripts of the page in the order of their run, after d3."""
+"""The scripts of the page, in the order in which they run after d3."""
 
 MOST_BYTES = 5_000_000
-"""The most bytes of a page; a larger page gets fewer spans."""
+"""The most bytes of a page. A larger page is written again with fewer spans."""
 
 PARTS = (1, 2, 4, 16, 64)
-"""The divisors of a page's room for spans, tried in this order until the page is within `MOST_BYTES`."""
+"""The divisors of the room for spans, tried in this order until the page fits `MOST_BYTES`."""
 
 LEVEL = 6
-"""The level of zlib."""
+"""The compression level of zlib."""
 
 
 def write_page(
@@ -299,11 +296,9 @@ def write_page(
     request: str | None = None,
     header: str = "",
 ) -> Path:
-    """Write the page of a recording. `request` is the first one to show, `header` describes the files.
-
-    The file appears complete and with mode 0600 or not at all. Raises `TraceError` if it cannot be written, or for an
-    unknown request.
-    """
+    """Write the page of a recording. `request` is the request to show first, `header` describes the files. The file
+    appears complete and with mode 0600, or not at all. Raises `TraceError` if it cannot be written, or for an unknown
+    request."""
     for part in PARTS:
         text = html_page(page_document(recording, options, request, header, part))
         if len(text) <= MOST_BYTES:
@@ -318,7 +313,7 @@ def write_page(
 
 
 def html_page(document: Mapping[str, Any]) -> str:
-    """Return the page of a document."""
+    """Return the HTML of a document."""
     d3, style = _asset("d3.min.js"), _asset("page.css")
     script = "\n".join(map(_asset, SCRIPTS))
     service = str(document["about"]["service"])
@@ -348,5 +343,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return the name by which a policy allows a text."""
+    """Return a text's digest in the form that a content security policy needs."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"

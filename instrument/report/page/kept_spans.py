@@ -1,10 +1,10 @@
-"""The requests in a page's list, and the spans that fit the page, whole requests first.
+"""The requests in a page's list, and the spans that fit the page, those of the most important requests first.
 
-A page lists requests, without any the outermost steps, or else the topmost spans. It has the spans of a given request,
-then of the median request of each endpoint, then of the slowest ones. They are a request's spans in all processes, the
-batches that served it, and the spans below. A request with more spans than fit has the longest ones.
+A page lists requests, else the outermost steps, else the topmost spans. It has the spans of a given request, then of
+the median request of each endpoint, then of the slowest ones. These are a request's spans in all processes, the batches
+that served it, and the spans below them. If they do not fit, the longest ones are kept.
 
-A sorted column is the differences of its numbers, which pack well.
+Sorted columns are stored as differences, which compress well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
 
 
 def steps(numbers: Int64s) -> list[int]:
-    """Return the differences of a column's numbers, which are small in a sorted column."""
+    """Return the differences of successive numbers. They are small in a sorted column."""
     differences: list[int] = np.diff(numbers, prepend=np.int64(0)).tolist()
     return differences
 
@@ -44,26 +44,26 @@ MOST_SPANS = 200_000
 """The most spans in a page: some 1.5 MB, and as much for the turns of requests."""
 
 TURNS_OF_A_BATCH = 3
-"""The room, counted in spans, that a request takes for each of its batches: a share, and a stall before it."""
+"""The room that a request needs per batch, counted in spans: its share, and a stall before it."""
 
 TEXT_BYTES = 2_000_000
 """The most bytes for attributes of spans."""
 
 VALUE = 200
-"""The most columns of an attribute's value."""
+"""The greatest width of an attribute's value, in columns."""
 
 NAME = 160
-"""The most columns of a site's or a thread's name."""
+"""The greatest width of a site's or a thread's name, in columns."""
 
 KEYS, KEY_COLUMNS = 2, 64
-"""The most keys of a request, and the columns of each."""
+"""The most keys of a request, and the greatest width of a key in columns."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """The list of a page: rows of the trace in the order of their begins. `of` has each span's place in the list.
+    """The list of a page: rows of the trace by begin. `of` has, for each span of the trace, its index in the list.
 
-    `what` is the noun of the rows: request, step or span. Requests have `keys` by place, the `ledger`, and the batches
+    `what` is the noun of the rows: request, step or span. Requests have `keys` by index, the `ledger`, and the batches
     that `served` them.
     """
 
@@ -77,7 +77,7 @@ class Listed:
 
     @classmethod
     def of_recording(cls, recording: Recording) -> Listed:
-        """Return the requests of a recording, or the list for one without requests."""
+        """Return the list of requests or, without any, of steps or topmost spans."""
         trace, joined = recording.columns, recording.once(joined_requests)
         if len(joined.rows):
             parts = recording.once(request_ledger)
@@ -90,12 +90,12 @@ class Listed:
 
     @cached_property
     def slowest(self) -> Int64s:
-        """Return all places, the longest first."""
+        """Return all indices of the list, the longest row first."""
         return np.lexsort((np.arange(len(self.rows)), -self.trace.total_ns[self.rows]))
 
 
 class KeptSpans:
-    """The requests and spans of a recording in a page. `rows` are those of the spans, by begin."""
+    """The requests and spans of a recording that a page has. `rows` are the rows of the spans, by begin."""
 
     def __init__(
         self, recording: Recording, options: Options, request: str | None = None, most_spans: int = MOST_SPANS
@@ -112,7 +112,7 @@ class KeptSpans:
         order = np.lexsort((trace.span_id[kept_rows], -trace.end_ns[kept_rows], trace.start_ns[kept_rows]))
         self.rows: Int64s = kept_rows[order]
         self.number_of = places_of(self.rows, len(trace))
-        """The place in the page of each row's span. The last entry is for `NONE`."""
+        """The number in the page of each row's span. The last entry is for `NONE`."""
 
     def _first_place(self, request: str | None) -> int | None:
         if request is None:
@@ -124,7 +124,7 @@ class KeptSpans:
     # Which spans
 
     def _order(self) -> Iterator[int]:
-        """Yield places of requests, the most important to keep first. A place may come twice."""
+        """Yield indices of requests, the most important first. An index may occur twice."""
         listed = self.listed
         if self.first is not None:
             yield self.first
@@ -135,7 +135,7 @@ class KeptSpans:
         yield from listed.slowest[:MOST_LISTED].tolist()
 
     def _kept_rows(self) -> Int64s:
-        """Return the rows of the spans, and mark in `_whole` the requests with spans."""
+        """Return the rows of the spans that fit the page, and set `_whole` for the requests that have them."""
         trace, listed = self._trace, self.listed
         by_place = Members(listed.of, len(listed.rows))
         batches, below = self._batches()
@@ -160,7 +160,7 @@ class KeptSpans:
         return np.flatnonzero(is_taken)
 
     def _batches(self) -> tuple[Members, Members]:
-        """Return the numbers of each request's batches, and by number the rows of a batch and below it."""
+        """Return the batches of each request as numbers, and for each number the rows at or below the batch."""
         served, trace = self.listed.served, self._trace
         if served is None or not len(served.batch):
             nothing = np.zeros(0, dtype=np.int64)
@@ -174,7 +174,7 @@ class KeptSpans:
     # The document of the page
 
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
-        """Return the list and the spans as columns. The view `requests` has the causes of the `slowest` requests."""
+        """Return the list and the spans as columns for the page's JSON. `slowest` gives the causes of slow requests."""
         return {
             "what": self.listed.what,
             "listed": self._list(slowest),
@@ -190,7 +190,7 @@ class KeptSpans:
         }
 
     def left_out(self) -> list[str]:
-        """Return sentences on the parts of the recording that the page does not have."""
+        """Return sentences on the requests, spans and attributes that the page leaves out."""
         listed, noun = self.listed, self.listed.what
         sentences = []
         if len(self.shown) < len(listed.rows):
@@ -251,7 +251,7 @@ class KeptSpans:
         }
 
     def _blame(self, rows: Int64s, slowest: Sequence[SlowRequest]) -> dict[int, str]:
-        """Return the causes of slow requests by their place in the list, in the words of the view."""
+        """Return the causes of slow requests as texts, by index in the list."""
         blames = {request.span_id: request.blame for request in slowest if request.blame is not None}
         ids = self._trace.span_id[rows].tolist()
         return {at: blame_text(blames[key], self._options.unit) for at, key in enumerate(ids) if key in blames}
@@ -289,13 +289,13 @@ class KeptSpans:
         return numbers
 
     def _errors_of(self, rows: Int64s) -> dict[int, int]:
-        """Return the place of the error of each row that ended with one, by the row's place."""
+        """Return the number of the error for each failed row, by the row's index."""
         errors = self._trace.error[rows]
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
     def _site_texts(self) -> list[list[str]]:
-        """Return name, kind, instance and place in the code of each site."""
+        """Return name, kind, instance and code location of each site."""
         rows = []
         for site in map(self._trace.sites.__getitem__, self._sites.tolist()):
             name, instance, place = (shorten(safe(text), NAME) for text in (site.name, site.instance, where_of(site)))
@@ -304,7 +304,7 @@ class KeptSpans:
 
     @cached_property
     def _lanes_and_spans(self) -> tuple[list[tuple[int, int]], Int64s]:
-        """The lines of spans as pairs of thread and task, and for each span the place of its line."""
+        """The lanes as pairs of thread and task, and for each span the number of its lane."""
         if not len(self.rows):
             return [], np.zeros(0, dtype=np.int64)
         lines = np.stack([self._trace.thread_id[self.rows], self._trace.task_id[self.rows]])
@@ -314,7 +314,7 @@ class KeptSpans:
         return [(int(thread), int(task)) for thread, task in threads_and_tasks.T[order]], places
 
     def _lanes(self) -> dict[str, Any]:
-        """Return the names of threads, and for each lane its thread and its task's number there, 0 for none."""
+        """Return the names of threads, and for each lane its thread and the number of its task, 0 without a task."""
         names, tasks = self._recording.trace.threads, dict[int, dict[int, int]]()
         threads: dict[int, int] = {}
         lanes = []
@@ -326,7 +326,7 @@ class KeptSpans:
         return {"threads": thread_names, "thread": table[:, 0].tolist(), "task": table[:, 1].tolist()}
 
     def _turns(self) -> dict[str, Any]:
-        """Return the turns of requests with spans. The time between turns is unknown."""
+        """Return the turns of the requests with spans. The time between two turns is unknown."""
         listed = self.listed
         if listed.ledger is None or not self._whole.any():
             return {}
@@ -348,7 +348,7 @@ class KeptSpans:
         }
 
     def _pairs(self) -> dict[str, Any]:
-        """Return the batches of each request with spans, their sizes, and the request's share."""
+        """Return, for each request with spans, its batches, their sizes and the request's share of their time."""
         served = self.listed.served
         if served is None or not self._whole.any():
             return {}
@@ -366,7 +366,7 @@ class KeptSpans:
         }
 
     def _attributes(self) -> dict[int, dict[str, str]]:
-        """Return the attributes of spans as long as there is room for their text, those of requests first."""
+        """Return the attributes of as many spans as fit `TEXT_BYTES`, those of requests first."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
         is_listed = np.zeros(len(trace), dtype=np.bool_)
         is_listed[self.listed.rows] = True
@@ -391,11 +391,11 @@ class KeptSpans:
 
 
 def in_their_order(parts: Iterable[str]) -> list[str]:
-    """Return parts of requests in their usual order, the unknown part last."""
+    """Return names of parts in their usual order, the unknown part last."""
     places = {name: place for place, name in enumerate(IN_ORDER)}
     return sorted(parts, key=lambda name: (name == UNKNOWN, places.get(name, places[SHARE]), name))
 
 
 def _text(value: object) -> str:
-    """Return an attribute's value as text. Only the part that is shown is converted."""
+    """Return an attribute's value as text. Only the part that the page shows is converted."""
     return str(value[:VALUE]) if isinstance(value, (str, tuple, list)) else str(value)
