@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from otlp_collectors import collecting, take
 from otlp_receiver import free_port
 
@@ -18,8 +21,10 @@ from instrument.instrumentors.own_gauges import GaugeReader
 from instrument.profile.keys import loads
 from instrument.recorder import own_numbers as numbers
 from instrument.recorder.recorder import RECORDER
+from instrument.recording.distributions import Metric
+from instrument.recording.histogram import bucket_middle
 from instrument.recording.mapped import numbers_in
-from instrument.recording.numbers import metrics_of, samples_of
+from instrument.recording.numbers import LARGEST, metrics_of, samples_of
 from instrument.runtime.faults import FAULTS
 
 
@@ -59,13 +64,71 @@ def test_numbers_have_their_newest_value_and_begin_anew_with_a_session(session: 
     assert newest() == {"t.hits": 1}
 
 
+class Broken:
+    """An object that raises as it is converted."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __float__(self) -> float:
+        raise self.error
+
+
 def test_a_value_that_is_no_number_is_counted_and_harms_nothing(session: None) -> None:
-    instrument.gauge("t.usage").set("full")  # type: ignore[arg-type]
-    instrument.counter("t.hits").add(None)  # type: ignore[arg-type]
-    instrument.histogram("t.n").record(float("nan"))
+    usage, hits, sizes = instrument.gauge("t.usage"), instrument.counter("t.hits"), instrument.histogram("t.n")
+    refused: list[object] = ["full", None, float("nan"), float("inf"), 10**400, Broken(ValueError())]
+    for value in refused:
+        for put in (usage.set, hits.add, sizes.record):
+            put(value)  # type: ignore[arg-type]
+    hits.add(-1)
+    hits.set(1)  # of a gauge
     instrument.gauge("t" * 200).set(1)
     assert newest() == {}
-    assert RECORDER.counts()[numbers.REFUSED] == 4
+    assert RECORDER.counts()[numbers.REFUSED] == 3 * len(refused) + 3
+    with pytest.raises(KeyboardInterrupt):
+        usage.set(Broken(KeyboardInterrupt()))
+    usage.set(True)
+    sizes.record(-2)
+    hits.add(0)
+    assert newest() == {"t.usage": 1, "t.n.sum": 0, "t.hits": 0}
+
+
+@given(st.lists(st.floats(0, 1e300) | st.integers(-5, 10**9), min_size=1, max_size=30))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_histogram_has_each_value_within_an_eighth(session: None, values: list[float]) -> None:
+    RECORDER.begin(1 << 20, {})
+    for value in values:
+        instrument.histogram("t.n").record(value)
+    (metric,) = metrics_of(numbers_in(RECORDER.mapped())[1])
+    (distribution,) = metric.series.values()
+    assert Metric.of(metric.as_json()) == metric
+    middles = sorted(
+        bucket_middle(bucket) / 10**9 for bucket, count in distribution.buckets.items() for _ in range(count)
+    )
+    expected = sorted(min(max(value, 0), LARGEST) for value in values)
+    assert middles == pytest.approx(expected, rel=0.14, abs=2e-9)
+
+
+def test_numbers_beyond_the_room_are_counted_and_those_within_go_on(session: None) -> None:
+    most = 1_024
+    for number in range(most + 2):
+        instrument.gauge(f"t.{number}").set(number)
+    instrument.gauge("t.0").set(7)
+    assert len(newest()) == most
+    assert newest()["t.0"] == 7
+    assert RECORDER.counts()[numbers.REFUSED] == 2
+
+
+def test_a_forked_child_counts_from_zero_in_its_own_recording(session: None) -> None:
+    hits = instrument.counter("t.hits")
+    hits.add(5)
+    child = os.fork()
+    if child == 0:
+        hits.add(2)
+        os._exit(newest() != {"t.hits": 2})
+    hits.add(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert newest() == {"t.hits": 6}
 
 
 def test_a_gauge_by_rule_is_read_at_most_once_in_its_interval(session: None) -> None:

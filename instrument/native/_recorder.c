@@ -30,6 +30,7 @@
 #include <Python.h>
 #include <structmember.h>
 #include <fcntl.h>
+#include <math.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <sys/mman.h>
@@ -63,6 +64,7 @@
 #include "_recorder_reading.h"
 #include "_recorder_life.h"
 #include "_recorder_core.h"
+#include "_recorder_numbers.h"
 
 static PyMethodDef module_methods[] = {
     {"header_values", (PyCFunction)(void (*)(void))header_values, METH_FASTCALL,
@@ -100,7 +102,7 @@ static int execute(PyObject *made)
     for (size_t i = 0; i < sizeof(own_types) / sizeof(own_types[0]); i++)
         if (PyType_Ready(own_types[i]) < 0)
             return -1;
-    PyTypeObject *types[] = {&CoreType, &FrameType, &FunctionType_, &KeysType, &PassType, &RingType, &ScopeType};
+    PyTypeObject *types[] = {&CoreType, &FrameType, &FunctionType_, &KeysType, &NumberType, &PassType, &RingType, &ScopeType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyModule_AddType(made, types[i]) < 0)
             return -1;

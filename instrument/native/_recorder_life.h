@@ -99,6 +99,8 @@ static void begin_generation(Core *core)
     at->parts[PART_INTERVALS].used = at->parts[PART_SAMPLES].used = at->parts[PART_NUMBERS].used = at->settled_ns = 0;
     for (int number = 0; number < PART_COUNT; number++)
         at->parts[number].unseen = 0;
+    while (core->memory->numbers > 0)
+        newest_number(core->memory, --core->memory->numbers)->at_ns = 0;
     if (core->told_sites != NULL)
         PyDict_Clear(core->told_sites);
 }

@@ -18,6 +18,7 @@ typedef struct memory {
     void *free[PART_COUNT]; /* slots that were given back, each with the next one's address */
     unsigned char *taken; /* pages of rows, one by one */
     size_t page_bytes, pages;
+    uint32_t numbers; /* slots of newest numbers that are taken */
     struct core *core; /* whose it is */
     struct memory *next; /* all of the process's */
 } memory_t;
@@ -92,6 +93,13 @@ static void free_lines_in(void *lines, int number)
 {
     if (lines != NULL && !give_slot(lines, number))
         free_lines(lines);
+}
+
+/* The place of the newest value of a number, behind the ring of former ones. */
+static inline number_t *newest_number(const memory_t *memory, uint64_t number)
+{
+    const part_t *part = &memory->at->parts[PART_NUMBERS];
+    return (number_t *)(part_at(memory, PART_NUMBERS) + (part->slots - NEWEST_NUMBERS + number) * part->stride);
 }
 
 /* ------------------------------------------------------------------ rows */

@@ -11,6 +11,7 @@
 #define RECORDING_VERSION 8
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
+#define NEWEST_NUMBERS 1024 /* slots for the newest values of numbers, behind the ring of former ones */
 
 /* The parts of a recording. Slots are taken one after another; those that are given back are zeroed and taken again. */
 enum {

@@ -22,11 +22,12 @@ from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
     from instrument.native._recorder import Core as Core
+    from instrument.native._recorder import Number as Number
     from instrument.native._recorder import Scope as Scope
     from instrument.recorder.own_recording import Cursor, OwnRecording
     from instrument.recording.tally import Tally
 elif native.MODULE is not None:
-    Core, Scope = native.MODULE.Core, native.MODULE.Scope
+    Core, Number, Scope = native.MODULE.Core, native.MODULE.Number, native.MODULE.Scope
 else:
 
     class IdleCore:
@@ -64,6 +65,15 @@ else:
         annotate_innermost = annotate_request = bind = innermost_manual = site_of_open = _reset = _nothing
 
     Core = IdleCore
+
+    class Number:
+        """A number without a value."""
+
+        __slots__ = ()
+
+        def __init__(self, *_: Any) -> None: ...
+
+        set = record = add = IdleCore._nothing
 
     class Scope:
         """A scope that times nothing."""

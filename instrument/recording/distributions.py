@@ -26,7 +26,9 @@ OTHER = "other"
 """The group of requests whose attribute has a value without a group of its own."""
 
 MOST = (1 << 63) - 1
-"""The largest count or sum, the most that OTLP has room for."""
+"""The largest count, the most that OTLP has room for."""
+MOST_SUM = 10**200
+"""The largest sum. A histogram of bytes soon has more than 64 bits in units of 1e-9."""
 
 COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
@@ -100,7 +102,8 @@ class Distribution:
         count, sum_ns, least_ns, most_ns, *pairs = map(int, stored)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST for index, times in buckets.items())
-        if not is_sound or not all(0 <= number <= MOST for number in (count, sum_ns, least_ns, most_ns)):
+        is_sound = is_sound and 0 <= sum_ns <= MOST_SUM and all(0 <= at <= MOST for at in (count, least_ns, most_ns))
+        if not is_sound:
             raise ValueError(f"found {stored!r:.100}, which no durations make")
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 

@@ -7,9 +7,9 @@ whose value is the count. A reader adds the names of gauges to `GAUGES`, with wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import frexp, ldexp
+from math import ldexp
 
-from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, Distribution, Metric
+from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, MOST_SUM, Distribution, Metric
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import GAUGES, HOST, Gauge, Sample
 from instrument.runtime.cheap_start import NamedTuple
@@ -43,18 +43,12 @@ def cell_name(name: str, unit: str, kind: str) -> bytes:
 
 def fits(name: str, unit: str) -> bool:
     """Return True for a name and a unit for which a cell has room."""
-    return bool(name) and name.isprintable() and unit.isprintable() and len(cell_name(name, unit, COUNTER)) < NAME_BYTES
-
-
-def bucket_of(value: float) -> int:
-    """Return the bucket of a value: four for a factor of two, one for all up to 0. Raises `ValueError` for NaN."""
-    fraction, exponent = frexp(value)
-    eighth = int(fraction * 8)
-    return (exponent << 3) + eighth if value > 0 else ZERO
+    is_text = bool(name) and name.isprintable() and unit.isprintable()
+    return is_text and len(cell_name(name, unit, str(ZERO))) < NAME_BYTES
 
 
 def middle_of(bucket: int) -> float:
-    """Return the middle of a bucket."""
+    """Return the middle of a bucket: four for a factor of two, one for all up to 0."""
     return 0.0 if bucket == ZERO else ldexp(((bucket & 7) + 0.5) / 8, bucket >> 3)
 
 
@@ -121,6 +115,6 @@ def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
             index = bucket(int(min(middle_of(int(cell.kind)), LARGEST) * NANO))
             distributions.setdefault(key, Distribution()).add_buckets({index: int(cell.value)})
     for key, distribution in distributions.items():
-        distribution.sum_ns = int(sums.get(key, distribution.sum_ns / NANO) * NANO)
+        distribution.sum_ns = min(int(min(sums.get(key, distribution.sum_ns / NANO), MOST_SUM) * NANO), MOST_SUM)
     histograms = [Metric(*key, HISTOGRAM, ABOUT, {(): distribution}) for key, distribution in distributions.items()]
     return [*counters, *histograms]
