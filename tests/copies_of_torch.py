@@ -342,7 +342,7 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
 def test_a_torch_without_a_device_is_left_as_it_is_unless_host_copies_are_asked_for(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_copies, "_devices", lambda torch: [])
+    monkeypatch.setattr(torch_copies, "_device_tests", lambda torch: [])
     for rule, state in (
         (CopyRule(), "h2d d2h: waiting (this torch is built without a device: no copy to or from one can happen)"),
         (CopyRule(("h2h",)), "h2d d2h: waiting (no such copy was made)"),

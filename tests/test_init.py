@@ -580,12 +580,12 @@ def leaf(request: Any, items: Any) -> int:
 
 
 def test_functions_that_only_compute_are_not_looked_at() -> None:
-    assert ArgumentWatch(lambda _: True).of(leaf, "f") == (None, None)
+    assert ArgumentWatch(lambda _: True).examine(leaf, "f") == (None, None)
 
 
 def test_looking_at_arguments_runs_no_code_of_theirs_and_is_bounded() -> None:
     watch = ArgumentWatch(lambda module: module == __name__)
-    look, _ = watch.of(handled, "app:handled")
+    look, _ = watch.examine(handled, "app:handled")
     assert look is not None
     for i in range(2 * LOOKS):
         look((Hostile(), f"r{i}", [Hostile(), Hostile()]), {})
@@ -610,7 +610,7 @@ def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
             self.weights = {"r1": 1, "r2": 2}
 
     watch = ArgumentWatch(lambda _: True)
-    look, _ = watch.of(handled, "f")
+    look, _ = watch.examine(handled, "f")
     assert look is not None
     look((Slotted("r1"), "r1", [Slotted("r1"), Slotted("r2")]), {})
     look(({"request_id": "r1"}, "r1", Output()), {})
@@ -627,7 +627,7 @@ def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
 
 def test_ids_are_found_in_the_mappings_of_a_batch() -> None:
     watch = ArgumentWatch(lambda _: True)
-    look, _ = watch.of(handled, "f")
+    look, _ = watch.examine(handled, "f")
     assert look is not None
     look((None, "r1", [{"request_id": "r1", "n": 1}, {"request_id": "r2", "n": 2}, {"n": 3}]), {})
     seen = watch.facts()["f"]
@@ -639,7 +639,7 @@ def test_ids_are_found_in_the_mappings_of_a_batch() -> None:
 
 def test_keys_of_mappings_that_are_data_never_become_paths() -> None:
     watch = ArgumentWatch(lambda _: True)
-    look, _ = watch.of(handled, "f")
+    look, _ = watch.examine(handled, "f")
     assert look is not None
     secrets = ["jane@shop.example_request_id", "4111 1111_uuid", "/home/jane_job_id", f"{'x' * 100}_request_id"]
     for secret in secrets:
@@ -653,7 +653,7 @@ def test_objects_without_ids_are_distinguished_even_at_a_reused_address() -> Non
         pass
 
     watch = ArgumentWatch(lambda _: True)
-    look, _ = watch.of(handled, "f")
+    look, _ = watch.examine(handled, "f")
     assert look is not None
     for _ in range(50):
         look((Job(), "r"), {})

@@ -23,7 +23,7 @@ from instrument.agent.processes import Process, Run
 from instrument.agent.unseen import ConnectionWatch
 from instrument.instrumentors.requests import Requests
 from instrument.instrumentors.requests.servers import ASGI
-from instrument.instrumentors.verdict import Verdict, over_processes, without_others
+from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, merge_processes
 from instrument.profile.model import RequestsRule
 from instrument.recording import board
 from instrument.runtime import listening
@@ -112,10 +112,10 @@ def test_requests_recorded_in_another_process_are_not_reported_as_missed() -> No
     """The parent of workers has such a verdict, and an engine's process behind the server."""
     unmet = Verdict("requests", "unmet", "connections", "they came to port 80")
     served = Verdict("requests", "attached", "requests", calls=3)
-    assert over_processes([unmet, served]) == [served]
-    assert over_processes([unmet]) == [unmet]
-    assert without_others([unmet], {board.called("requests")}) == []
-    assert without_others([unmet], {board.attached("requests")}) == [unmet]
+    assert merge_processes([unmet, served]) == [served]
+    assert merge_processes([unmet]) == [unmet]
+    assert drop_recorded_elsewhere([unmet], {board.called("requests")}) == []
+    assert drop_recorded_elsewhere([unmet], {board.attached("requests")}) == [unmet]
 
 
 def test_ports_are_known_that_connections_came_to_and_are_open_or_closed() -> None:

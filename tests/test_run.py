@@ -15,7 +15,7 @@ import pytest
 import instrument
 from instrument import chrome
 from instrument.cli import run_verb
-from instrument.instrumentors.verdict import Verdict, without_others
+from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere
 from instrument.profile.keys import loads
 from instrument.recording import board
 from instrument.sessions import files
@@ -323,8 +323,8 @@ def test_only_what_another_process_has_at_work_is_left_out() -> None:
     nobody, compiled = Verdict("nobody", "waiting"), Verdict("there", "compiled", "x")
     verdicts = [attached, idle, waiting, nobody, compiled]
     marks = {board.attached("there"), board.called("there"), board.called("here")}
-    assert without_others(verdicts, marks) == [attached, idle, nobody, compiled]
-    assert without_others(verdicts, set()) == verdicts
+    assert drop_recorded_elsewhere(verdicts, marks) == [attached, idle, nobody, compiled]
+    assert drop_recorded_elsewhere(verdicts, set()) == verdicts
 
 
 @pytest.mark.parametrize("text", ["", "schedule: {record: 1}"])

@@ -16,7 +16,7 @@ from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of
 from instrument.device import cuda
 from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
-from instrument.instrumentors.verdict import Verdict, over_processes, reports_to_check
+from instrument.instrumentors.verdict import Verdict, merge_processes, read_check_reports
 from instrument.native import OFF
 from instrument.otlp.connection import proxy_for
 from instrument.profile.keys import KEYS, load, setting
@@ -110,13 +110,13 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
     with TemporaryDirectory(prefix="instrument-check-", ignore_cleanup_errors=True) as folder:
         with running(profile, host, {CHECK_FOLDER: folder}, [], to_stderr=to_stderr) as child:
             code = child.wait()
-        reports = reports_to_check(folder)
+        reports = read_check_reports(folder)
     if not reports:
         raise InstrumentError(
             f"check: the command ended with exit code {code} before any of its processes reported on the rules; let "
             "it run for a second, and end it by SIGTERM"
         )
-    verdicts = over_processes(Verdict(**facts) for report in reports for facts in report["verdicts"])
+    verdicts = merge_processes(Verdict(**facts) for report in reports for facts in report["verdicts"])
     processes = [{"pid": report["pid"], "calls": report["calls"]} for report in reports]
     return verdicts, {"words": host, "exit_code": code, "processes": processes}
 

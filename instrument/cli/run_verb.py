@@ -23,7 +23,7 @@ from instrument import native
 from instrument.cli import flush
 from instrument.cli.interpreter import host_of, service_of
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
-from instrument.instrumentors.families import awaited
+from instrument.instrumentors.families import packages_to_await
 from instrument.native import OFF
 from instrument.profile import shared_profile
 from instrument.profile.document import without_secrets
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ["PYTHONPATH"] = os.pathsep.join(paths)
     environ.pop(waiting.VARIABLE, None)
     asks_all = CHECK_FOLDER in environ or environment.INIT_FOLDER in environ
-    if profile is not None and not asks_all and (packages := awaited(profile)) is not None:
+    if profile is not None and not asks_all and (packages := packages_to_await(profile)) is not None:
         environ[waiting.VARIABLE] = waiting.awaited_value(environ["INSTRUMENT_PROFILE"], packages)
     listener = None
     if profile is None or profile.agent == "off":

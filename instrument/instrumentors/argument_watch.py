@@ -109,7 +109,7 @@ class ArgumentWatch:
             if paths
         }
 
-    def of(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
+    def examine(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
         """Return an examiner of the calls' arguments, and one of their results. Either may be None.
 
         Functions that read no attribute and call only builtins are skipped. They are called most often, and their

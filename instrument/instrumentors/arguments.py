@@ -201,8 +201,8 @@ class KeyReader:
         pairs = [(KEY, rule.key), (BATCH_KEYS, rule.batch)]
         of_call = [self._read_of_call(function, name, key) for name, key in pairs if key and not _is_of_result(key)]
         of_result = [self._read_of_result(name, key) for name, key in pairs if key and _is_of_result(key)]
-        self.of_call: Attributes | None = all_of(of_call)
-        self.of_result: ReadResult | None = all_of(of_result)
+        self.of_call: Attributes | None = join_readers(of_call)
+        self.of_result: ReadResult | None = join_readers(of_result)
 
     def _read_of_call(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Attributes | None:
         parameter = parameter_of(function, _first(keys.argument))
@@ -226,8 +226,8 @@ class KeyReader:
             except Exception as error:
                 return complain(value, error)
 
-        read, complain = self._reader(name, keys), self._complainer(keys)
-        return _in_one_step(parameter, name, keys, read_call, weighed)
+        read, complain = self._make_reader(name, keys), self._failure_logger(keys)
+        return _native_key_reader(parameter, name, keys, read_call, weighed)
 
     def _without_weights(self, keys: RequestKeys, missing: str) -> RequestKeys:
         """Return the keys without weights, so that all members weigh the same. Note the missing weights."""
@@ -237,7 +237,7 @@ class KeyReader:
     def _read_of_result(self, name: str, keys: RequestKeys) -> ReadResult:
         if keys.weights and _first(keys.weights) != RETURN:
             keys = self._without_weights(keys, f"{_first(keys.weights)} is not of what the call gives")
-        read, complain = self._reader(name, keys), self._complainer(keys)
+        read, complain = self._make_reader(name, keys), self._failure_logger(keys)
 
         def read_result(value: Any) -> Values:
             try:
@@ -245,13 +245,13 @@ class KeyReader:
             except Exception as error:
                 return complain(value, error)
 
-        return _in_one_step(None, name, keys, read_result)
+        return _native_key_reader(None, name, keys, read_result)
 
-    def _reader(self, name: str, keys: RequestKeys) -> Callable[..., Values]:
+    def _make_reader(self, name: str, keys: RequestKeys) -> Callable[..., Values]:
         """Return a reader of the key in a value, or of the keys of a batch."""
         return _key_of(keys) if name == KEY else _batch_of(keys, f"{self._place}: {keys.argument}")
 
-    def _complainer(self, keys: RequestKeys) -> Callable[[Any, Exception], Values]:
+    def _failure_logger(self, keys: RequestKeys) -> Callable[[Any, Exception], Values]:
         """Return a function that logs a failed read. It omits the error's text, as that may contain values."""
         place = f"{self._place}: {keys.argument}"
 
@@ -263,7 +263,7 @@ class KeyReader:
         return complain
 
 
-def _in_one_step(
+def _native_key_reader(
     parameter: Parameter | None, name: str, keys: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
 ) -> _Read:
     """Return a native reader for keys that are texts or numbers in attributes and built-in containers, as most are.
@@ -271,7 +271,7 @@ def _in_one_step(
     It calls `otherwise` for all other values. A Python function would take microseconds, as the service's work has
     evicted its code from the processor's caches.
     """
-    paths = [_steps(path) for path in (keys.argument, keys.weights)]
+    paths = [_steps_below(path) for path in (keys.argument, keys.weights)]
     if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
         return otherwise
     steps, of_each = zip(*map(_split_at_container, paths), strict=True)
@@ -354,8 +354,8 @@ class _FactsOfSeveral(NamedTuple):
         """Return the facts and the keys of their requests, read from a call's (args, kwargs) or from its result."""
         of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
         try:
-            texts = self.texts(_items(self.keys(of_keys), BATCH_LIMIT))
-            facts = map(self.fact.below, _items(self.values(of_values), BATCH_LIMIT))
+            texts = self.texts(_first_items(self.keys(of_keys), BATCH_LIMIT))
+            facts = map(self.fact.below, _first_items(self.values(of_values), BATCH_LIMIT))
             pairs = [(text, fact) for text, fact in zip(texts, facts, strict=False) if text and fact is not None]
         except Exception as error:
             _complain_of_fact(self.fact.place, of_values, error)
@@ -388,9 +388,9 @@ class FactReader:
         names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
         singles: dict[Parameter | None, list[_OneFact]] = {}
         for fact in rule.facts:
-            steps, keys = _steps(fact.argument), fact.key or rule.batch
+            steps, keys = _steps_below(fact.argument), fact.key or rule.batch
             paths = [fact.argument, keys.argument if keys and EACH in steps else fact.argument]
-            parameters = self._parameters(function, paths)
+            parameters = self._fact_parameters(function, paths)
             if not parameters:
                 continue
             take = fact_value if fact.record == "value" else _READERS[fact.record]
@@ -399,21 +399,21 @@ class FactReader:
             if not at:
                 singles.setdefault(parameters[0], []).append(single)
                 continue
-            texts = _texts_of(keys.cut if keys else "")
+            texts = _texts_maker(keys.cut if keys else "")
             several = _FactsOfSeveral(
-                single, parameters, _values_of(steps[:at]), _values_of(_steps(paths[1])), texts, names
+                single, parameters, _values_reader(steps[:at]), _values_reader(_steps_below(paths[1])), texts, names
             )
             if parameters[0] is None:
-                self.of_result = all_of([self.of_result, several.read])
+                self.of_result = join_readers([self.of_result, several.read])
             else:
-                self.of_call = all_of([self.of_call, several.read])
+                self.of_call = join_readers([self.of_call, several.read])
         for parameter, facts in singles.items():
             if parameter is None:
                 self.of_result = _native_facts(parameter, facts, names, self.of_result)
             else:
                 self.of_call = _native_facts(parameter, facts, names, self.of_call)
 
-    def _parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
+    def _fact_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
         """Return the parameters of a fact's values and of its keys, None for one that is read from the result."""
         parameters = [None if _first(path) == RETURN else parameter_of(function, _first(path)) for path in paths]
         missing = [parameter for parameter in parameters if isinstance(parameter, str)]
@@ -442,11 +442,11 @@ def fact_value(value: Any) -> AttributeValue:
     kind: Any = type(value)
     if kind is int or kind is str or not issubclass(kind, Enum):
         return _value(value)
-    return _value(str(value) if _writes_itself(kind) else value.name)
+    return _value(str(value) if _defines_str(kind) else value.name)
 
 
 @lru_cache(maxsize=256)
-def _writes_itself(kind: type) -> bool:
+def _defines_str(kind: type) -> bool:
     """Return True for an enumeration that defines its own `__str__`."""
     return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
 
@@ -460,7 +460,7 @@ def _is_of_result(keys: RequestKeys) -> bool:
     return _first(keys.argument) == RETURN
 
 
-def all_of(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[..., Any] | None:
+def join_readers(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[..., Any] | None:
     """Return one reader for the values of several readers, None if there are no readers."""
     reads = [read for read in readers if read is not None]
     if len(reads) < 2:
@@ -472,13 +472,13 @@ def all_of(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[.
     return read_all
 
 
-def _steps(path: str) -> list[str]:
+def _steps_below(path: str) -> list[str]:
     """Return the steps of a path below its first name."""
     return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
 
 
 def _key_of(keys: RequestKeys) -> ReadResult:
-    steps, text = _steps(keys.argument), _text_of(keys.cut)
+    steps, text = _steps_below(keys.argument), _text_maker(keys.cut)
 
     def read(value: Any) -> Values:
         for step in steps:
@@ -492,8 +492,8 @@ def _key_of(keys: RequestKeys) -> ReadResult:
 
 
 def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
-    of_keys, texts = _values_of(_steps(request_keys.argument)), _texts_of(request_keys.cut)
-    of_weights = _values_of(_steps(request_keys.weights)) if request_keys.weights else None
+    of_keys, texts = _values_reader(_steps_below(request_keys.argument)), _texts_maker(request_keys.cut)
+    of_weights = _values_reader(_steps_below(request_keys.weights)) if request_keys.weights else None
 
     def read(value: Any, *weighed: Any) -> Values:
         batch = of_keys(value)
@@ -501,7 +501,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
             return {}
         if isinstance(batch, (str, bytes, int)) or not hasattr(type(batch), "__iter__"):
             batch = (batch,)  # a batch of one
-        keys = _items(batch, BATCH_LIMIT + 1)
+        keys = _first_items(batch, BATCH_LIMIT + 1)
         weights: Any = None
         if of_weights is not None:
             around = weighed[0] if weighed else value
@@ -517,7 +517,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
         if refused := refused_keys(keys, batch):
             FAULTS.note_of_rule(place, f"{refused} cannot be a key; {ALLOWED_KEYS}")
         if weights is not None:
-            weight_items = _items(weights, len(keys))
+            weight_items = _first_items(weights, len(keys))
             numbers = weights_of(weight_items) if len(weight_items) == len(keys) else None
             if numbers is not None:
                 values[BATCH_WEIGHTS] = numbers
@@ -529,7 +529,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
     return read
 
 
-def _items(iterable: Any, most: int) -> list[Any]:
+def _first_items(iterable: Any, most: int) -> list[Any]:
     """Return up to `most` first items of an iterable.
 
     Raises `UnreadError` for generators and files, whose items the service would lose, and for arrays on a device.
@@ -539,7 +539,7 @@ def _items(iterable: Any, most: int) -> list[Any]:
     return items_of(iterable, most)
 
 
-def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
+def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
     """Return a reader of the sequence or mapping at a path."""
     if EACH not in steps:
 
@@ -550,12 +550,12 @@ def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
 
         return plain
     at = len(steps) - 1 - steps[::-1].index(EACH)
-    before, after = _values_of(steps[:at]), steps[at + 1 :]
+    before, after = _values_reader(steps[:at]), steps[at + 1 :]
     attributes = [(step, attrgetter(step)) for step in after]
 
     def each(value: Any) -> Any:
         items = before(value)
-        some = _items(items.values() if _is_mapping(items) else items, BATCH_LIMIT + 1)
+        some = _first_items(items.values() if _is_mapping(items) else items, BATCH_LIMIT + 1)
         for step, attribute in attributes:
             kinds = set(map(type, some))
             has_keys = any(map(_is_mapping_type, kinds))
@@ -575,7 +575,7 @@ def _is_mapping(value: Any) -> bool:
     return _is_mapping_type(kind)
 
 
-def _text_of(cut: str) -> Callable[[Any], str]:
+def _text_maker(cut: str) -> Callable[[Any], str]:
     """Return a function for a key's text: up to `KEY_LIMIT` characters without matches of `cut`, "" for no key."""
 
     def plain(value: Any) -> str:
@@ -593,9 +593,9 @@ def _text_of(cut: str) -> Callable[[Any], str]:
     return shorter
 
 
-def _texts_of(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
+def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
     """Return a function for the texts of a list of keys."""
-    text = _text_of(cut)
+    text = _text_maker(cut)
 
     def texts(keys: list[Any]) -> tuple[str, ...]:
         if not cut and set(map(type, keys)) <= {str} and max(map(len, keys), default=0) <= KEY_LIMIT:

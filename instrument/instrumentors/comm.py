@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.compilers import compiling_test, run_as_they_are
+from instrument.instrumentors.compilers import compiling_test, exclude_from_compiler
 from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -115,8 +115,8 @@ class Comm(Switch):
             if hasattr(group, name)
         ]
         around.append((work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait)))
-        functions = (*vars(Comm).values(), *vars(_Issued).values(), _attempt, _facts, _largest_argument)
-        run_as_they_are(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
+        functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _facts, _largest_argument)
+        exclude_from_compiler(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
         self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
         return False
 
@@ -144,13 +144,13 @@ class Comm(Switch):
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
                 return method(*args, **kwargs)
-            issued = _attempt(begin, args, kwargs)
+            issued = _try_call(begin, args, kwargs)
             try:
                 out = method(*args, **kwargs)
             except BaseException as error:
-                _attempt(end, issued, None, error)
+                _try_call(end, issued, None, error)
                 raise
-            _attempt(end, issued, out, None)
+            _try_call(end, issued, out, None)
             return out
 
         return wrapper
@@ -164,7 +164,7 @@ class Comm(Switch):
             attributes["peer"] = args[2]
         site, wait_site = self._sites_of(operation, args[0], on_device)
         self.hits[operation] += 1
-        pair = self._pair(site) if waits else None
+        pair = self._start_timer(site) if waits else None
         return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
 
     def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None) -> None:
@@ -182,7 +182,7 @@ class Comm(Switch):
         issued = self._issued.pop(args[0], None)
         if issued is not None:
             if not issued.waits:
-                issued.pair = self._pair(issued.site)
+                issued.pair = self._start_timer(issued.site)
             issued.wait_ns = time.monotonic_ns()
         return issued
 
@@ -204,7 +204,7 @@ class Comm(Switch):
         pair, issued.pair = issued.pair, None
         self._recorder.record(issued.site, start_ns, attributes or None, pair)
 
-    def _pair(self, site: Site) -> Any:
+    def _start_timer(self, site: Site) -> Any:
         """Start a device timer on the calling stream. Return None if device time is off."""
         begin = self._recorder.begin_device
         return begin(None, None, 0) if site.device and begin is not None else None
@@ -236,7 +236,7 @@ class Comm(Switch):
         return sites
 
 
-def _attempt(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued | None:
+def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued | None:
     """Return the result of a call, or None if it raises. The fault is ours, and is counted."""
     try:
         return call(*arguments)

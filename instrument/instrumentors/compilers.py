@@ -18,7 +18,7 @@ from instrument.recording.spans import Site
 from instrument.runtime import imports
 
 
-def run_as_they_are(torch: Any, functions: Iterable[Any]) -> None:
+def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
     """Exclude functions from torch's compiler from now on, even if their callers are compiled."""
     evaluation = _eval_frame(torch)
     codes = [code for code in (getattr(call, "__code__", None) for call in functions) if isinstance(code, CodeType)]
@@ -38,7 +38,7 @@ def compiling_test(torch: Any) -> Callable[[], bool]:
     return is_compiling or (lambda: False)
 
 
-def evaluator(torch: Any) -> Callable[[Any], Any]:
+def evaluator_setter(torch: Any) -> Callable[[Any], Any]:
     """Return a function that sets this thread's frame evaluator (None is Python's) and returns the earlier one."""
     set_evaluator: Callable[[Any], Any] | None = getattr(_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)

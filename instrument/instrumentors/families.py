@@ -70,7 +70,7 @@ def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
     return packages
 
 
-def awaited(profile: Profile) -> frozenset[str] | None:
+def packages_to_await(profile: Profile) -> frozenset[str] | None:
     """Return the packages whose import starts recording in a process, None if recording must start at once."""
     awaited_packages: set[str] = set()
     for key in FAMILIES.keys() - {"logs"}:  # which record nothing by themselves

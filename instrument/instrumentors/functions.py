@@ -58,13 +58,13 @@ class Probe:
         """Replace the target's function by the probe. Raises the error of an owner that refuses to be changed."""
         target = self.target
         self.is_set = True
-        value = self._put(self.wrapped)
+        value = self._put_function(self.wrapped)
         if target.raw is not None and value is not target.raw:
             self._places.append(Assignment(target.owner, target.attribute, value))
         for owner, attribute in self._aliases:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
-    def _put(self, function: Any) -> Any:
+    def _put_function(self, function: Any) -> Any:
         """Replace the target's function. A changed property loses its name, which messages need, so it is set again."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
@@ -82,7 +82,7 @@ class Probe:
         if not self.is_set:
             return
         self.is_set = False
-        self._put(self.target.function)
+        self._put_function(self.target.function)
         while self._places:
             self._places.pop().undo()
 
@@ -234,10 +234,10 @@ def _note_decorated(site: Site, wrapper: Any) -> None:
 
 @functools.cache
 def _register_hint() -> None:
-    atexit.register(_say_hint, os.getpid())
+    atexit.register(_print_hint, os.getpid())
 
 
-def _say_hint(pid: int) -> None:
+def _print_hint(pid: int) -> None:
     """Print one hint at a program's exit: how to record its decorated functions. Child processes print none."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
     if _decorated and os.getpid() == pid and parent is None and sys.stderr is not None:
@@ -250,7 +250,7 @@ def _say_hint(pid: int) -> None:
 def withdraw_hint() -> None:
     """Cancel the hint at the exit, as there is a session."""
     _register_hint()  # or a later decorator would register it
-    atexit.unregister(_say_hint)
+    atexit.unregister(_print_hint)
 
 
 def detach_decorated(site: Site) -> Callable[[], object] | None:

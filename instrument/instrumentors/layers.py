@@ -21,7 +21,7 @@ from instrument.instrumentors.regions import (
     Regions,
     Selected,
     SharedSites,
-    known_as,
+    name_for_rules,
     selects,
     torch_children,
 )
@@ -53,7 +53,7 @@ class Layers:
         self._undos: list[Undo] = []
         self._patches: dict[type[Any], Undo] = {}
         self._unseen: list[Verdict] | None = None
-        self._regions = Regions(self._first, lambda key: self._sites.pop(key, None), recorder)
+        self._regions = Regions(self._first_rule, lambda key: self._sites.pop(key, None), recorder)
         self._set_rules(rules)
 
     def _set_rules(self, rules: Sequence[LayerRule]) -> None:
@@ -148,7 +148,7 @@ class Layers:
         self._shared.clear()
 
     def _patch_new_class(self, cls: type[Any]) -> None:
-        if known_as(cls) in self._types:
+        if name_for_rules(cls) in self._types:
             self._patch(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
@@ -191,9 +191,9 @@ class Layers:
         """Return the site of a layer, None if no rule selects it. Decides once per instance, when its path is known."""
         at_work = self._at_work
         try:
-            path = self._paths.of(module)
-            site = None if self._regions.holds(module) else self.select(type(module), path or "", module=module)
-            if path is None and site is None and not self._regions.holds(module):
+            path = self._paths.path_of(module)
+            site = None if self._regions.is_region(module) else self.select(type(module), path or "", module=module)
+            if path is None and site is None and not self._regions.is_region(module):
                 return None
         except Exception as fault:
             FAULTS.note("layer selection", fault)
@@ -228,7 +228,7 @@ class Layers:
         self._followed.discard(key)
         self._sites.pop(key, None)
 
-    def _first(self, class_name: str, path: str) -> Selected | None:
+    def _first_rule(self, class_name: str, path: str) -> Selected | None:
         """Return the first rule that selects a layer of a class at a path, with the sites of that rule."""
         return next((selection for selection in self._at_work if selects(selection[0], class_name, path)), None)
 
@@ -237,7 +237,7 @@ class Layers:
 
         A rule that asks for device time has a site for each set of devices on which a `module` works.
         """
-        selection = self._first(known_as(cls), path)
+        selection = self._first_rule(name_for_rules(cls), path)
         if selection is None:
             return None
         rule = selection[0]
@@ -254,7 +254,7 @@ class Layers:
     def _site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
         code = inspect.unwrap(getattr(cls, method)).__code__
         return Site(
-            name=rule.name or known_as(cls),
+            name=rule.name or name_for_rules(cls),
             kind="layer",
             module=cls.__module__,
             qualname=f"{cls.__qualname__}.{method}",

@@ -56,7 +56,7 @@ def loader(iterable: T, name: str | None = None) -> T:
 
 def _make_proxy(source: Any, site: Site) -> Any:
     kind: Any = type(source)
-    return _class_for(kind)(source, site)
+    return _proxy_class(kind)(source, site)
 
 
 def _copy_proxy(source: Any, name: str) -> Any:
@@ -238,7 +238,7 @@ def _has(kind: Any, method: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _class_for(kind: Any) -> type[StandIn]:
+def _proxy_class(kind: Any) -> type[StandIn]:
     """Return the class of proxies for objects of `kind`. It has only the methods that `kind` has."""
     methods: dict[str, Any] = {name: _forwarding_method(name) for name in _FORWARDED if _has(kind, name)}
     if _has(kind, "__next__"):

@@ -35,7 +35,7 @@ class LogRecords(Switch):
         owner = getattr(module, class_name, None)
         if hasattr(owner, name):
             self._attach()
-            self._undos.append((self._records if class_name == "Logger" else self._events)(owner, name))
+            self._undos.append((self._tag_records if class_name == "Logger" else self._tag_events)(owner, name))
         return False
 
     def _ids(self) -> dict[str, str]:
@@ -46,7 +46,7 @@ class LogRecords(Switch):
             trace = None
         return {} if trace is None else {TRACE_ID: f"{trace[0]:032x}", SPAN_ID: f"{trace[1]:016x}"}
 
-    def _records(self, owner: Any, name: str) -> Any:
+    def _tag_records(self, owner: Any, name: str) -> Any:
         make_record = getattr(owner, name)
 
         @replaces(owner, name)
@@ -57,7 +57,7 @@ class LogRecords(Switch):
 
         return undo
 
-    def _events(self, owner: Any, name: str) -> Any:
+    def _tag_events(self, owner: Any, name: str) -> Any:
         process_event = getattr(owner, name)
 
         @replaces(owner, name)

@@ -54,7 +54,7 @@ class _Read:
     """A gauge, its parameter (None for the result) and the steps below it."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter | None, steps: list[str], rule: FunctionRule) -> None:
-        self.parameter, self._steps, self._is_size = parameter, steps, gauge.record == "size"
+        self.parameter, self._steps_below, self._is_size = parameter, steps, gauge.record == "size"
         self._place = f"{rule.place or rule.text}: gauge {gauge.name}"
         self._put = number_of(gauge.kind, gauge.name, gauge.unit, gauge.every_ns)
         self._every_ns = gauge.every_ns if gauge.kind == "gauge" else 0
@@ -64,7 +64,7 @@ class _Read:
         """Read and store the value below an argument or a result. It never raises. None is not stored."""
         self.due_ns = now_ns + self._every_ns
         try:
-            for step in self._steps:
+            for step in self._steps_below:
                 value = part_of(value, step)
             if value is not None and value is not LEFT_OUT:
                 self._put(len(value) if self._is_size else value)

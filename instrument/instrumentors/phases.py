@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from instrument.instrumentors.compilers import compiling_test, evaluator, run_as_they_are
+from instrument.instrumentors.compilers import compiling_test, evaluator_setter, exclude_from_compiler
 from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.verdict import Verdict
@@ -80,8 +80,8 @@ class Phases(Switch):
         self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         self._is_compiling = compiling_test(torch)
         self._graph_task = getattr(torch._C, "_current_graph_task_id", self._graph_task)
-        self._evaluate = evaluator(torch)
-        self._run_as_they_are = functools.partial(run_as_they_are, torch)
+        self._evaluate = evaluator_setter(torch)
+        self._run_as_they_are = functools.partial(exclude_from_compiler, torch)
         self._run_as_they_are((self._run, _unwrapped))
         module_type = torch.nn.Module
         self._undos.append(replace(module_type, "__call__", self._wrap_call(module_type.__call__)))

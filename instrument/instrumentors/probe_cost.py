@@ -164,7 +164,7 @@ class _Probes:
             "step": (steps, wrapped(generator, "step"), steps, generator),
         }
 
-    def timed(self, leave_out: str = "") -> dict[str, _Timed]:
+    def measure_shapes(self, leave_out: str = "") -> dict[str, _Timed]:
         """Return the times of calls by the shape of the probe, without the shape `leave_out`."""
         by_shape = {shape: runs for shape, runs in self._by_shape.items() if shape != leave_out}
         spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in by_shape}
@@ -189,7 +189,7 @@ class _Probes:
 
 def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
     recorder = _fresh_recorder(with_ticks)
-    timed = _Probes(recorder).timed()
+    timed = _Probes(recorder).measure_shapes()
     # The part inside of a span is the length of an empty span; a step has no span of its own.
     lengths: dict[str, list[int]] = {}
     for ring in recorder.rings():
@@ -210,7 +210,7 @@ def measure_passed_ns() -> dict[str, float]:
     probes = _Probes(recorder)
     for site in probes.sites:
         recorder.mute(site)
-    return {shape: timed.usual_ns for shape, timed in probes.timed(leave_out=REQUEST).items()}
+    return {shape: timed.usual_ns for shape, timed in probes.measure_shapes(leave_out=REQUEST).items()}
 
 
 SWEPT_BYTES = 2 << 20
@@ -307,11 +307,11 @@ class Costs:
         """Return the usual ns that a span adds, by the shape of the probe, for the budget."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
-    def of(self, site: Site) -> ProbeCost:
+    def cost_of(self, site: Site) -> ProbeCost:
         """Return the cost of a span of this site."""
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
-    def of_sites(self, sites: Sequence[Site]) -> list[float]:
+    def added_by_site(self, sites: Sequence[Site]) -> list[float]:
         """Return the ns that a span of each site adds."""
         added_ns = self.added_ns()
         shape_of = self._recorder.shapes.get
@@ -319,4 +319,4 @@ class Costs:
 
     def sum_ns(self, calls: Mapping[Site, int]) -> float:
         """Return the ns that spans add in all, from their counts by site."""
-        return sum(count * self.of(site).added_ns for site, count in calls.items())
+        return sum(count * self.cost_of(site).added_ns for site, count in calls.items())

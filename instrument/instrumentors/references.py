@@ -125,7 +125,7 @@ class Search:
                     names = type_namespace(holder).items()
                     self.in_classes += [Name(holder, name, id(value)) for name, value in names if id(value) in reached]
                     continue
-                words = _place(holder, parts)
+                words = _describe_holder(holder, parts)
                 kinds[id(holder)] = kinds.get(id(parts[0]), _kind(holder))
                 if words is not None or depth == DEPTH or len(above) == WIDTH:
                     self._note(reached, kinds[id(holder)] if words is None else words)
@@ -182,7 +182,7 @@ def _kind(thing: Any) -> str:
     return f"an {name}" if name[0] in "AEIOUaeiou" else f"a {name}"
 
 
-def _place(holder: Any, parts: Kept) -> str | None:
+def _describe_holder(holder: Any, parts: Kept) -> str | None:
     """Describe an object that refers to a function. Return None to describe its referrers instead, "" to omit it."""
     if type(holder) is FunctionType:
         code = holder.__code__

@@ -79,7 +79,7 @@ class Paths:
         if entry is None or entry[0]() is None:
             self._places[child_key] = (weakref.ref(parent), name)
 
-    def of(self, module: Any) -> str | None:
+    def path_of(self, module: Any) -> str | None:
         """Return a module's dotted path from its root: "" for a root, None if it is not known yet."""
         if self._is_lost(module):
             cls = type(module)
@@ -124,7 +124,7 @@ class Paths:
                 return True
         return False
 
-    def look_again(self) -> None:
+    def find_unregistered(self) -> None:
         """Walk the heap for unregistered modules, in at most a hundredth of the time."""
         if time.monotonic_ns() >= self._next_walk_ns:
             self.walk_heap()
@@ -165,7 +165,7 @@ def selects(rule: LayerRule, class_name: str, path: str) -> bool:
     return not any(matches(text, path) for text in rule.exclude)
 
 
-def known_as(cls: type[Any]) -> str:
+def name_for_rules(cls: type[Any]) -> str:
     """Return the class name by which rules select a layer.
 
     torch replaces an instance's class by a generated subclass, such as `ParametrizedLinear` or `FSDPLinear`.
@@ -173,7 +173,7 @@ def known_as(cls: type[Any]) -> str:
     for prefix in ("Parametrized", "FSDP"):
         for base in cls.__mro__[1:]:
             if cls.__name__ == prefix + base.__name__:
-                return known_as(base)
+                return name_for_rules(base)
     return cls.__name__
 
 
@@ -319,7 +319,7 @@ class Regions:
     def _decide(self, module: Any) -> Site | None:
         """Return the site of a region, None if no rule selects it. Decides once per instance."""
         try:
-            site = self._site(module, self._paths.of(module) or "")
+            site = self._site(module, self._paths.path_of(module) or "")
         except Exception as fault:
             FAULTS.note("region selection", fault)
             site = None
@@ -333,7 +333,7 @@ class Regions:
             self._forget(id(root))
         return site
 
-    def holds(self, module: Any) -> bool:
+    def is_region(self, module: Any) -> bool:
         """Return True if a module is a region."""
         return id(module) in self._roots
 
@@ -363,7 +363,7 @@ class Regions:
         if isinstance(module, self._torch.fx.GraphModule):
             return "GraphModule"
         inner = (vars(module).get("_modules") or {}).get("_orig_mod")
-        return known_as(type(module if inner is None else inner))
+        return name_for_rules(type(module if inner is None else inner))
 
     def _why_children_unseen(self, module: Any) -> str:
         """Return the reason why the children of a module are not called from Python, "" if they are."""
@@ -404,12 +404,12 @@ class Regions:
 
     def unseen(self) -> list[Verdict]:
         """Return a verdict per rule and reason, with the count of layers that cannot be recorded."""
-        self._paths.look_again()
+        self._paths.find_unregistered()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk():
             selection = self._first(self._name(module), path)
             if selection is not None:
-                why = reason or self._missed(module)
+                why = reason or self._why_missed(module)
                 counts[selection[0].text, why] += bool(why)
         return [
             Verdict(
@@ -419,7 +419,7 @@ class Regions:
             if count
         ]
 
-    def _missed(self, module: Any) -> str:
+    def _why_missed(self, module: Any) -> str:
         """Return the reason why a module that Python calls is not recorded, "" if it is, or if it has no `forward`."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):

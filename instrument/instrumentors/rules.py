@@ -165,7 +165,7 @@ class Functions:
         probes: dict[int, tuple[int, Probe]] = {}
         for index, target in attachable:
             holders = search.others.get(id(target.function), ())
-            if holders and id(target.function) not in self._early and self._is_swept(index, target):
+            if holders and id(target.function) not in self._early and self._is_by_module_wildcard(index, target):
                 why = f"{_references(holders)}, which code may compare: a rule without * in its module's name takes it"
                 self._note_verdict(index, "unreachable", target.label, why)
             elif (probe := self._attach(index, target)) is not None:
@@ -358,7 +358,7 @@ class Functions:
         results: Results | None = None
         if rule.key or rule.batch or rule.facts:
             keys = KeyReader(target.function, rule)
-            of_call = arguments.all_of([attributes, keys.of_call])
+            of_call = arguments.join_readers([attributes, keys.of_call])
             facts = FactReader(target.function, rule, of_call, keys.of_result)
             missing += [*keys.missing, *facts.missing]
             attributes, results = facts.of_call, facts.of_result
@@ -367,12 +367,12 @@ class Functions:
 
             gauges = GaugeReader(target.function, rule)
             missing += gauges.missing
-            attributes = arguments.all_of([attributes, gauges.of_call])
-            results = arguments.all_of([results, gauges.of_result])
+            attributes = arguments.join_readers([attributes, gauges.of_call])
+            results = arguments.join_readers([results, gauges.of_result])
         if self.watch is not None and not (rule.key or rule.batch or rule.facts):
-            attributes, results = self.watch.of(target.function, target.label)
+            attributes, results = self.watch.examine(target.function, target.label)
         try:
-            probe = Probe(target, site, self._recorder, attributes, self._passes(target), results)
+            probe = Probe(target, site, self._recorder, attributes, self._lineage_test(target), results)
             probe.set()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
@@ -386,7 +386,7 @@ class Functions:
         self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)
         return probe
 
-    def _passes(self, target: Target) -> Passes | None:
+    def _lineage_test(self, target: Target) -> Passes | None:
         """Return a test for calls that another probe of the target's lineage records. Return None without a lineage."""
         for lineage in self._lineages.values():
             if lineage.holds(target.owner, target.attribute):
@@ -401,7 +401,7 @@ class Functions:
     def _note_verdict(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
-    def _is_swept(self, index: int, target: Target) -> bool:
+    def _is_by_module_wildcard(self, index: int, target: Target) -> bool:
         """Return True for a module's function that only patterns with a wildcard in the module's name match."""
         texts = [text for text in self.rules[index].match if _matches_label(text, target.label)]
         return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in texts)
@@ -425,7 +425,7 @@ class Functions:
             verdicts: list[Verdict] = []
             for index, rule in enumerate(self.rules):
                 rows = [self._with_overrides(index, verdict) for verdict in self._found[index].values()]
-                verdicts.extend([*rows, *self._missed_of_main(rule, index)] if rows else [self._missed(rule)])
+                verdicts.extend([*rows, *self._missing_in_main(rule, index)] if rows else [self._missed(rule)])
             return verdicts
 
     def _with_overrides(self, index: int, verdict: Verdict) -> Verdict:
@@ -450,7 +450,7 @@ class Functions:
         why += f"{verdict.target}{targets.SUBCLASSES} takes subclasses, too"
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
-    def _missed_of_main(self, rule: FunctionRule, index: int) -> Iterator[Verdict]:
+    def _missing_in_main(self, rule: FunctionRule, index: int) -> Iterator[Verdict]:
         """Yield a verdict for each function of the main program that a rule names and that does not exist."""
         for text in rule.match:
             if text.partition(":")[0] in MAINS and "*" not in text and text not in self._found[index]:
@@ -480,7 +480,7 @@ class Functions:
             return Verdict(rule.text, "unreachable", why=why)
         from instrument.profile.document import nearest
 
-        label = next(filter(None, (nearest(text, targets.unmatched(text, modules)) for text in rule.match)), "")
+        label = next(filter(None, (nearest(text, targets.all_labels(text, modules)) for text in rule.match)), "")
         return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {label}" if label else ""))
 
     def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:

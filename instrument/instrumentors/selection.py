@@ -171,7 +171,7 @@ class Selection:
         loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
         watch = main_module.Watch(self.wants, self.imported)
         expect = watch.expect if main else lambda: None
-        self._undo_imports = imports.install(self._wants_import, self.imported, expect, self._import_begins, watch)
+        self._undo_imports = imports.install(self._hooks_import, self.imported, expect, self._import_begins, watch)
         for module in loaded:
             if (main or not main_module.is_main(module)) and not imports.is_asleep(module) and self.imported(module):
                 self.late.append(names_of(module)[0])
@@ -203,7 +203,7 @@ class Selection:
                     family.undo()
                     self._families = {name: awake for name, awake in self._families.items() if name != key}
                 self._attach_or_defer(key)
-                if rules and (family is not None or self._is_wakened(key, loaded)):
+                if rules and (family is not None or self._is_loaded_by(key, loaded)):
                     family = self._families.get(key) or self._make(key)
                     for module in loaded:
                         if _is_wanted(family, module):
@@ -219,7 +219,7 @@ class Selection:
         self.late += sorted(late.difference(self.late))
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
-    def _is_wakened(self, key: str, modules: Iterable[ModuleType]) -> bool:
+    def _is_loaded_by(self, key: str, modules: Iterable[ModuleType]) -> bool:
         """Return True if a family is loaded, or if one of the modules loads it."""
         names = (name for module in modules for name in names_of(module))
         return key in self._families or any(key in self._families_of(name) for name in names)
@@ -269,7 +269,7 @@ class Selection:
             self.attach_family(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
 
-    def _wants_import(self, module_name: str) -> bool:
+    def _hooks_import(self, module_name: str) -> bool:
         """Return True if a module's import must be hooked, to attach probes or to report an engine."""
         return self.wants(module_name) or module_name in ENGINES or module_name in self._wakers
 
@@ -303,7 +303,7 @@ class Selection:
                 requests.ports = self._ports
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
-    def idle_of_preset(self) -> set[str]:
+    def idle_preset_rules(self) -> set[str]:
         """Return the names of a preset's rules whose targets have not been imported.
 
         Rules for requests are left out, as they are the reason for a preset.

@@ -184,7 +184,7 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
         holder = namespace(module).get(first)
         inner_class = None if "*" in first else _class_inside(holder, module.__name__, first)
         if inner_class is not None:
-            yield from _noting(
+            yield from _with_notes(
                 _walk(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name), holder
             )
         return
@@ -194,13 +194,13 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
     for index, segment in enumerate(path):
         if type(owner) is FunctionType:
             break
-        owner = _raw(owner, segment)
+        owner = _raw_attribute(owner, segment)
         if owner is None:
             return
         inner_class = _class_inside(owner, module.__name__, ".".join(path[: index + 1]))
         if inner_class is not None and type_attribute(inner_class, [*path, last][index + 1]) is not None:
             owner, holder = inner_class, owner
-    yield from _noting(_find_in(module, owner, last, qualname, label), holder)
+    yield from _with_notes(_find_in(module, owner, last, qualname, label), holder)
 
 
 def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
@@ -210,7 +210,7 @@ def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: st
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
             yield Unreachable(label, why)
         return
-    value = _raw(owner, last)
+    value = _raw_attribute(owner, last)
     if value is None:
         if owner is module and "__getattr__" in namespace(module):
             why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
@@ -218,12 +218,12 @@ def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: st
         return
     inner_class = _class_inside(value, module.__name__, qualname)
     if inner_class is not None:
-        yield from _noting(_find_class(module, inner_class, qualname, label), value)
+        yield from _with_notes(_find_class(module, inner_class, qualname, label), value)
     elif isinstance_of(value, type):
         yield from _find_class(module, value, qualname, label)
     else:
         is_own = isinstance_of(owner, type) or last in (own_names(owner) or ())
-        yield from _targets(module.__name__, owner if is_own else type(owner), last, value, label)
+        yield from _targets_in(module.__name__, owner if is_own else type(owner), last, value, label)
 
 
 def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -> Iterator[Target | Unreachable]:
@@ -233,7 +233,7 @@ def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
-def _noting(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
+def _with_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
     """Yield the targets. If a decorator's object contains their class, each gets a note on it."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
@@ -243,7 +243,7 @@ def _noting(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Tar
             yield dataclasses.replace(thing, note="; ".join(filter(None, [note, thing.note])))
 
 
-def _raw(owner: Any, attribute: str) -> Any:
+def _raw_attribute(owner: Any, attribute: str) -> Any:
     """Return the attribute from the namespace, without binding descriptors. Return None without that attribute."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
@@ -282,7 +282,7 @@ def _walk(
             continue
         if isinstance_of(raw, (property, functools.cached_property, partial, functools.partialmethod)):
             continue
-        for thing in _targets(module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False):
+        for thing in _targets_in(module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False):
             if isinstance(thing, Target) and getattr(thing.function, "__module__", None) == home:
                 yield thing
 
@@ -314,7 +314,7 @@ def _is_function(thing: Any) -> bool:
 def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
     """Yield the targets in a method that a class itself defines."""
     home: str = type_attribute(cls, "__module__")
-    yield from _targets(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
+    yield from _targets_in(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
 
 
 def override_label(cls: type[Any], attribute: str) -> str:
@@ -322,7 +322,7 @@ def override_label(cls: type[Any], attribute: str) -> str:
     return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
 
 
-def _targets(
+def _targets_in(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
     """Yield the targets in an attribute's value. `home` is the module that defines it."""
@@ -457,11 +457,11 @@ def _decorated_function(raw: Any, module: str, qualname: str, kind: type[Any] = 
                 isinstance_of(part, (ModuleType, CodeType, str)) or (type(part) is dict and "__builtins__" in part)
             ):
                 near.append(part)
-    has_place = function is not None and any(_places(near, function))
+    has_place = function is not None and any(_containers_of(near, function))
     return function, partial(_replace_in_places, near, Kept([function])) if has_place else None
 
 
-def _places(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
+def _containers_of(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
     """Yield the objects, classes and dicts that contain a function, each with the function's name in it."""
     for thing in near:
         names = (
@@ -474,7 +474,7 @@ def _places(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
     """Replace the function in the objects, classes and dicts that contain it."""
-    for thing, name, part in Kept(_places(near, now[0])):
+    for thing, name, part in Kept(_containers_of(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
         else:
@@ -483,7 +483,7 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
     now[0] = new
 
 
-def unmatched(pattern_text: str, modules: Iterable[ModuleType]) -> list[str]:
+def all_labels(pattern_text: str, modules: Iterable[ModuleType]) -> list[str]:
     """Return the labels of all functions in the modules. A message names the nearest of them."""
     things = (
         thing for module in modules for thing in _walk(module, module, "", "**", set(), called=names_of(module)[-1])

@@ -55,7 +55,7 @@ class Verdict:
         more = "; ".join(filter(None, (counted, self.why)))
         return f"{subject}: {self.state}" + (f" ({more})" if more else "")
 
-    def counted(self, calls_of: Callable[[Site], int]) -> Verdict:
+    def with_calls(self, calls_of: Callable[[Site], int]) -> Verdict:
         """Return the verdict with the calls of its site. An attached target without calls is `uncalled`."""
         if self.site is None or self.state not in RECORDING:
             return self
@@ -66,14 +66,14 @@ class Verdict:
         """Return all fields except the site as JSON values. `Verdict(**facts)` restores the verdict."""
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
-    def merged(self, peer: Verdict) -> Verdict:
+    def merge(self, peer: Verdict) -> Verdict:
         """Merge two processes' verdicts on a target: the one that knows more, with the calls of both."""
         first, second = sorted((self, peer), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)
 
 
-def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
+def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Merge the verdicts of several processes into one per target, in order of appearance.
 
     Verdicts on targets of a rule replace verdicts on the rule as a whole.
@@ -81,7 +81,7 @@ def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
     whole: dict[tuple[str, str], Verdict] = {}
     for verdict in verdicts:
         key = (verdict.rule, verdict.target)
-        whole[key] = whole[key].merged(verdict) if key in whole else verdict
+        whole[key] = whole[key].merge(verdict) if key in whole else verdict
     rules_with_targets = {rule for rule, target in whole if target}
     called = {verdict.rule for verdict in whole.values() if verdict.calls}
     return [
@@ -98,7 +98,7 @@ def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
     return marks | {board.called(verdict.rule) for verdict in recording if verdict.calls}
 
 
-def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
+def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
     """Drop verdicts on rules that have no target here, if another process records them by the board's `marks`.
 
     Rules that record in this process keep all their verdicts.
@@ -112,7 +112,7 @@ def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict
     return [verdict for verdict in verdicts if not is_of_others(verdict)]
 
 
-def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
+def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
     """Write the verdicts on the rules for `instrument check`, the ancestor of this process."""
     facts = {
         "pid": os.getpid(),
@@ -127,7 +127,7 @@ def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterabl
         pass  # the command has ended before this process, a server of multiprocessing
 
 
-def reports_to_check(folder: str) -> list[dict[str, Any]]:
+def read_check_reports(folder: str) -> list[dict[str, Any]]:
     """Return the reports that a command's processes wrote into a folder, in the order of process ids."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
 

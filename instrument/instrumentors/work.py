@@ -60,11 +60,11 @@ class ModuleWork:
 
     def follow(self, tensors: Iterable[Any]) -> None:
         """Follow other tensors from now on, unless an earlier tensor still exists."""
-        if self.now() is None:
+        if self.current_devices() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
-    def now(self) -> tuple[int, ...] | None:
+    def current_devices(self) -> tuple[int, ...] | None:
         """Return the devices, None if no tensor exists any more."""
         tensors = self._tensors
         if len(tensors) == 1:  # the usual case, in a third of the time
@@ -82,7 +82,7 @@ class ModuleWork:
     @property
     def devices(self) -> tuple[int, ...]:
         """The devices, or the last known ones if no tensor exists any more."""
-        devices = self.now()
+        devices = self.current_devices()
         return self._devices if devices is None else devices
 
     def __call__(self) -> Work:
@@ -223,7 +223,7 @@ class _DeviceCache:
 
     def devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
         """Return the devices of the models that `models(thing)` returns."""
-        devices = None if self._work is None else self._work.now()
+        devices = None if self._work is None else self._work.current_devices()
         if devices is not None:
             return devices
         if self._calls:

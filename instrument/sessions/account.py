@@ -13,7 +13,7 @@ from instrument.device.timing import Timing
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.startup import ImportTimes
-from instrument.instrumentors.verdict import Verdict, marks_of, without_others
+from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, marks_of
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
@@ -136,7 +136,7 @@ class SessionDiagnostics:
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
-            added_ns=self.costs.of_sites,
+            added_ns=self.costs.added_by_site,
             pairs_ns=self.pairs_ns(),
             threads_ns=self.threads_ns(),
             passed=self.recorder.muted_calls(),
@@ -170,9 +170,9 @@ class SessionDiagnostics:
         are left out if this program has nothing for them, such as copies without a device. `of_all` False leaves out
         rules whose modules this process has not imported; the run's first process reports those.
         """
-        verdicts = without_others(self.verdicts(of_all=of_all), board.marks())
+        verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
-        idle = self.selection.idle_of_preset()
+        idle = self.selection.idle_preset_rules()
         notes = [
             str(verdict)
             for verdict in verdicts
@@ -206,7 +206,7 @@ class SessionDiagnostics:
     def unmet(self) -> str:
         """Return a sentence on requests or jobs that arrived and were not recorded, "" for none."""
         self.selection.attach_family("requests")
-        verdicts = without_others(self.verdicts(of_all=False), board.marks())
+        verdicts = drop_recorded_elsewhere(self.verdicts(of_all=False), board.marks())
         return "; ".join(str(verdict) for verdict in verdicts if verdict.state == "unmet")
 
     def own_notes(self, *, of_all: bool = True) -> OwnNotes:
@@ -216,8 +216,8 @@ class SessionDiagnostics:
         waiting = [(board.attached(verdict.rule), str(verdict)) for verdict in idle_verdicts]
         unmet = (verdict for verdict in verdicts if verdict.state == "unmet" or _is_idle_rule(verdict))
         waiting += [(board.called(verdict.rule), str(verdict)) for verdict in unmet]
-        idle = self.selection.idle_of_preset()
-        own_verdicts = without_others(verdicts, board.marks())
+        idle = self.selection.idle_preset_rules()
+        own_verdicts = drop_recorded_elsewhere(verdicts, board.marks())
         uncalled = sorted(_uncalled(verdict for verdict in own_verdicts if verdict.rule not in idle))
         listed = uncalled if len(uncalled) <= UNCALLED_KEPT else []
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))
@@ -233,7 +233,7 @@ class SessionDiagnostics:
             calls[site.key] += passed
         # A call that has not ended is one too: a server's main loop never does.
         calls.update(self.recorder.site_of(row).key for _, row in self.recorder.open_rows())
-        return [verdict.counted(lambda site: calls[site.key]) for verdict in verdicts]
+        return [verdict.with_calls(lambda site: calls[site.key]) for verdict in verdicts]
 
 
 def _is_idle_rule(verdict: Verdict) -> bool:

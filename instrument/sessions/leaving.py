@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from instrument.clock import LEAST_S, Deadline
-from instrument.instrumentors.verdict import marks_of, report_to_check
+from instrument.instrumentors.verdict import marks_of, write_check_report
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
@@ -125,7 +125,7 @@ class Leaving:
     def _report(self) -> None:
         """Report to `instrument check` or `instrument init`, if one of them has started this process."""
         if folder := os.environ.get(CHECK_FOLDER):
-            report = partial(report_to_check, folder, RECORDER.calls, self._recorded.profile)
+            report = partial(write_check_report, folder, RECORDER.calls, self._recorded.profile)
             FAULTS.attempt("report to check", lambda: report(self._recorded.account.verdicts()))
         if self._observed_for:
             FAULTS.attempt("report to init", self._write_observation)

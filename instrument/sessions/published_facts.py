@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.verdict import marks_of, report_to_check
+from instrument.instrumentors.verdict import marks_of, write_check_report
 from instrument.profile.model import Capture, FunctionRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
@@ -240,7 +240,7 @@ class PublishedFacts:
         if began_ns < self._verdicts_until_ns:
             return
         if folder := os.environ.get(CHECK_FOLDER):
-            report_to_check(folder, RECORDER.calls, recorded.profile, recorded.account.verdicts(of_all=False))
+            write_check_report(folder, RECORDER.calls, recorded.profile, recorded.account.verdicts(of_all=False))
         notes = self.notes_in_short()
         if notes != self._notes:
             self._notes, self._own_notes = notes, self.own_notes_in_short()

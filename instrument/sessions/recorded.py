@@ -233,7 +233,7 @@ class Recorded:
         return self.charged(RECORDER.tally())
 
     def charged(self, tally: Tally) -> Tally:
-        tally.charge(lambda site: self.costs.of(site).outside_ns)
+        tally.charge(lambda site: self.costs.cost_of(site).outside_ns)
         return tally
 
     def trace(

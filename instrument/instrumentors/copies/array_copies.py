@@ -307,7 +307,7 @@ def _attach_bindings(module: Any, transfers: Transfers) -> PatchedFunctions:
             continue
         facts = _facts(name, function)
         if facts is not None:
-            patched.functions(module, (name,), _if_succeeded(facts), _stream(function))
+            patched.functions(module, (name,), _if_succeeded(facts), _stream_reader(function))
     return patched
 
 
@@ -315,19 +315,19 @@ def _facts(name: str, function: Any) -> Facts | None:
     typed = _TYPED.fullmatch(name)
     if typed:
         direction = f"{_SIDES[typed[1]]}2{_SIDES[typed[2]]}"
-        amount, sync = _named(function, "ByteCount"), typed[3] is None
+        amount, sync = _reader_of(function, "ByteCount"), typed[3] is None
         return lambda out, args, kwargs: Transfer(direction, int(amount(args, kwargs)), sync)
     sync = not name.endswith("Async")
     base = name.removesuffix("Async")
     if base in ("cuMemcpyPeer", "cudaMemcpyPeer"):
         place = "Context" if base.startswith("cuM") else "Device"
-        ends = _named(function, f"src{place}"), _named(function, f"dst{place}")
-        return _peer(*ends, _named(function, "ByteCount", "count"), sync)
+        ends = _reader_of(function, f"src{place}"), _reader_of(function, f"dst{place}")
+        return _peer(*ends, _reader_of(function, "ByteCount", "count"), sync)
     factors = {"cudaMemcpy": ("count",), **dict.fromkeys(_WITH_ROWS, ("width", "height"))}.get(base)
     if factors is not None:
-        return _by_kind(_named(function, "kind"), [_named(function, factor) for factor in factors], sync)
+        return _by_kind(_reader_of(function, "kind"), [_reader_of(function, factor) for factor in factors], sync)
     if base in ("cuMemcpy2D", "cuMemcpy2DUnaligned", "cuMemcpy3D"):
-        return _described(sync)
+        return _facts_of_descriptor(sync)
     return None
 
 
@@ -347,7 +347,7 @@ def _by_kind(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
     return facts
 
 
-def _described(sync: bool) -> Facts:
+def _facts_of_descriptor(sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         copy = argument(args, kwargs, 0, "pCopy")
         source = _MEMORY_TYPES.get(int(copy.srcMemoryType))
@@ -359,14 +359,14 @@ def _described(sync: bool) -> Facts:
     return facts
 
 
-def _named(function: Any, *names: str) -> Reader:
+def _reader_of(function: Any, *names: str) -> Reader:
     """Return a reader of the function's argument that has one of the names, the first that exists."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
     return _argument(parameters.index(name), name)
 
 
-def _stream(function: Any) -> Stream:
+def _stream_reader(function: Any) -> Stream:
     """Return a reader of a call's stream: an argument of asynchronous calls, else the default stream."""
     parameters = list(inspect.signature(function).parameters)
     name = next((name for name in ("hStream", "stream") if name in parameters), None)

@@ -32,7 +32,7 @@ READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__flo
 
 def why_absent(torch: Any) -> str:
     """Return the reason why this torch cannot copy to or from a device, "" if it can. Makes no call to the driver."""
-    return "" if _devices(torch) else "this torch is built without a device: no copy to or from one can happen"
+    return "" if _device_tests(torch) else "this torch is built without a device: no copy to or from one can happen"
 
 
 def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] | None = None) -> PatchedFunctions:
@@ -52,7 +52,7 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     private = _private_backend(torch)
     patched = PatchedFunctions(transfers, "torch", ready, _copier)
     patched.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_conversion, fake))
-    patched.methods(tensor, ("copy_",), _if_real(_copied, fake))
+    patched.methods(tensor, ("copy_",), _if_real(_copy_transfer, fake))
     patched.methods(tensor, ("pin_memory",), _if_new(_pinning, fake), _no_device)
     # Most calls read tensors that are on the host already.
     patched.methods(tensor, READING, _read, lambda args, kwargs: _copier(args, kwargs) if args[0].is_cuda else NOWHERE)
@@ -104,7 +104,7 @@ def _conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     return _transfer(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
 
 
-def _copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _copy_transfer(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     """Return the transfer of `target.copy_(source)`."""
     source = argument(args, kwargs, 1, "src", kwargs.get("other"))
     if not hasattr(source, "device") or source is out:
@@ -184,7 +184,7 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 # ---------------------------------------------------------------- the kinds of device
 
 
-def _devices(torch: Any) -> list[Callable[[], bool]]:
+def _device_tests(torch: Any) -> list[Callable[[], bool]]:
     """Return a test for each kind of device of this torch build. It is true once the process uses that kind.
 
     The tests call no driver, which would break forked children. For MPS the test is true if the device exists.
@@ -214,7 +214,7 @@ def _private_backend(torch: Any) -> str:
 def _is_used(torch: Any, transfers: Transfers) -> Callable[[], bool]:
     if transfers.asks_for("torch", ("h2h",)):
         return lambda: True
-    devices = _devices(torch)
+    devices = _device_tests(torch)
     return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)
 
 

@@ -82,8 +82,8 @@ class Transfers:
             self._recorder,
             _INSIDE,
             time.monotonic_ns,
-            self._site_wanted,
-            self._timed,
+            self._wanted_site,
+            self._start_timer,
         )
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ class Transfers:
         except (AttributeError, TypeError):  # a function made in C with odd attributes
             return wrapper
 
-    def _timed(self, framework: str, stream: Stream, args: Any, kwargs: Any) -> Any:
+    def _start_timer(self, framework: str, stream: Stream, args: Any, kwargs: Any) -> Any:
         """Start the device timer of a call that may copy. Return None if it has no timer."""
         begin = self._recorder.begin_device
         try:
@@ -134,7 +134,7 @@ class Transfers:
             FAULTS.note("copy probe", fault)
             return None
 
-    def _site_wanted(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
+    def _wanted_site(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
         """Return the site of a call that has copied, None if no rule wants it. Count the copy for the rule."""
         direction, moved_bytes = transfer.direction, transfer.moved_bytes
         for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):

@@ -32,13 +32,13 @@ _ENCODERS = (
 """The classes of sentence-transformers: package, module in older versions, class and recorded method."""
 
 
-def _of_session(session: Any) -> Facts:
+def _session_facts(session: Any) -> Facts:
     """Return the name of a session's model file, and the session's providers."""
     path = getattr(session, "_model_path", None)
     return PurePath(path).name if path else "(bytes)", (("providers", tuple(session.get_providers())),)
 
 
-def _of_model(subject: Any) -> Facts:
+def _model_facts(subject: Any) -> Facts:
     """Return the task of a pipeline, or the class of a model."""
     task = getattr(subject, "task", None)
     return task if isinstance(task, str) and task else type(subject).__name__, ()
@@ -52,7 +52,7 @@ OBSERVERS: Mapping[str, Callable[[FrameworkRule, Recorder], Observer]] = {
     "jax": jax.Jitted,
     "onnxruntime": _entries(
         [Entry((ONNXRUNTIME,), "Session", method, f"onnxruntime.{method}") for method in ONNXRUNTIME_METHODS],
-        _of_session,
+        _session_facts,
         by_class=False,
     ),
     "transformers": _entries(
@@ -60,7 +60,7 @@ OBSERVERS: Mapping[str, Callable[[FrameworkRule, Recorder], Observer]] = {
             Entry(("transformers.generation.utils",), "GenerationMixin", "generate", "transformers.generate"),
             Entry(("transformers.pipelines.base",), "Pipeline", "__call__", "transformers.pipeline"),
         ],
-        _of_model,
+        _model_facts,
         by_class=False,
     ),
     "sentence_transformers": _entries(
@@ -73,7 +73,7 @@ OBSERVERS: Mapping[str, Callable[[FrameworkRule, Recorder], Observer]] = {
             )
             for package, older, owner, method in _ENCODERS
         ],
-        _of_model,
+        _model_facts,
         by_class=True,
     ),
     "sklearn": sklearn.Estimators,

@@ -71,13 +71,13 @@ class KerasLayers:
         if not isinstance(layer, type) or not isinstance(call, FunctionType):
             self._verdicts.append(missing_entry(self.rule, "Layer.__call__"))
             return False
-        backend = str(_named("keras.src.backend.config", "backend", lambda: "unknown")())
+        backend = str(_module_value("keras.src.backend.config", "backend", lambda: "unknown")())
         if backend not in BACKENDS:
             why = f"with the backend {backend} it is not known what runs and what is only traced"
             self._verdicts.append(Verdict(self.rule.text, "unreachable", "Layer.__call__", why))
             return False
         self._paths = Paths(layer, _children)
-        self._symbolic_type = _named("keras.src.backend.common.keras_tensor", "KerasTensor", ())
+        self._symbolic_type = _module_value("keras.src.backend.common.keras_tensor", "KerasTensor", ())
         self._layers.known["keras"] = lambda: subclasses(layer)
         self._undos.append(replace(layer, "__call__", self._wrap(call)))
         return False
@@ -97,15 +97,15 @@ class KerasLayers:
     def _wrap(self, call: FunctionType) -> Any:
         recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide, self._symbolic_type
         span_of = recorder.span_of
-        in_symbolic_scope = _named("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
-        is_clean = _named("jax._src.core", "trace_state_clean", lambda: True)
+        in_symbolic_scope = _module_value("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
+        is_clean = _module_value("jax._src.core", "trace_state_clean", lambda: True)
         is_compiling = compiling_test(sys.modules.get("torch"))
 
         @functools.wraps(call)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
                 return call(self, *args, **kwargs)
-            if in_symbolic_scope() or _holds(symbolic_type, args, kwargs):
+            if in_symbolic_scope() or _has_symbolic(symbolic_type, args, kwargs):
                 return call(self, *args, **kwargs)
             site = sites.get(id(self)) or decide(self)
             if site is _NOT_SELECTED:
@@ -123,7 +123,7 @@ class KerasLayers:
     def _decide(self, layer: Any) -> Site:
         """Return the site of a layer, or `_NOT_SELECTED`. Decides once per instance, when its path is known."""
         try:
-            path = self._paths.of(layer)
+            path = self._paths.path_of(layer)
             site = self._layers.select(type(layer), path or "", "call") or _NOT_SELECTED
             if path is None and site is _NOT_SELECTED:
                 return site
@@ -144,13 +144,13 @@ def _is_layer(cls: type[Any]) -> bool:
     return any(base.__module__ == LAYER for base in cls.__mro__)
 
 
-def _named(module_name: str, name: str, default: Any) -> Any:
+def _module_value(module_name: str, name: str, default: Any) -> Any:
     """Return a name's value in a module, or the default if the module is not imported."""
     module = sys.modules.get(module_name)
     return default if module is None else namespace(module).get(name, default)
 
 
-def _holds(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
+def _has_symbolic(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
     """Return True if an argument, or an item of one, is a symbolic tensor of a model that is being built."""
     for argument in (*args, *kwargs.values()) if kwargs else args:
         parts: Callable[[], Iterator[Any]] | None = None

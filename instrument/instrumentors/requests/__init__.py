@@ -1,4 +1,4 @@
-"""Requests that servers hand to their apps, recorded by endpoint without a rule for functions.
+"""Requests that servers pass to their apps, recorded by endpoint without a function rule.
 
 A server is instrumented where it calls the app, a web framework where its router has found the route, which goes to the
 current exchange of the context. This package imports no server or framework; it attaches when the service does.
@@ -46,10 +46,10 @@ else:
 
 
 class Router(NamedTuple):
-    """A method of a router, by its class, that knows the route of a request.
+    """A router's class and method that find the route of a request.
 
-    `route` reads it from the router's module and the arguments, or from the module and the result if it is known
-    `after` the call. None means no route. `note` gets it. A class of `older` versions may lack the method.
+    `route` reads the route from the router's module and the arguments of a call, or with `after` from the module and
+    its result. `note` receives the route, unless it is None. With `older` an older version's class may lack the method.
     """
 
     owner: str
@@ -103,14 +103,14 @@ def _path(_: Any, route: Any, *__: Any) -> str:
 
 
 def _fastapi(_: Any, route: Any, scope: Any, *__: Any) -> str:
-    """Return the path of a route with the prefixes of its routers, which the scope has."""
+    """Return the path of a route, with the prefixes of its routers from the scope."""
     included = scope.get("fastapi", {}).get("effective_route_context")
     path: str = (included if included is not None and included.original_route is route else route).path
     return path
 
 
 def _flask(name: str) -> Callable[..., str | None]:
-    """Return the reader of a rule of Flask or Quart. It is known once the context of the request has been pushed."""
+    """Return a reader of the URL rule of a request of Flask or Quart, from its pushed context."""
 
     def route(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
         rule = getattr(module if context is None else context, name).url_rule
@@ -130,12 +130,12 @@ def _aiohttp(_: Any, match: Any, *__: Any) -> str | None:
 
 
 def _fail(exchange: Exchange, error: BaseException) -> None:
-    """End a websocket with an exception that its framework answers by a close, so that the server sees no failure."""
+    """End a websocket with an exception. Its framework answers by a close, so the server sees no failure."""
     exchange.finish(error, is_gone=True, in_parts=False)
 
 
 def _blacksheep(_: Any, match: Any) -> str | None:
-    """Return the pattern of a match, None for the route of all that no other matches."""
+    """Return the pattern of a match, None for the fallback route."""
     return None if match is None or match.pattern == b"*" else match.pattern.decode()
 
 
@@ -211,7 +211,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 of `unmet` and jobs of `queue` are not recorded."""
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
-"""The preset for each package that has one."""
+"""The preset of each package that has a preset."""
 
 REMEDY = "give the function that handles one a rule of `kind: request`"
 
@@ -228,7 +228,7 @@ def of_role(names: Iterable[str], *roles: str) -> list[str]:
 
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the names that are packages with a preset, and the preset. If one is a model server, return it alone."""
+    """Return (package, preset) of the names that have a preset. Model servers exclude all others."""
     served_packages = set(of_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]
 
@@ -254,14 +254,14 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "bentoml": ("bentoml", lambda: model_servers.BENTOML),
     **{name: _queue(name) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
-"""The kind of server by package or module, and a function that loads our code and returns what attaches to it."""
+"""The kind of server by package or module, and a function that loads our adapter and returns its `Attach` by module."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.MODULE: blocked.attach,
     blocked.UVLOOP: blocked.attach_uvloop,
     blocked.COLLECTOR: blocked.attach_collector,
 }
-"""The functions that record stalls of requests longer than `limits.blocked`, by the module to which they attach."""
+"""The functions that record stalls longer than `limits.blocked`, by the module to which they attach."""
 
 
 class Requests:
@@ -272,7 +272,7 @@ class Requests:
         self._undos: list[Undo] = []
         self._met: dict[str, str] = {}
         self.ports: frozenset[int] = frozenset()
-        """The ports of this process with connections, as far as the agent or the session has seen."""
+        """The ports of this process on which the agent or the session has seen connections."""
         self._begin(rules)
 
     def _begin(self, rules: Sequence[RequestsRule]) -> None:
@@ -349,13 +349,13 @@ class Requests:
         return {f"requests {rule.text}": rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Restore the functions of servers and routers. The verdicts keep their seams."""
+        """Restore the functions of servers and routers. The verdicts still name them."""
         for exchanges in self._exchanges:
             exchanges.is_on = False
         undo_all(self._undos)
 
     def has_begun(self) -> bool:
-        """Return True if a request has begun, by this rule or by a rule for functions."""
+        """Return True if this rule or a function rule has recorded the begin of a request."""
         has_met = any(exchanges.sites() for exchanges in self._exchanges)
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
@@ -369,7 +369,7 @@ class Requests:
         return [verdict for rule, exchanges in pairs for verdict in self._verdicts(rule, exchanges)]
 
     def _verdicts(self, rule: RequestsRule, exchanges: Exchanges) -> list[Verdict]:
-        """Return the verdict on one rule, and verdicts on requests that it did not record or name."""
+        """Return the verdict on a rule, and verdicts on requests that it did not record or name."""
         met = {name: kind for name, kind in self._met.items() if kind in SERVERS}
         lacking = [text for text in self._met.values() if " " in text]
         sites, calls_of = exchanges.sites(), calls_by_site(self._recorder)

@@ -15,7 +15,7 @@ from instrument.instrumentors.requests.exchange import CLOSE_CODE, SERVER_TIMING
 
 
 def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Replace the handler of a connection, and the writer that it makes for each answer."""
+    """Replace the handler of a connection, and the writer that it creates for each answer."""
     owner, base = module.RequestHandler, module.StreamWriter
     handle, handle_error = owner._handle_request, owner.handle_error
     http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))

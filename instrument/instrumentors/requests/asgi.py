@@ -34,7 +34,7 @@ KINDS = ("http", "websocket")
 """The types of scope that are requests."""
 
 PLAIN = (b"traceparent", b"tracestate", b"content-length")
-"""The headers that are read for every request."""
+"""Headers that are read for every request."""
 
 NOWHERE = (None, None)
 CONTENT_TYPE, CONTENT_LENGTH = (b"content-type",), (b"content-length",)
@@ -43,11 +43,11 @@ TIMINGS, TRAILERS = b"server-timing", "http.response.trailers"
 
 WHOLE_FILE = "http.response.pathsend"
 FILES = (WHOLE_FILE, "http.response.zerocopysend")
-"""The messages of ASGI extensions by which an app has its server send a file. The first always ends the answer."""
+"""The messages of ASGI extensions that ask the server to send a file. The first of them always ends the answer."""
 
 
 class AsgiApp(ServedApp):
-    """An ASGI application whose requests record. It passes lifespan through, and everything while it is off."""
+    """An ASGI application whose requests are recorded. Lifespan, and all while off, passes unrecorded."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
@@ -114,7 +114,7 @@ class Http(AsgiChannel):
     is_complete: bool
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Return the awaitable of the server's own `send`. For the last part it also ends the span."""
+        """Return the awaitable of the server's own `send`. The last part of the answer ends the span."""
         exchange, is_last = self.exchange, False
         try:
             kind = message["type"]
@@ -135,7 +135,7 @@ class Http(AsgiChannel):
         return self._send_last(message) if is_last else self.server_send(message)
 
     def _items_in(self, body: bytes) -> int:
-        """Count the items of a part: server-sent events, which end with an empty line, else one."""
+        """Return the number of server-sent events in a part of the answer, 1 for other answers."""
         if self.exchange.stream is None:
             self._is_events = self._has_events()
         return (body.count(b"\n\n") or 1) if self._is_events else 1
@@ -150,13 +150,13 @@ class Http(AsgiChannel):
             return False
 
     def _header(self, names: tuple[bytes]) -> bytes | None:
-        """Return a header of the answer, None without it. Headers in an iterator are left to the server."""
+        """Return a header of the answer, None if it is missing. Headers in an iterator are left to the server."""
         headers = self._headers
         (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
         return value
 
     def _length_of(self, message: Message) -> int:
-        """Return the bytes of a file that the server sends, by the header, else by the size of the file."""
+        """Return the length in bytes of a file that the server sends, by the header, else by the file's size."""
         length = self._header(CONTENT_LENGTH)
         if length is not None and length.isdigit():
             return int(length)
@@ -265,7 +265,7 @@ class Websocket(AsgiChannel):
 
 
 def arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
-    """Return the arrivals by type of scope, for those types that are requests."""
+    """Return the `Arrivals` of each type of scope that is a request."""
     return {kind: exchanges.arrivals(kind, _path, _plain, _all) for kind in KINDS}
 
 
@@ -291,7 +291,7 @@ def _all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes
 
 
 def _kept(headers: Any, scope: Message) -> Any:
-    """Return the headers of a request. An iterator is replaced in the scope, so that the app can read it, too."""
+    """Return a request's headers. An iterator is replaced in the scope, so that the app can read it."""
     if iter(headers) is not headers:
         return headers
     pairs = tuple(headers)

@@ -40,7 +40,7 @@ UVLOOP = "uvloop"
 """The module of uvloop's loops."""
 
 NEWEST = 256
-"""The newest rows of a thread among which the blocking span is sought, since it ends near the callback's end."""
+"""The number of a thread's newest rows that are searched for the blocking span, which ends near the callback's end."""
 
 OPEN_LIMIT = 1_000
 """The most open requests with which all open spans are searched. With more, only the innermost open span is used."""
@@ -52,7 +52,7 @@ NEVER_NS = 1 << 62
 
 
 def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record the callbacks of `asyncio.events` that take longer than `limit_ns`, from now on.
+    """Record callbacks of asyncio's loops that take longer than `limit_ns`, from now on.
 
     Raises `AttributeError` or `TypeError` in a version without `Handle._run`.
     """
@@ -84,7 +84,7 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
 
 
 def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record the callbacks of uvloop's loops that take longer than `limit_ns`, from now on.
+    """Record callbacks of uvloop's loops that take longer than `limit_ns`, from now on.
 
     Raises `AttributeError` in a version without the replaced methods.
     """
@@ -142,22 +142,22 @@ class _Named(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callback that get a wrapper, so that a loop's log of a failure names them. Steps of tasks need none."""
+"""The types of callback that get a named wrapper, for the loop's log of a failure. Steps of tasks need none."""
 
 
 def _run_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in the current context, which is the callback's."""
+    """Run a function in the current context."""
     return function(*args)
 
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
-"""The number of stretches for which spans of a site blocked an event loop, and the ns of the longest, by site."""
+"""The number of blocks of an event loop by spans of a site, and the ns of the longest, by site."""
 
 
 def _note(
     recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: LoopPlaces
 ) -> None:
-    """Record a slow callback, if a request was open on its loop."""
+    """Record a slow callback if a request was open on its loop."""
     ended_ns = recorder.now_ns()
     try:
         if not recorder.on:
@@ -191,7 +191,7 @@ def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
 def _span_over(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """Return the site of the innermost span open for most of the time, None without one. Ended spans come first."""
+    """Return the site of the innermost span open for most of the time, or None. Prefers ended spans."""
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
@@ -216,7 +216,7 @@ def _span_over(
 
 
 def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
-    """Return the name of a callback's function or a task's coroutine, and the place of its code as attributes."""
+    """Return the name of a callback's function or a task's coroutine, and its code's place as attributes."""
     while isinstance(callback, functools.partial):
         callback = callback.func
     tasks = sys.modules.get("asyncio.tasks")
@@ -240,7 +240,7 @@ COLLECTOR = "gc"
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record the collections that take longer than `limit_ns`, from the first recorded call on."""
+    """Record garbage collections that take longer than `limit_ns`, from the first recorded call on."""
     callbacks: Any = module.callbacks
     now = recorder.now_ns
     begun_ns = 0
@@ -277,18 +277,18 @@ LONGEST_LOOK_S = 0.05
 """The most seconds between two samples."""
 
 REST_NS = 60_000_000_000
-"""Nanoseconds without a slow callback after which the sampling stops."""
+"""Time without a slow callback after which the sampling stops."""
 
 FRAMES = 32
-"""The most frames that are searched for the service's own code, from the innermost on."""
+"""The most frames of a stack that are searched for the service's own code, innermost first."""
 
 
 class LoopPlaces:
     """The places at which callbacks that take longer than `limit_ns` block the loops of one recorder.
 
     A thread samples a loop's frames during long callbacks. It starts after the first slow callback, and stops after a
-    while without one, since a blocking callback usually recurs. While it `is_on` the loop's thread calls `begin` and
-    `end` around each callback. Otherwise a callback costs one read of a variable.
+    while without one, since a blocking callback usually recurs. While `is_on` is True the loop's thread calls `begin`
+    and `end` around each callback. Otherwise a callback costs one read of a variable.
     """
 
     def __init__(self, recorder: Recorder, limit_ns: int) -> None:
@@ -309,7 +309,7 @@ class LoopPlaces:
         self._begun[get_ident()] = 0
 
     def met(self, begun_ns: int) -> tuple[str, ...]:
-        """Return the places of the slow callback that began then, the innermost first. Starts the sampling."""
+        """Return the places of the slow callback that began at `begun_ns`, innermost first. Starts the sampling."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self._begun.clear()
@@ -335,7 +335,7 @@ class LoopPlaces:
                 self._seen.clear()
 
     def _look(self, slow: list[tuple[int, int]]) -> None:
-        """Sample the places of slow callbacks. Drop the samples of callbacks that have ended."""
+        """Sample the places of slow callbacks. Drop the samples of ended callbacks."""
         frames = sys._current_frames()
         for key in [key for key in self._seen if key not in slow]:
             del self._seen[key]
@@ -367,7 +367,7 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=10_000)
 def _is_own(code: CodeType) -> bool:
-    """Return True for code of the service's own."""
+    """Return True for the service's own code."""
     return not code.co_filename.startswith(("<", *_installed()))
 
 
@@ -381,7 +381,7 @@ def _installed() -> tuple[str, ...]:
 
 
 def attributes_of(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
-    """Return the attributes for the place of a block: the innermost place, and the stack up to `limit` characters."""
+    """Return the attributes of a block: its innermost place, and its stack up to `limit` characters."""
     if not stack:
         return {}
     text = stack[0][:limit]

@@ -66,7 +66,7 @@ OUTCOMES: Mapping[str, str] = {
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """Return the outcome that an exception means, None for none. Members of a group must agree."""
+    """Return the outcome that an exception means, None if it means none. All members of a group must mean the same."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -75,16 +75,16 @@ def outcome_by(error: BaseException | str | None) -> str | None:
 
 
 BEGIN = "begin of a request"
-"""The name under which our faults at the begin of a request are counted."""
+"""The name for the count of our faults at the begin of a request."""
 
 GAPS_KEPT = 10_000
-"""The most gaps of one answer that are kept, for the median gap."""
+"""The most gaps between items of an answer that are stored, for their median."""
 
 ADDRESSES_KNOWN = 8
-"""The most addresses of a server with endpoints of their own. Some servers take the address from a caller's header."""
+"""The most addresses that have their own endpoints. Callers may invent addresses, as some servers read a header."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
-"""The exchange for which a context works."""
+"""The exchange that a context works for."""
 
 
 Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
@@ -93,14 +93,14 @@ Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
 UNREAD = "messages of apps that could not be read"
 
 CLOSE_CODE, ABNORMAL = "websocket.close_code", 1006
-"""The attribute with a websocket's close code, and the one without a closing handshake (RFC 6455)."""
+"""The attribute for a websocket's close code, and the code without a closing handshake (RFC 6455)."""
 
 EXCHANGE = "_instrument_exchange"
-"""The attribute of a connection with the exchange that it serves."""
+"""The attribute of a connection for the exchange that it serves."""
 
 
 class Exchanges:
-    """The settings and endpoints of one rule. `is_on` is False once the rule is gone."""
+    """The settings and endpoints of one rule. `is_on` is False after the rule's removal."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
         self._rule = rule
@@ -115,27 +115,27 @@ class Exchanges:
             name.removeprefix(HEADER).encode(): name for name in rule.attributes if name.startswith(HEADER)
         }
         self.named = tuple(name for name in rule.attributes if not name.startswith(HEADER))
-        """The other attributes of requests to record, by OpenTelemetry's names."""
+        """The attributes to record besides headers, by OpenTelemetry's names."""
         self._extract: Extract | None = None if rule.traceparent == "off" else extractor()
         self._follows = rule.traceparent == "follow"
         self._links = rule.traceparent == "link"
         self._timed_by = rule.server_timing.removeprefix("header ").lower().encode() if rule.server_timing else None
         self.times_all = rule.server_timing == "true"
-        """True if each answer has its timings, not only those whose requests ask for them by a header."""
+        """True if every answer has timings, False if only those do whose requests ask by a header."""
         if self._timed_by is not None:
             import_module(server_timing.__name__)  # numpy takes long, and no request may wait for it
         asks = self._timed_by is not None and not self.times_all
         self.is_plain = not rule.attributes and self._follows and self._extract is w3c and not asks
-        """True if only the address and the caller of a request are read."""
+        """True if only a request's address and its caller are read."""
         self._at: dict[Any, Endpoints] = {}
         self._arrivals: dict[Any, Arrivals] = {}
         self.jobs: dict[tuple[str, str, str], Site] = {}
         """The sites of jobs by system, task and queue."""
         self.next: Exchanges | None = None
-        """The exchanges of the next rule, used by apps that a server got only once."""
+        """The exchanges of the rule that replaced this one, for apps that a server keeps."""
 
     def arrivals(self, protocol: str, *reads: Any) -> Arrivals:
-        """Return the arrivals of a protocol, one for all apps. `reads` are the functions of `Arrivals`."""
+        """Return the `Arrivals` of a protocol, shared by all apps. `reads` are its functions."""
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
@@ -145,7 +145,7 @@ class Exchanges:
         return [*(site for part in endpoints for site in part.sites()), *list(self.jobs.values())]
 
     def wanted(self, path: str) -> bool:
-        """Return True if a request to a path must be recorded now."""
+        """Return True if a request to a path must be recorded."""
         current = CURRENT.get()
         if not self.is_on or not self.recorder.on or (current is not None and current.frame is not None):
             return False  # an app within an app: its request is one already
@@ -156,7 +156,7 @@ class Exchanges:
         return self.ignores and (path in self._exact or path.startswith(self._begins))
 
     def caller_in(self, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Caller | None:
-        """Return the caller in headers (names in lower case) if the rule follows it. Adds its headers to facts."""
+        """Return the caller from headers, if the rule follows it. Adds the wanted headers to `facts`."""
         for header, name in self._headers.items():
             if (value := headers.get(header)) is not None:
                 facts[name] = [value.decode("latin-1")]
@@ -179,7 +179,7 @@ class Exchanges:
         return server_timing.AnswerTimings(self.recorder) if is_asked else None
 
     def at(self, address: tuple[Any, ...], facts: Mapping[str, AttributeValue]) -> Endpoints | None:
-        """Return the endpoints at an address, None beyond `ADDRESSES_KNOWN`."""
+        """Return the endpoints at an address, None for more than `ADDRESSES_KNOWN` addresses."""
         endpoints = self._at.get(address)
         if endpoints is None and len(self._at) < ADDRESSES_KNOWN:
             endpoints = self._at.setdefault(address, Endpoints(self._rule, self.recorder, facts))
@@ -187,7 +187,7 @@ class Exchanges:
 
 
 class Stream:
-    """The items of an answer in parts."""
+    """The items of a streamed answer."""
 
     __slots__ = ("_now_ns", "first_ns", "gaps", "items", "last_ns")
 
@@ -197,7 +197,7 @@ class Stream:
         self.gaps: list[int] = []
 
     def item(self, count: int) -> None:
-        """Note items that were handed to the server together."""
+        """Note items that were passed to the server together."""
         now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
@@ -267,12 +267,11 @@ class SteppedItems:
 
 
 class Exchange:
-    """A request and its answer. One context uses it at a time; calls after its end have no effect.
+    """A request and its answer. One context at a time uses it. Calls after its end have no effect.
 
-    `frame` is its span's frame, None once the last byte is sent. `facts` are attributes of the span, and must not
-    change after that. `stream` has the items of an answer in parts, None for an answer in one piece. `timing` is None
-    if the answer has no timings. Some servers note `failure`, the exception that they answer, and `is_events`, True for
-    server-sent events. Others leave them unset.
+    `frame` is its span's frame, None after the last byte. `facts` are attributes of the span, and must not change after
+    that. `stream` has the items of a streamed answer, else it is None. `timing` is None if the answer has no timings.
+    Some servers set `failure`, the exception that they answer, and `is_events`, True for server-sent events.
     """
 
     __slots__ = (
@@ -298,7 +297,7 @@ class Exchange:
         return self.frame is not None
 
     def enter(self, prefix: str) -> None:
-        """Note the prefix of a mounted app, which the route continues."""
+        """Note the prefix of a mounted app. The route continues it."""
         self.prefix += prefix.rstrip("/")
 
     def found(self, route: str) -> None:
@@ -313,26 +312,26 @@ class Exchange:
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
     def answer(self, status: Any) -> None:
-        """Note the status of the answer, if it is a number. The span has it even if the process ends early."""
+        """Note the status of the answer, if it is a number. The span has it even if the process dies."""
         self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
 
     def item(self, count: int = 1) -> None:
-        """Note items of an answer in parts that were handed to the server."""
+        """Note items of a streamed answer that were passed to the server."""
         if self.stream is None:
             self.stream = Stream(self.method.recorder.now_ns)
         self.stream.item(count)
 
     def begin_answer(self, status: Any, content_type: str | None) -> None:
-        """Note the status and type of the answer. A status below 500 answers the failure before it."""
+        """Note the status and type of the answer. A status below 500 means that an earlier exception was handled."""
         self.answer(status)
         self.is_events = content_type is not None and content_type.startswith("text/event-stream")
         if self.status < FIRST_OF_SERVER:
             self.failure = None
 
     def part(self, body: Any, *, is_last: bool = False) -> None:
-        """Count a part of the answer and its items: server-sent events, which end with an empty line, else one."""
+        """Count a part of the answer and its items: its server-sent events, or 1 for other answers."""
         try:
             self.answer_bytes += len(body)
             if self.timing is not None:
@@ -344,9 +343,9 @@ class Exchange:
             self.unread()
 
     def finish(self, error: BaseException | None = None, *, is_gone: bool = False, in_parts: bool = True) -> None:
-        """End an exchange whose server's work has ended, with an exception or with the noted failure.
+        """End the exchange after the server's work, with an exception or with the noted failure.
 
-        If the connection is gone (`is_gone`), the client has broken it off. `in_parts` is False for a websocket.
+        `is_gone` means that the client has closed the connection. `in_parts` is False for a websocket.
         """
         failure = error or getattr(self, "failure", None)
         self.failure = None  # the exception refers to the exchange by its traceback
@@ -364,7 +363,7 @@ class Exchange:
             self.end_of_parts()
 
     def end_of_parts(self) -> None:
-        """End the exchange with the last part. An answer in a single part is no stream."""
+        """End the exchange with the last part of the answer. An answer in a single part is no stream."""
         if self.stream is not None and self.stream.items == 1:
             self.stream = None
         self.end()
@@ -376,7 +375,7 @@ class Exchange:
         self.end(error)
 
     def end(self, error: BaseException | str | None = None) -> None:
-        """End the span, perhaps with an exception or an error's name. An exception after the end is a late failure."""
+        """End the span, perhaps with an exception or an error's name. A later exception is recorded by itself."""
         frame, self.frame = self.frame, None
         if frame is None:
             if isinstance(error, BaseException):
@@ -391,7 +390,7 @@ class Exchange:
             FAULTS.note("end of a request", fault)
 
     def _add_rare_facts(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
-        """Add the facts that few requests have. Return the error, None if the client has gone."""
+        """Add the facts that few requests have. Return the error, None if the client has disconnected."""
         if self.prefix and not self.route:
             self.method.recorder.rename(frame, self.method.routed(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
@@ -424,10 +423,10 @@ class Exchange:
 
 
 class Arrivals:
-    """A factory of exchanges of one protocol, by functions that read a server's request.
+    """A factory of one protocol's exchanges, from functions that read a server's request.
 
-    `read_path` reads its path, `read_plain` its arrival, caller and length. If `read_plain` is None, or the rule wants
-    more, `read_all` reads its arrival, all headers by names in lower case, and the attributes that the rule names.
+    `read_path` reads the path, `read_plain` the `Arrival`, caller and length. If `read_plain` is None, or the rule
+    wants more, `read_all` reads the `Arrival`, the headers by names in lower case, and the rule's attributes.
     """
 
     __slots__ = ("_is_plain", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
@@ -510,7 +509,7 @@ def reads(
     query: Callable[[Any], str | None],
     client: Callable[[Any], str | None],
 ) -> tuple[Any, Any, Any]:
-    """Return the functions of `Arrivals` for requests with a mapping of headers as texts, by names without case."""
+    """Return the functions for `Arrivals` of requests whose headers are a case-insensitive mapping of texts."""
 
     def read_plain(request: Any) -> tuple[Arrival, Caller | None, str | None]:
         fields = headers(request)
@@ -545,7 +544,7 @@ class ServedApp:
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 
 ENDPOINT_LIMIT = 1_000
-"""The most endpoints with a site of their own. Requests to others are counted by their method."""
+"""The most endpoints with a site of their own. Requests to further endpoints are counted by method."""
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 
@@ -616,7 +615,7 @@ class Endpoints:
 
 
 class Method:
-    """The requests by one method at one address: their site without a route, and the site of each route.
+    """The requests of one method at one address: a site for those without a route, and one per route.
 
     `facts` are the attributes of the address that the site does not have.
     """
@@ -635,5 +634,5 @@ class Method:
         self.site = endpoints.site(protocol, name)
 
     def routed(self, route: str) -> Site:
-        """Return the site of the endpoint at a route."""
+        """Return the site of a route's endpoint."""
         return self._endpoints.site(self._protocol, self._name, route)

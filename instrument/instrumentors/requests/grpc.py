@@ -32,20 +32,20 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Statuses that are errors of the server. The others are answers to a wrong request."""
+"""Statuses that are the server's errors. All others answer a wrong request."""
 
 DEADLINE_SLACK_S = 0.05
-"""Seconds before the deadline from which a broken-off call counts as timed out: the caller's clock may be ahead."""
+"""Seconds before the deadline from which a cancelled call counts as timed out, as the caller's clock may be ahead."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 
 _attached: list[Arrivals] = []
-"""The arrivals of each attached rule. The interceptors of all servers use those of the last rule."""
+"""The `Arrivals` of each attached rule. All servers' interceptors use those of the last rule."""
 
 
 class _Arrived(NamedTuple):
-    """A call that has arrived at a server. `name` replaces the name of a method that the server does not have."""
+    """A call that has arrived at a server. `name` replaces a method's name that the server does not know."""
 
     details: Any
     context: Any = None
@@ -53,14 +53,14 @@ class _Arrived(NamedTuple):
 
 
 class _Service:
-    """The recording of the calls of one server."""
+    """A recorder of one server's calls."""
 
     def __init__(self, grpc: Any) -> None:
         self.grpc = grpc
         self._names = {status.value[0]: status.name for status in grpc.StatusCode}
 
     def wanted(self, details: Any) -> Arrivals | None:
-        """Return the arrivals that record a call, None if it is not recorded."""
+        """Return the `Arrivals` that record a call, None if it is not recorded."""
         arrivals = _attached[-1] if _attached else None
         return arrivals if arrivals is not None and arrivals.exchanges.wanted(_text(details.method)) else None
 
@@ -76,14 +76,14 @@ class _Service:
             return handler
 
     def refused(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
-        """Record a call without a handler. Callers invent such methods, so all are one endpoint. Never raises."""
+        """Record a call of a method without a handler. All such methods are one endpoint. Never raises."""
         exchange = arrivals.begun(_Arrived(details, name=""))
         if exchange is not None:
             exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
 
     def status_of(self, context: Any) -> str:
-        """Return the status that the service has set for a call, OK if it has set none."""
+        """Return the status that the service has set for a call, OK by default."""
         code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
@@ -116,7 +116,7 @@ class _Call:
         self._broken: BaseException | None = None
 
     def around(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of the behaviour's kind, since servers test if it is a coroutine or a generator."""
+        """Return a recording wrapper of a handler's function, of the same kind, such as a coroutine function."""
         if self._is_async and inspect.isasyncgenfunction(behaviour):
             return self._around_async_generator(behaviour)
         if self._is_async and inspect.iscoroutinefunction(behaviour):
@@ -124,7 +124,7 @@ class _Call:
         return self._around_function(behaviour)
 
     def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-        """Return a deserializer that also records requests that it cannot read, which call no behaviour."""
+        """Return a deserializer that also records the requests that it cannot read, as they reach no handler."""
         if deserialize is None:
             return None
 
@@ -180,7 +180,7 @@ class _Call:
             FAULTS.note("server timing", fault)
 
     def _returned(self, context: Any) -> None:
-        """Note that the behaviour has returned. A single answer ends the call later, when it has been serialized."""
+        """Note that the handler has returned. A single answer ends the call later, when it has been serialized."""
         self._add_timings(context)
         try:
             is_last = self._is_streamed or type(context) is _Noted or self._service.status_of(context) != "OK"
@@ -280,7 +280,7 @@ class _Call:
         return served
 
     def __del__(self) -> None:
-        """Count a call that never began, such as one beyond the server's limit of concurrent calls."""
+        """Count a call that never began, for example beyond the server's limit of concurrent calls."""
         if not getattr(self, "_is_begun", True):
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
@@ -313,7 +313,7 @@ class _Answers:
             CURRENT.reset(token)
 
     def __del__(self) -> None:
-        """End the call of a stream that its server has dropped, as it does when the caller is gone."""
+        """End the call of a stream that its server has dropped, perhaps as its caller has disconnected."""
         self._answers = None
         self._call.end(self._context, GeneratorExit())
 
@@ -341,7 +341,7 @@ class _Noted:
 
 
 def _is_gone(context: Any) -> bool:
-    """Return True if the caller has gone. asyncio's contexts cancel the handler instead."""
+    """Return True if the caller has disconnected. asyncio's contexts cancel the handler instead."""
     is_active = getattr(context, "is_active", None)
     return is_active is not None and not is_active()
 
@@ -356,7 +356,7 @@ def _text(method: Any) -> str:
 
 
 def address_in(host: Any) -> dict[Any, Any]:
-    """Return the attributes of the `:authority` of a call, such as `localhost:50051`, empty without one."""
+    """Return the attributes of a call's `:authority`, such as `localhost:50051`. Without it they are empty."""
     if not host:
         return {}
     address, _, port = _text(host).rpartition(":")
@@ -376,7 +376,7 @@ def _read(call: _Arrived, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, 
 
 
 def headers_in(metadata: Any) -> dict[bytes, bytes]:
-    """Return the caller's metadata by name. gRPC's names are in lower case."""
+    """Return a call's metadata by name. gRPC's names are in lower case."""
     headers = {}
     for name, value in metadata or ():
         headers[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")

@@ -1,6 +1,6 @@
 """grpclib: each call that its servers for asyncio accept, as one span by gRPC's conventions, like those of grpcio.
 
-The span begins as the call has arrived, and ends with its trailers. A call that its caller has cancelled, or whose
+The span begins on the call's arrival, and ends with its trailers. A call that its caller has cancelled, or whose
 connection is lost, is cancelled.
 """
 

@@ -13,7 +13,7 @@ from instrument.instrumentors.requests.exchange import EXCHANGE, SERVER_TIMING, 
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests of all handlers that keep `handle_one_request`."""
+    """Record the requests of all handlers that do not override `handle_one_request`."""
     handler = module.BaseHTTPRequestHandler
     handle, parse = handler.handle_one_request, handler.parse_request
     respond, flush = handler.send_response_only, handler.flush_headers

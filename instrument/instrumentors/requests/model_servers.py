@@ -36,14 +36,14 @@ STREAMED_CALL = "encode_response"
 
 
 class _Taken(threading.local):
-    """The ids of a thread's requests that are taken and not answered."""
+    """The ids of a thread's unanswered requests."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
 
 
 def _litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Add the id by which the workers know a request to its span, as its key."""
+    """Add the id that workers use for a request to its span, as its key."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
@@ -131,7 +131,7 @@ MOSEC_STATUSES: Mapping[str, int] = {
 
 
 class _Batches:
-    """The batches of one worker, one at a time."""
+    """The batches of one worker, which handles one batch at a time."""
 
     def __init__(self, exchanges: Exchanges, protocol: Any) -> None:
         self._recorder = exchanges.recorder
@@ -141,7 +141,7 @@ class _Batches:
         self._events = 0
 
     def begin(self, ids: Sequence[bytes]) -> None:
-        """Begin a batch of requests, by the front's numbers. Ends an earlier batch without an answer."""
+        """Begin a batch of requests, by the front's numbers for them. Ends an earlier unanswered batch."""
         self.end(None)
         self._events = 0
         keys = tuple(str(int.from_bytes(request_id, "big")) for request_id in ids[:BATCH_LIMIT])
@@ -152,7 +152,7 @@ class _Batches:
         self._events += count
 
     def end(self, flag: Any) -> None:
-        """End the batch after its answers have been sent to the front with a flag."""
+        """End the batch after its answers have been sent to the front. `flag` is their status."""
         frame, self._frame = self._frame, None
         if frame is None:
             return
@@ -197,7 +197,7 @@ def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _bentoml(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Give each request that waits for an adaptive batch a key, and record each batch with the keys of its requests."""
+    """Give each request in an adaptive batch a key, and record each batch with its requests' keys."""
     dispatcher, recorder = module.CorkDispatcher, exchanges.recorder
     wait, compute = dispatcher.inbound_call, dispatcher.outbound_call
     key_by_input: dict[int, str] = {}
@@ -324,7 +324,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Separate the loop of `@serve.batch` from the first request, which starts it, as Ray itself does."""
+    """Separate the loop of `@serve.batch` from the context of the first request, which starts it."""
     queue = module._BatchQueue
     loop = queue._process_batches
 
@@ -337,7 +337,7 @@ def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _muted(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
-    """Return an `Attach` that turns off recording in a process that makes an object of a class."""
+    """Return an `Attach` that turns recording off in a process that creates an object of a class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         owner = getattr(module, class_name)
@@ -365,7 +365,7 @@ def _read(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], d
 
 
 class _Answer(asgi.Http):
-    """The channel of a replica's answer. It ends with the replica's own work, after the last message."""
+    """The channel of a replica's answer. The request ends with the replica's work, after the last message."""
 
     __slots__ = ()
 

@@ -27,14 +27,14 @@ MODULE = "opentelemetry.trace"
 
 Header = bytes | str
 Caller = Header | tuple[Header, ...]
-"""A caller in a form that `remote_of` reads: a `traceparent`, a pair of it and a `tracestate`, or a noted span."""
+"""A caller for `remote_of`: a `traceparent`, alone or in a pair with a `tracestate`, or a stored span."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 """A function that reads the caller from headers, whose names are in lower case."""
 
 
 def with_state(parent: Header | None, state: Header) -> Caller | None:
-    """Return a `traceparent` with its `tracestate`, which the reader of the span parses; None without the first."""
+    """Return a `traceparent` in a pair with its `tracestate`, alone if that is empty, None without a `traceparent`."""
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 
@@ -74,7 +74,7 @@ def extractor() -> Extract:
 
 
 def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
-    """Return trace id, span id, flags and state of our innermost open span, as exported; None without one."""
+    """Return trace id, span id, flags and state of our innermost open span, as exported. Return None without one."""
     trace_of = recorder.trace_of
     span = None if trace_of is None else recorder.current_trace()
     return None if span is None or trace_of is None else trace_of(*span)

@@ -34,7 +34,7 @@ class _Jobs:
         self._system, self._exchanges = system, exchanges
 
     def begin(self, task: object, queue: object, job_id: object, carrier: object, queued_s: float | None) -> Any:
-        """Return the open frame of a job, None where nothing is recorded. Never raises."""
+        """Open the request of a job. Return its frame, None if it is not recorded. Never raises."""
         exchanges = self._exchanges
         if not exchanges.is_on or not exchanges.recorder.on:
             return None
@@ -54,13 +54,13 @@ class _Jobs:
             return None
 
     def end(self, frame: Any, error: BaseException | None) -> None:
-        """Close the frame of a job. Its library's requests to try it again later, or to leave it, are no errors."""
+        """Close the request of a job. The library's exceptions that only ask for a retry or a stop are no errors."""
         if frame is not None:
             is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
             self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
 
     async def run(self, frame: Any, coroutine: Any) -> Any:
-        """Return the result of a job's coroutine, whose exception is the error of the job."""
+        """Await a job's coroutine and return its result. Its exception is the error of the job."""
         if frame is not None:
             coroutine = self._exchanges.recorder.stepped_in(frame, coroutine)
         try:
@@ -73,7 +73,7 @@ class _Jobs:
 
 
 def _celery(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each task by Celery's signals, which its workers send around one."""
+    """Record each task by the signals that Celery's workers send before and after it."""
     signals = module.signals
     jobs = _Jobs("celery", exchanges)
     open_frames: dict[str, Any] = {}
@@ -208,9 +208,9 @@ def _faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _place_and_time(message: Any) -> tuple[object, float | None]:
-    """Return the queue of a broker's message and the time at which it came there, None where the broker says none.
+    """Return the queue of a broker's message and the time at which the message was queued, each None if unknown.
 
-    Of a batch it returns those of the first message.
+    A batch has those of its first message.
     """
     while isinstance(message, (list, tuple)) and message:
         message = message[0]
@@ -279,7 +279,7 @@ def _gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _headers_in(carrier: object) -> Mapping[bytes, bytes]:
-    """Return the headers of a trace in a message, with names in lower case."""
+    """Return the trace headers in a message, with names in lower case."""
     if not isinstance(carrier, Mapping):
         return {}
     pairs = [(str(name).lower().encode(), value) for name, value in carrier.items() if isinstance(value, str | bytes)]

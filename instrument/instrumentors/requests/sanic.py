@@ -1,7 +1,7 @@
 """Sanic: each request that its own server hands to an app, as one span up to the last byte of the answer.
 
-Sanic compiles the methods of its classes anew from their source as it starts (`sanic.touchup`). So the places that are
-replaced are others, which it leaves alone. Over ASGI the server records the request, and Sanic's router names it.
+Sanic compiles the methods of its classes anew from their source as it starts (`sanic.touchup`). So only functions that
+it leaves unchanged are replaced. Over ASGI the server records the request, and Sanic's router names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instrument.instrumentors.requests.exchange import (
 
 
 def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record what a connection hands to its app."""
+    """Record the requests that a connection passes to its app."""
     mixin = module.HttpProtocolMixin
     setup = mixin._setup
     http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))

@@ -45,7 +45,7 @@ class AnswerTimings:
         self._is_events, self._tail = False, b"\n\n"
 
     def text(self, exchange: Any) -> str:
-        """Return the value of the header now, without parts for a fault of ours. Never raises. The span is open."""
+        """Return the header's value for the open span. After a fault of ours it has no parts. Never raises."""
         frame, recorder = exchange.frame, exchange.method.recorder
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
@@ -68,7 +68,7 @@ class AnswerTimings:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]
 
     def comment(self, exchange: Any) -> bytes:
-        """Return the last event of a stream, a comment. Another body, or one that is cut off, has none."""
+        """Return the last event of a stream, a comment. Return b"" for another body, or one that is cut off."""
         is_whole, self._is_events = self._is_events and self._tail.endswith(ENDS), False
         return f": server-timing {self.text(exchange)}\n\n".encode() if is_whole else b""
 
@@ -86,7 +86,7 @@ def _milliseconds(time_ns: int) -> str:
 
 
 def _durations(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
-    """Return the parts of an open request's time in ms, with its total and its stages."""
+    """Return the parts of an open request's time, its total and its stages, in ms."""
     trace = _trace_so_far(recorder, frame, details_from)
     joined = join(trace)
     place = joined.rows.tolist().index(int(np.flatnonzero(trace.span_id == frame.span_id)[0]))
@@ -106,7 +106,7 @@ def _durations(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
 
 
 def _trace_so_far(recorder: Recorder, frame: Any, details_from: int) -> Columns:
-    """Return the rows since a request's begin that are in its tree or in trees with its keys, and itself up to now."""
+    """Return the open request's row, and the rows since its begin in its tree and in trees with its keys."""
     mapped = recorder.mapped()
     snapshot = RowSnapshot.of(mapped, recorder.begun_ns(frame), details_from=details_from)
     texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}

@@ -1,7 +1,7 @@
 """Servers of ASGI and WSGI, and the function of each that calls the app.
 
-The `Attach` that `ASGI` and `WSGI` have for a module is called after the module's import, before other modules can have
-imported a name from it. A wrapper of an app passes everything through once its rule is gone.
+An `Attach` in `ASGI` or `WSGI` is called right after its module's import, before other modules import names from it. A
+wrapper of an app passes everything through once its rule is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Attach = Callable[[Any, Exchanges], list[Undo]]
 
 
 def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
-    """Return a recording proxy of the app, one for each rule."""
+    """Return a recording proxy of the app. Each rule has its own proxy."""
     inner = app
     while isinstance(inner, ServedApp):
         if inner.serves(exchanges):
@@ -32,7 +32,7 @@ def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
 
 
 def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
-    """Return the `Attach` of a server that passes its app to a method per request. A cached proxy saves 0.5 us."""
+    """Return the `Attach` of a server that passes its app to a method per request. Caches the proxy."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         owner = getattr(module, class_name)
@@ -54,7 +54,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
 
 
 def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach:
-    """Return the `Attach` of a server that has the app in an attribute (`place`) of a method's object."""
+    """Return the `Attach` of a server whose method reads the app from the attribute `place` of its object."""
     path, _, name = place.rpartition(".")
     holder_of = operator.attrgetter(path) if path else None
 
@@ -82,7 +82,7 @@ def _attach_to_module(*ways: Attach) -> Attach:
 
 
 def _given(name: str, position: int, kind: Any) -> Attach:
-    """Return the `Attach` of a module's function that gets the app as the argument at a position."""
+    """Return the `Attach` of a module's function whose argument at `position` is the app."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         run = getattr(module, name)
@@ -98,11 +98,11 @@ def _given(name: str, position: int, kind: Any) -> Attach:
 
 
 EMBEDDING = frozenset({"uwsgi"})
-"""Modules that servers in C add to the interpreter that they embed. They call the app without Python code."""
+"""Modules of servers in C that embed the interpreter. They call the app without Python code."""
 
 
 def _embedded(class_name: str) -> Attach:
-    """Return the `Attach` of a framework's class of apps, whose `__call__` a server in C calls."""
+    """Return the `Attach` of a framework's app class, whose `__call__` a server in C calls."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         if EMBEDDING.isdisjoint(sys.modules):

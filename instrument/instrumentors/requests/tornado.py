@@ -23,11 +23,11 @@ from instrument.instrumentors.requests.exchange import (
 )
 
 ROUTE = "_instrument_route"
-"""The attribute of a request with the pattern of its path."""
+"""The attribute of a request for the pattern of its path."""
 
 
 def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record what handlers execute, with their exceptions, what connections write, and the routes."""
+    """Record the requests that handlers execute, with exceptions, written bytes and routes."""
     handler, connection = module.RequestHandler, sys.modules["tornado.http1connection"].HTTP1Connection
     matcher = sys.modules["tornado.routing"].PathMatches
     execute, handle_exception, match = handler._execute, handler._handle_request_exception, matcher.match
@@ -107,7 +107,7 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Count each message that a handler sends, and note the exceptions of the functions that take messages."""
+    """Count each message that a handler sends, and note exceptions of the functions that receive messages."""
     handler, protocol = module.WebSocketHandler, module.WebSocketProtocol
     write_message, run = handler.write_message, protocol._run_callback
 
@@ -165,4 +165,4 @@ READS = reads(
 )
 
 TORNADO: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"tornado.web": _web, "tornado.websocket": _websocket}
-"""The seams by module. `servers.WSGI` has that of `WSGIContainer`."""
+"""The seams by module. That of `WSGIContainer` is in `servers.WSGI`."""

@@ -25,7 +25,7 @@ from instrument.recording.spans import OUTCOME, Site
 from instrument.runtime.faults import FAULTS
 
 MODULE = re.compile(r"\d+\.\w+")
-"""The name by which the backend imports a model, of its version and file, such as `1.model`."""
+"""The name under which the backend imports a model: its version and file, such as `1.model`."""
 
 FINAL = 1
 """The flag of a decoupled request's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
@@ -39,7 +39,7 @@ NONE = (None, None)
 
 
 class _Answer:
-    """The answer to a request through a sender. It is freed with the sender."""
+    """The answer to a request through a response sender, freed with the sender."""
 
     __slots__ = ("context", "exchange", "is_left")
 
@@ -47,10 +47,10 @@ class _Answer:
         self.exchange = exchange
         self.context = context
         self.is_left = False
-        """True once the model has returned, and the sender alone can end the answer."""
+        """True after the model has returned, when only the sender can end the answer."""
 
     def __del__(self) -> None:
-        """End a request that cannot be answered any more."""
+        """End a request that can no longer be answered."""
         if self.is_left:
             self.exchange.broken_off(DROPPED)
 
@@ -92,7 +92,7 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def leave(self) -> None:
-        """Make later spans of this thread no part of the requests."""
+        """Detach later spans of this thread from the requests."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
@@ -135,25 +135,25 @@ class _Requests:
             return None
 
     def step(self, name: str) -> Site:
-        """Return the site of the work for several requests to a model."""
+        """Return the site of a step, the work for several requests of a model."""
         return self._steps.setdefault(name, Site(f"{name} batch", "step"))
 
     def leave(self, exchange: Exchange) -> bool:
-        """Leave a request to its sender. Return False if it has none."""
+        """Leave the end of a request to its response sender. Return False if it has no sender."""
         answers = [answer for answer in list(self._answers.values()) if answer.exchange is exchange]
         for answer in answers:
             answer.is_left = True
         return bool(answers)
 
     def undo(self) -> None:
-        """Restore the methods of the backend's classes. Later responses of senders are not seen."""
+        """Restore the methods of the backend's classes. Later responses of senders are not recorded."""
         undo_all(self._undos)
         for answer in list(self._answers.values()):
             answer.is_left = False
             answer.exchange.end()
 
     def _watch(self, kind: type) -> None:
-        """Watch the senders that requests of a class return."""
+        """Watch the response senders of a class of requests."""
         if kind in self._watched or not hasattr(kind, "get_response_sender"):
             return
         self._watched.add(kind)
@@ -217,7 +217,7 @@ def _read(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, 
 
 
 def _headers(request: Any) -> dict[bytes, bytes]:
-    """Return the headers of the caller's trace. The server has them if it traces for OpenTelemetry."""
+    """Return the headers of the caller's trace, which the server passes on if it traces for OpenTelemetry."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
     try:

@@ -26,7 +26,7 @@ from instrument.instrumentors.requests.exchange import (
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record what the handlers of a module's servers do, and the connections that they refuse."""
+    """Record the connections of a module's servers, and those that they refuse."""
     arrivals = exchanges.arrivals("websocket", *READS)
     is_older = hasattr(module, "Serve")
     entry = module.Serve if is_older else module.serve  # a class in some versions
@@ -58,7 +58,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _recorded(handler: Any, arrivals: Any) -> Any:
-    """Return a recording wrapper of a handler, which returns an awaitable. It may be no coroutine function itself."""
+    """Return a recording wrapper of a handler that returns an awaitable, such as a coroutine function."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
 
@@ -80,7 +80,7 @@ def _recorded(handler: Any, arrivals: Any) -> Any:
 
 
 def _recorded_by_thread(handler: Any, arrivals: Any) -> Any:
-    """Return a recording wrapper of a handler that works in a thread."""
+    """Return a recording wrapper of a handler that runs in a thread."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
 
@@ -108,7 +108,7 @@ def _begin(arrivals: Any, connection: Any) -> Exchange | None:
 
 
 def _end(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
-    """End the request of a connection. Exceptions for its close are no failures, the loss of a connection included."""
+    """End the request of a connection. Exceptions that report its close or loss are no failures."""
     if exchange is None:
         return
     code = getattr(connection if hasattr(connection, "close_code") else connection.protocol, "close_code", None)
@@ -135,7 +135,7 @@ def _count_messages(connection: Any) -> Undo:
 
 
 def _record_refusals(connection: Any, arrivals: Any) -> Undo:
-    """Record the requests whose handshakes have another answer than a websocket."""
+    """Record the requests whose handshakes are refused."""
     shake_hands = connection.handshake
 
     def note(self: Any) -> None:
@@ -182,7 +182,7 @@ def _path(connection: Any) -> str:
 
 
 def _address(connection: Any, name: str) -> Any:
-    """Return an address of a connection, None for one that is closed."""
+    """Return an address of a connection, None if it is closed."""
     try:
         return getattr(connection, name)
     except OSError:

@@ -40,7 +40,7 @@ _lines: dict[Any, int] = {}
 
 
 class WsgiApp(ServedApp):
-    """A WSGI application whose requests record. It passes them through while it is off."""
+    """A WSGI application whose requests are recorded. They pass unrecorded while recording is off."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
@@ -109,7 +109,7 @@ class InterleavedApp(WsgiApp):
 
 
 def _status_of(arguments: Sequence[Any]) -> int:
-    """Return the status in a status line, the first argument of `start_response`; 0 without one."""
+    """Return the status code in the status line, the first argument of `start_response`. Return 0 without one."""
     line = arguments[0] if arguments else None
     if not isinstance(line, str):
         return 0
@@ -141,11 +141,11 @@ NAMED = {
     "client.address": "REMOTE_ADDR",
     "user_agent.original": "HTTP_USER_AGENT",
 }
-"""The variable of a request's environment for each attribute."""
+"""The WSGI environment variable of each attribute."""
 
 
 def _headers(environ: dict[str, Any]) -> dict[bytes, bytes]:
-    """Return the headers in a request's environment, by their names in lower case."""
+    """Return the headers in a WSGI environment, by names in lower case."""
     texts = {name[5:]: text for name, text in environ.items() if name.startswith("HTTP_")}
     texts |= {"CONTENT_LENGTH": environ.get("CONTENT_LENGTH")}
     return {name.replace("_", "-").lower().encode(): text.encode("latin-1") for name, text in texts.items() if text}
@@ -214,7 +214,7 @@ class _Body:
 
 
 class _BodyInContext:
-    """A body whose parts are made in the context of its own request."""
+    """A body whose parts are produced in its own request's context."""
 
     __slots__ = ("_body", "_context")
 
