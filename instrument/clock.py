@@ -20,7 +20,7 @@ START_FIELD = 19
 
 
 def pair() -> tuple[int, int]:
-    """Return one moment on the monotonic and on the wall clock, in ns: the tightest of five readings."""
+    """Return one moment on the monotonic and on the wall clock, in ns, by the tightest of five readings."""
     pairs = []
     for _ in range(5):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -36,9 +36,9 @@ _UNSYNCHRONIZED, _FAILED = 0x40, (-1, 5)
 
 
 def wall_error_ns() -> int:
-    """Return the largest error of the wall clock in ns by the kernel's account; 0 if it is not known.
+    """Return the largest error of the wall clock in ns, as the kernel reports it; 0 if unknown.
 
-    It is known if NTP or PTP sets the clock. The call changes nothing.
+    NTP or PTP must set the clock. The call changes nothing.
     """
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return 0
@@ -93,23 +93,23 @@ def start_ticks(stat: Path) -> int:
 
 
 LEAST_S = 0.25
-"""The least seconds of each last wait. A report or summary is tried even if saving has used up all the time."""
+"""The least seconds of each last wait. So a report or summary is tried even if saving has used all the time."""
 
 
 class Deadline:
-    """A moment after which a session's end waits for nothing more, `limit_s` seconds from now."""
+    """A deadline for all waits of a session's end, `limit_s` seconds from now."""
 
     def __init__(self, limit_s: float) -> None:
         self._end = time.monotonic() + limit_s
 
     def earlier(self, by_s: float) -> Deadline:
-        """Return a deadline `by_s` seconds before this one, for waits that leave that time to later ones."""
+        """Return a deadline `by_s` seconds before this one, for waits that leave time to later waits."""
         return Deadline(self._end - time.monotonic() - by_s)
 
     def left_s(self, at_most_s: float = math.inf) -> float:
-        """Return the seconds that a wait may last from now on, at most `at_most_s`."""
+        """Return the seconds left for a wait, at most `at_most_s`."""
         return max(min(self._end - time.monotonic(), at_most_s), 0.0)
 
     def last_s(self) -> float:
-        """Return the seconds that one of the last waits may last: at least `LEAST_S`."""
+        """Return the seconds left for one of the last waits, at least `LEAST_S`."""
         return max(self.left_s(), LEAST_S)

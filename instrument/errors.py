@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 ERROR_NAME_LIMIT = 200
-"""The most characters that are kept of the name of an exception's class."""
+"""The most characters of the name of an exception's class."""
 
 _name_of = type.__dict__["__name__"].__get__
 
 
 def error_name(error: BaseException) -> str:
-    """Return the name of an exception's class as a span keeps it, cut to the limit. No code of the class runs."""
+    """Return the name of an exception's class, cut to the limit. No code of the class runs."""
     return str.__getitem__(_name_of(type(error)), slice(ERROR_NAME_LIMIT))
 
 
@@ -38,12 +38,12 @@ class TraceError(InstrumentError, ValueError):
 
 
 class StateError(InstrumentError, RuntimeError):
-    """A verb that the session's present state does not allow, such as a second `start`."""
+    """A call that the session's state does not allow, such as a second `start`."""
 
 
 class TargetError(InstrumentError, TypeError):
-    """A thing that cannot be instrumented was handed to `profiled` or `scope`."""
+    """An object that cannot be instrumented was passed to `profiled` or `scope`."""
 
 
 class ExportError(InstrumentError, RuntimeError):
-    """An export that was asked for by name could not be delivered."""
+    """An explicitly requested export could not be delivered."""

@@ -24,16 +24,16 @@ from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds
 # Text
 
 BLOCK_BYTES = 1 << 17
-"""The number of bytes that are read at a time. The heap reuses blocks of this size without system calls."""
+"""The bytes that are read at a time. The heap reuses blocks of this size without system calls."""
 
 DEEPEST = 900
 """The deepest nesting of brackets in a trace."""
 
 MOST_TRIES = 4
-"""The most closing brackets, from the last one of the text on, that are tried as the end of the last whole value."""
+"""The most closing brackets, from the last one backwards, that are tried as the end of a complete value."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""The bytes that are decoded first for a value. A token that ends in a text's last `CUT_BYTES` may be incomplete."""
+"""The bytes that are first decoded for a value, and the last bytes of a text, where a token may be incomplete."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
 
@@ -45,25 +45,25 @@ Value = TypeVar("Value")
 
 
 class LeftOut:
-    """The parts of a file that were left out or changed: a count and the first place for each reason."""
+    """The omissions and changes in reading a file: a count and the first place for each reason."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
 
     def add(self, reason: str, place: str, count: int = 1) -> None:
-        """Count parts that are left out."""
+        """Count omissions for a reason. Only the first place is stored."""
         self._found.setdefault(reason, [0, place])[0] += count
 
     def losses(self) -> dict[str, int]:
-        """Return the counts by the text of reason and first place."""
+        """Return the counts, by a text with the reason and the first place."""
         return {f"{reason}, the first at {place}": count for reason, (count, place) in self._found.items()}
 
 
 class JsonText:
-    """A reader of JSON text. `read` returns the next bytes. A text beyond `limit_bytes` is refused, and an unpacked one
-    beyond `unpacked_bytes`, too.
+    """A reader of JSON text.
 
-    Invalid UTF-8 is replaced, and counted in `left_out`.
+    `read` returns the next bytes. `limit_bytes` and, unpacked, `unpacked_bytes` bound the text. Invalid UTF-8 is
+    replaced and counted.
     """
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int, unpacked_bytes: int) -> None:
@@ -75,7 +75,7 @@ class JsonText:
         self._at = self._passed = 0
 
     def refuse_beyond_limit(self, size_bytes: int) -> None:
-        """Raise `ValueError` if a size is beyond the limits."""
+        """Raise `ValueError` for a size beyond the limits."""
         if size_bytes > self._limit_bytes:
             raise ValueError(f"it holds more than {self._limit_bytes} bytes of text; record less, or raise limit_bytes")
 
@@ -103,7 +103,7 @@ class JsonText:
         return self._text.startswith(codecs.BOM_UTF8, self._at)
 
     def take(self, expected: str) -> str:
-        """Take the next non-blank character and return it. Raises `ValueError` unless it is an expected one."""
+        """Take the next non-blank character and return it. Raises `ValueError` for an unexpected character."""
         mark = self.peek()
         if not mark or mark not in expected:
             problem = f"{mark!r} comes" if mark else "it ends"
@@ -136,9 +136,9 @@ class JsonText:
         return value
 
     def values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
-        """Take the available values of a list that end with a bracket, at least one. Return them decoded, and as text.
+        """Take the available complete values of a list, at least one. Return them decoded, and as text.
 
-        The decoded result is None if a value is damaged. If the last value has no end, the text is all the rest.
+        The decoded result is None if a value is damaged. If the last value is incomplete, the text is the whole rest.
         """
         if len(self._text) - self._at < BLOCK_BYTES:
             self._more()
@@ -247,7 +247,7 @@ class ExactEvent(TraceEvent, gc=False):
 
 
 class Remote(msgspec.Struct, omit_defaults=True):
-    """The parent of a span in another process."""
+    """A span's parent in another process, as the file has it."""
 
     trace_id: str
     span_id: str
@@ -257,12 +257,12 @@ class Remote(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, parent: RemoteParent) -> Remote:
-        """Return a remote parent in its form for the file."""
+        """Convert a remote parent to its form in the file."""
         ids = f"{parent.trace_id:032x}", f"{parent.span_id:016x}"
         return cls(*ids, parent.flags, parent.is_local, parent.is_local and parent.in_server_span)
 
     def parent(self) -> RemoteParent:
-        """Return the remote parent that the file describes."""
+        """Convert the file's form to a remote parent."""
         ids = int(self.trace_id, 16), int(self.span_id, 16)
         return RemoteParent(*ids, self.flags, self.is_local, self.in_server_span)
 
@@ -273,7 +273,7 @@ Number = Int64 | UnsetType
 class Arguments(msgspec.Struct, gc=False):
     """The arguments of a slice of ours: a span, or with `owner` a device interval of that span.
 
-    A number that follows from other slices is left out. Fields are in the order of the file.
+    A number that can be derived from other slices is omitted. Fields are in the order of the file.
     """
 
     thread: Number = UNSET
@@ -314,7 +314,7 @@ def decoded_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Arguments]:
 def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
     """Convert microseconds to nanoseconds, exactly for three decimals, as `nanoseconds` does.
 
-    Raises `ValueError` from `limit_ns` on.
+    Raises `ValueError` for a time of `limit_ns` or more.
     """
     kinds = set(map(type, times_us))
     if not kinds <= {float, int, Decimal}:
@@ -333,10 +333,10 @@ def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
 # Damaged events
 
 FARTHEST_US = 1 << 52
-"""The bound of times in microseconds: no clock reads more."""
+"""The bound of valid times, in microseconds."""
 
 LONGEST_TIME = 64
-"""The largest number of characters of a time."""
+"""The most characters of a time."""
 
 _ESCAPE = re.compile(
     rb"(\\(?:[\"\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))"
@@ -348,7 +348,7 @@ _decode_any = json.JSONDecoder(strict=False).decode
 
 
 def next_events(text: JsonText, first: int) -> list[TraceEvent]:
-    """Return the available next events of a list. `first` is the number of the first one in the file."""
+    """Return the next available events of a list. `first` is the number of the first of them in the file."""
     events, raw = text.values(_decode, b"}")
     if events is None:
         return _repaired_events(raw, first, text.left_out)
@@ -368,7 +368,7 @@ def _are_far(events: Sequence[TraceEvent]) -> bool:
 
 
 def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
-    """Return the events of a text with damaged ones. An irreparable event becomes an empty one."""
+    """Return the events of a text with damaged events. An irreparable event becomes an empty one."""
     events: list[TraceEvent] = []
     for chunk, is_whole in _chunks(text):
         number = first + len(events)
@@ -432,14 +432,14 @@ class SliceTimes(NamedTuple):
 
 
 def times_of(slices: Sequence[TraceEvent], limit_ns: int) -> SliceTimes:
-    """Return the times of slices without a fault. Raises `ValueError` from `limit_ns` on."""
+    """Return the times of valid slices. Raises `ValueError` for a time of `limit_ns` or more."""
     times_us = _times_us(slices)
     start_ns, length_ns = (times_ns(times, limit_ns) for times in times_us)
     return SliceTimes(start_ns, length_ns, any(map(_has_parts, times_us, (start_ns, length_ns))))
 
 
 def sound_times(slices: Sequence[TraceEvent]) -> SliceTimes | None:
-    """Return the same, None if `fault_of` may have a fault or a change for any of the slices. This test is fast."""
+    """Return the times of slices by a fast test, None if a slice may be invalid or need a change by `fault_of`."""
     times_us = _times_us(slices)
     if not {float, int}.issuperset(map(type, chain(*times_us))):
         return None
@@ -488,7 +488,7 @@ def fault_of(event: TraceEvent, left_out: LeftOut, number: int) -> str:
 
 
 def _time(value: Any) -> Any:
-    """Return a time in microseconds from a number or a text, None for an invalid one."""
+    """Return a time in microseconds from a number or a text, None if it is invalid."""
     if type(value) is float and -FARTHEST_US < value < FARTHEST_US:
         return value
     if isinstance(value, str):
@@ -503,7 +503,7 @@ def _time(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str | None:
-    """Return a name or a category as text, JSON for other types, as some writers use numbers."""
+    """Return a name or a category as text. Other types, which some writers use, become JSON."""
     if value is None or isinstance(value, str):
         return value
     return written({"": value})[4:-1].decode("utf-8", "replace")

@@ -38,7 +38,7 @@ from instrument.trace.layout import in_order, rank_of
 from instrument.trace.trace import MergedProcess, Trace
 
 BATCH = 4096
-"""The number of events that are in memory at a time."""
+"""The most events in memory at a time."""
 
 SPARE_PIDS = 1 << 22
 """The first number beyond all pids of Linux (man 5 proc, pid_max)."""
@@ -54,7 +54,7 @@ DEEPEST = 511
 
 
 class ShownProcess(NamedTuple):
-    """A process with its unique number in the viewer. `label` has its own pid and host, if they are needed."""
+    """A process with its unique number in the viewer. `label` has its real pid and host, if they are needed."""
 
     pid: int
     name: str
@@ -63,7 +63,7 @@ class ShownProcess(NamedTuple):
 
 
 class ShownProcesses:
-    """The processes of a trace. The first one has the threads without a process, too."""
+    """The processes of a trace. Threads without a process belong to the first one."""
 
     def __init__(self, facts: Trace) -> None:
         self._merged = list[MergedProcess](facts.processes)
@@ -84,11 +84,11 @@ class ShownProcesses:
 
     @property
     def first(self) -> ShownProcess:
-        """The process of data without a thread."""
+        """The first process, which has all data without a thread."""
         return self.all[0]
 
     def number_of(self, thread_id: int) -> int:
-        """Return the place of a thread's process."""
+        """Return the index of a thread's process."""
         return self._number.get(thread_id, 0)
 
     def of_thread(self, thread_id: int) -> ShownProcess:
@@ -105,13 +105,13 @@ class ShownProcesses:
         return self.of_thread(thread_id).facts.threads.get(own_id) or f"thread {own_id}"
 
     def numbers_of(self, thread_ids: Int64s) -> Int64s:
-        """Return the place of each thread's process."""
+        """Return the index of each thread's process."""
         distinct_ids, places = ranked(thread_ids)
         return np.array(list(map(self.number_of, distinct_ids.tolist())), dtype=np.int64)[places]
 
 
 class Board:
-    """The lanes of threads and streams in a file, made on demand, each with a process and a thread id."""
+    """The lanes of threads and streams in a file, created on demand. Each has a process id and a thread id."""
 
     def __init__(self, processes: ShownProcesses) -> None:
         self.processes = processes
@@ -119,12 +119,12 @@ class Board:
         self._spare_tids = count(SPARE_TIDS)
 
     def of_thread(self, thread_id: int, number: int = 1) -> tuple[int, int]:
-        """Return the process and thread id of a thread's lane, by the lane's number from 1."""
+        """Return the process id and thread id of a thread's lane. Lanes are numbered from 1."""
         processes = self.processes
         return self._lane(processes.of_thread(thread_id).pid, thread_id, processes.own_thread(thread_id), number)
 
     def of_stream(self, device: int, stream: int, number: int) -> tuple[int, int]:
-        """Return the process and thread id of a stream's lane, by the lane's number from 1."""
+        """Return the process id and thread id of a stream's lane. Lanes are numbered from 1."""
         return self._lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, stream, number)
 
     def _lane(self, pid: int, known_id: int, own_id: int, number: int) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class Board:
         return pid, tids[number - 1]
 
     def rows(self) -> list[tuple[int, int, list[int]]]:
-        """Return the process, the id in the trace and the lane ids of each thread and stream."""
+        """Return the process, the id in the trace, and the lanes' ids of each thread and stream."""
         return [(*row, tids) for row, tids in self._tids.items()]
 
 
@@ -151,7 +151,7 @@ class _Lanes:
         self.moved: dict[int, int] = {}
 
     def take(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:
-        """Return the number of a slice's lane from 1, and the innermost slice around it there.
+        """Return a slice's lane number from 1, and the innermost slice around it in that lane.
 
         A slice goes to the further lane of its caller if it fits, else to the first lane, else to an empty one.
         """
@@ -182,7 +182,7 @@ class _Lanes:
 
 
 def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
-    """Return the number of each slice's lane in its group, from 1, and the slice around it there, `NONE` without one.
+    """Return each slice's lane number in its group, from 1, and the slice around it in that lane, or `NONE`.
 
     Each thread, task or stream is a group. Slices are in the order of begin, the longer ones first. `above` is each
     slice's caller, `NONE` without one. A slice that is not `deep` has fewer than `DEEPEST` ancestors.
@@ -209,7 +209,7 @@ def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: 
 
 
 def rows_as_tuples(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
-    """Yield the rows of columns as tuples. Only some thousand rows are objects at a time."""
+    """Yield the rows of columns as tuples, some thousand at a time to save memory."""
     for first in range(0, len(numbers[0]), BATCH):
         yield from zip(*(column[first : first + BATCH].tolist() for column in numbers), strict=True)
 
@@ -218,10 +218,10 @@ def rows_as_tuples(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 
 
 class Spans:
-    """The spans by begin, the longer ones first. `row` is the row of each in the trace, `place_of` the place of a row.
+    """The spans by begin, longer spans first. `row` is a span's row in the trace, and `place_of` a row's index here.
 
-    Times count from the base of the file. `parent` is the place of the parent. `site` is the place in `sites`, which
-    are in the order of first use. `process` is the place among the shown processes.
+    Times count from the file's base. `parent` is the parent's index. `site` is the index in `sites`, which are in the
+    order of first use. `process` is the index of the shown process.
     """
 
     def __init__(self, trace: Columns, base_ns: int, processes: ShownProcesses) -> None:
@@ -253,14 +253,14 @@ class Spans:
         return groups, *lanes_of(groups, self.parent, self.start_ns, self.end_ns, deep)
 
     def threads_of_batches(self) -> set[int]:
-        """Return the threads with slices of steps and batches. Viewers should show these before other threads."""
+        """Return the threads with slices of steps and batches. Viewers should show them first."""
         kinds = np.array([site.kind in ("step", "batch") for site in self.sites], dtype=np.bool_)
         is_batch = kinds[self.site]
         is_batch[self.place_of[self.trace.attributes.having(BATCH_KEYS)]] = True
         return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
 
     def cross_thread_calls(self) -> tuple[Int64s, Int32s]:
-        """Return the spans that ran on another thread or task than their callers, and these callers."""
+        """Return the spans that ran on another thread or task than their callers, and the callers."""
         called = np.flatnonzero(self.parent != NONE)
         callers = self.parent[called]
         away = self.thread_id[callers] != self.thread_id[called]
@@ -269,8 +269,10 @@ class Spans:
 
 
 class OrderedIntervals:
-    """The device intervals by begin, the longer ones first. `owner` is the place of the interval's span, `number` the
-    interval's number within that span."""
+    """The device intervals by begin, longer ones first.
+
+    `owner` is the index of an interval's span, `number` its number within that span.
+    """
 
     def __init__(self, spans: Spans, base_ns: int) -> None:
         device = spans.trace.device
@@ -296,11 +298,10 @@ def batches(count: int) -> Iterator[tuple[int, int]]:
 
 
 class BatchMarks:
-    """Marks on the lanes of requests, at the begins of their batches. Each is the end of an arrow from the batch.
+    """Marks on the lanes of requests at the begins of their batches. An arrow leads from the batch to each mark.
 
-    Arrows from requests to their batch would be natural. A slice has one bind id only, so all arrows of a batch
-    begin at it. `batch` and `request` are places, a row for each request that is open at the batch's begin. `left_out`
-    counts other requests.
+    Arrows do not lead from requests to their batch, because a slice has one bind id only. `batch` and `request` are
+    indices, a row for each request that is open at the batch's begin. `left_out` counts all other requests.
     """
 
     def __init__(self, spans: Spans) -> None:
@@ -323,14 +324,14 @@ class BatchMarks:
         self.batch, self.request = batch[order], request[order]
 
     def leave_out(self, tied: Sequence[int]) -> None:
-        """Leave out the arrows of tied batches, whose only bind id is in use by another arrow."""
+        """Leave out the arrows of tied batches, as another arrow uses their only bind id."""
         is_tied = np.isin(self.batch, tied)
         self.left_out += int(is_tied.sum())
         self._keep(self.batch, self.request, ~is_tied)
 
 
 class Arrows:
-    """The arrows that a file with these spans and intervals can have.
+    """The arrows of a file's spans and intervals that the format can express.
 
     Complete events have arrows as events: from callers to `called` spans, and to `launched` intervals. Async slices
     need a bind id, and a slice has one only. A span's own intervals have precedence, then the spans that it called.
@@ -363,7 +364,10 @@ class Arrows:
         self.left_out += marks.left_out
 
     def _can_lead_to(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
-        """Return True for arrows that can lead to targets with these starts. A target by bind id must start later than
-        its source, because Perfetto reads complete events first, and the first event cannot be an arrow's end."""
+        """Return True for each arrow that can lead to its target's start.
+
+        A target by bind id must start later than its source, because Perfetto reads complete events first, and the
+        first event cannot be an arrow's end.
+        """
         starts_ns = self._spans.start_ns[sources]
         return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))

@@ -39,14 +39,14 @@ Shape = Sequence[int]
 _Formula = Callable[[Sequence[Shape], Sequence[str]], int]
 
 MOST_DIMENSIONS = 64
-"""The largest number of dimensions of a tensor in torch. It bounds the work for a damaged file."""
+"""The most dimensions of a tensor in torch, which bounds the work for a damaged file."""
 
 _NUMBERS = re.compile(r"\[([0-9]{1,9}(?:, [0-9]{1,9})*)?\]")
 _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
 
 
 def is_counted(name: str) -> bool:
-    """Return True if the operations of torch's operators of this name are counted."""
+    """Return True if operations are counted for torch's operators of this name."""
     return name in _FORMULAS
 
 
@@ -68,7 +68,7 @@ def flops_of(name: str, args: Mapping[str, Any]) -> int | None:
 
 
 def _shape(sizes: object) -> Shape:
-    """Return a shape, () for an argument that is no tensor."""
+    """Return a tensor's shape, () for another argument."""
     if not isinstance(sizes, list) or len(sizes) > MOST_DIMENSIONS:
         return ()
     if not all(type(size) is int and 0 <= size < INT64 for size in sizes):
@@ -86,7 +86,7 @@ def _product(first: Shape, second: Shape) -> int:
 
 
 def _products(first: int) -> _Formula:
-    """Return the formula for a product of the tensors at a place and at the next one."""
+    """Return the formula for a product of the tensor arguments at index `first` and the next index."""
     return lambda shapes, _: _product(shapes[first], shapes[first + 1])
 
 
@@ -117,14 +117,14 @@ def _convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int
 
 
 def _convolved(source: Shape, weight: Shape, size: Shape) -> int:
-    """Return the operations of a convolution with a result of some size. `weight` has a group's inputs per output."""
+    """Return the operations of a convolution with a result of a size. `weight` has a group's inputs per output."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
     return 2 * source[0] * prod(size) * prod(weight)
 
 
 def _number_per_dimension(value: str, dimensions: int) -> list[int]:
-    """Return a number for each dimension. A single number applies to all. Raises `ValueError` for other text."""
+    """Return a number per dimension. A single number applies to all of them. Raises `ValueError` for other text."""
     match = _NUMBERS.fullmatch(value)
     if match is None or not match[1]:
         raise ValueError("there are no numbers")
@@ -157,7 +157,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _attention(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _attention(backward=True) for name in _ATTENTION},
 }
-"""The number of operations, as a function of a call's shapes and values, by the name of torch's operator."""
+"""The number of operations as a function of a call's shapes and values, by the name of torch's operator."""
 
 
 OPERATOR = "cpu_op"
@@ -184,15 +184,15 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The least time, in microseconds, that must be a time since 1970. One such time makes slices at time 0 invalid. Until
-it comes, up to `MOST_AT_ZERO` slices at 0 wait."""
+"""The least time, in microseconds, that must be a time since 1970. Such a time makes slices at time 0 invalid. Up to
+`MOST_AT_ZERO` slices at 0 are held back until then."""
 
 
 class _Facts(NamedTuple):
     """The common facts of slices of one category and name.
 
-    These are the place and the name of their site, the number of a step, and the kind of device work. `launches`: they
-    may launch such work. `counts`: their operations are counted. `is_plain`: their arguments become attributes as text.
+    They are the index and the name of their site, a step's number, and the kind of device work. `launches`: they may
+    launch such work. `counts`: their operations are counted. `is_plain`: their arguments become attributes as text.
     """
 
     place: int
@@ -213,7 +213,7 @@ class _Lane(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The slices of a file by begin, the longer ones first. `rank` is the row of a slice by its place in the file."""
+    """The slices of a file by begin, longer slices first. `rank` is a slice's row by its index in the file."""
 
     order: Int64s
     rank: Int32s
@@ -272,7 +272,7 @@ class ForeignSlices:
                 self._left_out.add("times of day that are no number", "the key 'baseTimeNanoseconds'")
 
     def add(self, events: list[TraceEvent], first: int) -> None:
-        """Read events that are no slices. `first` is the number of the first event."""
+        """Read events other than slices. `first` is the number of the first event."""
         for number, event in enumerate(events, first):
             if event.ph == "M" and event.name in ("process_name", "thread_name"):
                 self._add_name(event, number)
@@ -280,7 +280,7 @@ class ForeignSlices:
                 self._add_allocation(event, number)
 
     def without_zeros(self, slices: list[TraceEvent], numbers: list[int]) -> list[TraceEvent]:
-        """Return the slices without those at time 0. These wait until a time shows that times are absolute."""
+        """Return the slices except those at time 0, which are held back until a time shows that times are absolute."""
         if not slices or self._at_zero is None:
             return slices
         starts_us = [event.ts for event in slices]
@@ -298,7 +298,7 @@ class ForeignSlices:
         return zeros + slices
 
     def zeros(self) -> list[TraceEvent]:
-        """Return the waiting slices at time 0."""
+        """Return the slices at time 0 that were held back."""
         return [event for _, event in self._at_zero or ()]
 
     def _add_name(self, event: TraceEvent, number: int) -> None:
@@ -312,7 +312,7 @@ class ForeignSlices:
         self._names[lane_of(event.pid), thread] = paddle_traces.thread_name(name)
 
     def add_rows(self, slices: list[TraceEvent], start_ns: Int64s, end_ns: Int64s) -> list[int]:
-        """Add the facts of complete slices and begins. Return the thread of each. Times are made exact in place."""
+        """Add the facts of complete slices and begins. Return the thread of each. Corrects times in place."""
         lanes = [self._lanes.get((e.pid, e.tid)) or self._lane(e) for e in slices]
         facts_by_row = [self._facts.get((e.cat, e.name)) or self._facts_of(e.cat, e.name) for e in slices]
         texts = [bytes(e.args) for e in slices]
@@ -378,7 +378,7 @@ class ForeignSlices:
     def _add_work(
         self, row: int, facts: _Facts, args: Mapping[str, Any], lane: _Lane, start_ns: int, end_ns: int
     ) -> None:
-        """Add work of a device, or a host call that launches it. A correlation number joins the two."""
+        """Add device work, or a host call that launches device work. A correlation number joins the two."""
         number = args.get("correlation", args.get("correlation id"))
         correlation = number if _is_number(number) else None
         if facts.work is not None:
@@ -453,7 +453,7 @@ class ForeignSlices:
         return self._with_facts(first_ns, last_ns, rows, columns)
 
     def _bounds(self, start_ns: Int64s, end_ns: Int64s) -> tuple[int, int]:
-        """Return the first and the last time in ns, 0 without any."""
+        """Return the first and the last time in ns, 0 without times."""
         at_ns = np.frombuffer(self._allocations, dtype=np.int64)[1::7]
         starts, ends = (np.concatenate((times, at_ns)) for times in (start_ns, end_ns))
         return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
@@ -485,7 +485,7 @@ class ForeignSlices:
         return trace
 
     def _kernels(self, rows: Rows) -> KernelColumns:
-        """Return the work of devices by start, each with the call that launched it."""
+        """Return the device work by start, each with the call that launched it."""
         numbers = column(self._work_numbers).reshape(-1, 6)
         numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
         work, device, stream, start_ns, end_ns, ids = numbers.T
@@ -499,8 +499,7 @@ class ForeignSlices:
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _add_flops(self, parent: Int32s, rank: Int32s) -> None:
-        """Add the attributes of slices with operations. Only the outermost of nested operators keeps its operations, if
-        any were counted by shapes."""
+        """Add numbers of operations to slices as attributes, of nested operators to the outermost only."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and flops_in(json.loads(text)) > 0
@@ -515,12 +514,11 @@ class ForeignSlices:
 
 _VALUES = frozenset((str, int, float, bool))
 _NOT_PLAIN = (b"[", b"\\", b"null", b'"flops"')
-"""The parts of JSON that must be absent from arguments for these to become attributes without decoding."""
+"""The substrings of arguments in JSON that prevent their use as attributes without decoding."""
 
 
 def are_attributes(args: bytes) -> bool:
-    """Return True if arguments can be kept as text: they are numbers, texts and booleans, without escapes or
-    `flops`."""
+    """Return True if arguments can stay text: numbers, texts and booleans, without escapes or `flops`."""
     is_flat = args.startswith(b"{") and args.find(b"{", 1) < 0 and len(args) < LONGEST_PLAIN
     return is_flat and not any(mark in args for mark in _NOT_PLAIN)
 
@@ -530,7 +528,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _arguments(event: TraceEvent) -> dict[str, Any]:
-    """Return the arguments of an event, also those with numbers beyond 64 bits."""
+    """Return the arguments of an event, also with numbers beyond 64 bits."""
     raw = event.args
     try:
         args = msgspec.json.decode(raw)

@@ -1,6 +1,6 @@
 """The events of `paddle.profiler` in Chrome traces: kinds, names, lanes, times and allocations.
 
-The category is the type of an event. A name ends with the call's length. A thread has a lane for Python and one for
+An event's category is its type, and its name ends with the call's length. A thread has a lane for Python and one for
 C++. The time of an event is cut to microseconds, and its arguments have it in nanoseconds.
 """
 
@@ -18,7 +18,7 @@ Attributes = tuple[tuple[str, AttributeValue], ...]
 
 
 class Meaning(NamedTuple):
-    """The kind of span for events of a category, the attributes of their sites, and their kind of device work."""
+    """The meaning of a category of events: the kind of span, the sites' attributes, and the kind of device work."""
 
     kind: str
     attributes: Attributes = ()
@@ -26,7 +26,7 @@ class Meaning(NamedTuple):
 
 
 _PART = Meaning("phase", (("phase", False),))
-"""The meaning of an event that is a part of an operator. Its phase is no phase of a training step."""
+"""The meaning of an event that is a part of an operator. Such a phase is no phase of training."""
 
 _MEANINGS: Mapping[str, Meaning] = {
     "Backward": Meaning("phase", (("phase", "backward"),)),
@@ -56,7 +56,7 @@ _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
 _THREAD = re.compile(r"(thread [0-9]+:.*)\((?:Python|C\+\+)\)", re.DOTALL)
 _SINCE_FIRST = re.compile(r"([0-9]{1,15})\.([0-9]{3}) us")
 _COPIES = ("memcpy", "memorycopy", "memset")
-"""The words in the names of memory ranges, in lower case."""
+"""The words, in lower case, that mark the names of memory ranges."""
 _COPY = re.compile(r"GpuMemcpy(Sync|Async)(?:\(same_gpu\))?:(CPU|GPU)->(CPU|GPU)")
 _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
@@ -66,7 +66,7 @@ _ROUNDED_NS = 2_000
 
 
 def meaning(category: str, name: str) -> tuple[str, Meaning] | None:
-    """Return the name of an event without its length, and its meaning; None for a category that is not Paddle's."""
+    """Return an event's name without its length, and its meaning. Return None for a foreign category."""
     base = _MEANINGS.get(category)
     took = None if base is None else _TOOK.fullmatch(name)
     if base is None or (base.work is not None and took is None):
@@ -99,7 +99,7 @@ class EventClock:
         self._first_ns: int | None = None
 
     def times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
-        """Remove begin and end from the arguments and return them in ns, None without valid ones."""
+        """Remove begin and end from the arguments and return them in ns. Return None if they are invalid."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))
         if not isinstance(start, str) or not isinstance(end, str):
             return None

@@ -34,7 +34,7 @@ LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
 10 to 30 times their size."""
 
 LIMIT_KEYS = 1000
-"""The largest number of top-level keys in a trace, without the events."""
+"""The most top-level keys in a trace, without the events."""
 
 LIMIT_BACKWARD = 1000
 """The most spans that begin before their parent. Views would take unbounded time for a damaged file with more."""
@@ -54,7 +54,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read a file as `load` does, but count a missing tally on demand only, in a fifth of the time."""
+    """Read a file as `load` does in a fifth of the time. A missing tally is counted only on demand."""
     with _refusals(path):
         with _opened(Path(path), limit_bytes) as text:
             saved = _content(text)
@@ -90,9 +90,9 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def facts_of(path: str | os.PathLike[str]) -> Trace | None:
-    """Read the facts of a file of `dump` without its events. Return None for another profiler's file.
+    """Read the facts of a file of `dump`, but not its events.
 
-    Raises `TraceError`.
+    Return None for another profiler's file. Raises `TraceError`.
     """
     with _refusals(path), _opened(Path(path), LIMIT_BYTES) as text:
         for key, value in _members(text):
@@ -141,7 +141,7 @@ def _content(text: JsonText) -> Saved:
 
 
 def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
-    """Yield the file's top-level keys and values. Events come in lists, with None as the key."""
+    """Yield the file's top-level keys and values. Events come in lists, with the key None."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take("{[") == "[":

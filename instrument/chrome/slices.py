@@ -44,10 +44,10 @@ from instrument.trace.trace import SpanViews, Trace
 _LIMIT_NS = LIMIT_US * 1000
 
 LIMIT_EVENTS = 5 * LIMIT_SPANS
-"""The largest number of events in a file, slices or not."""
+"""The most events in a file, slices or not."""
 
 UNTOLD = -INT64
-"""The placeholder of a number that is missing among the arguments of a slice."""
+"""The placeholder for a number that a slice's arguments omit."""
 
 _SLICES = frozenset("XBEbe")
 _NUMBERS = ("id", "site", "parent", "root", "own_id", "task", "self_ns", "active_ns")
@@ -129,7 +129,7 @@ class Slices:
         return line
 
     def _add_marks(self, slices: list[TraceEvent], are_begins: Bools, start_ns: Int64s) -> None:
-        """Add the begins and ends among slices. The begins are the last rows already."""
+        """Add the begins and ends of slices. The begins are the last rows of the columns."""
         rows = np.cumsum(are_begins)
         rows += len(self._start_ns) - 1 - rows[-1]
         for event, row, at_ns in zip(slices, rows.tolist(), start_ns.tolist(), strict=True):
@@ -175,12 +175,14 @@ class Slices:
         return Rows(order, rank_of(order), start_ns, end_ns, line, *further)
 
     def _column(self, name: str) -> Int64s:
-        """Return a column as an array and drop the original, which is as large."""
+        """Return a column as an array, and free the original, which is as large."""
         return column(vars(self).pop(name))
 
     def _close_marks(self, end_ns: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Match begins with ends by a stack per line, in the order of time. Return the order of rows in the file, with
-        incomplete slices last, and the number of ends without a begin."""
+        """Match begins with ends by a stack per line, by time.
+
+        Return the order of rows in the file, with incomplete slices last, and the number of ends without a begin.
+        """
         place = np.arange(len(end_ns), dtype=np.int64)
         if not len(self._mark_ns):
             return place, 0
@@ -213,11 +215,11 @@ def _chosen(times: SliceTimes, are_chosen: Sequence[bool]) -> SliceTimes:
 
 
 def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
-    """Return the parent of each row, `NONE` without one. The rows are in the order of their begins.
+    """Return the parent of each row, `NONE` without one.
 
-    A parent is the last row on the same line that began before and ends after, up to `rounding_ns` earlier. A row
-    that crosses another is no child of it. A range of torch.profiler with stacks crosses calls: it begins within one
-    call of Python (`__enter__`) and ends within another.
+    Rows are in the order of begins. A parent is the last row on the same line that began earlier and ends later, or up
+    to `rounding_ns` earlier. A row that crosses another is no child of it. A range of torch.profiler with stacks
+    crosses calls: it begins within one call of Python (`__enter__`) and ends within another.
     """
     parent_of_nested = _parents_of_nested(start_ns, end_ns, line)
     if parent_of_nested is not None:
@@ -235,7 +237,7 @@ def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -
 
 
 def _parents_of_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s | None:
-    """Return the parents if no two rows of a line cross, else None. It takes a third of the time of a loop.
+    """Return the parents if no rows of a line cross, else None. It takes a third of the time of a loop.
 
     The level of a row is the number of earlier rows of its line that have not ended at its begin. Its parent is the
     last earlier row of the level above.
@@ -284,7 +286,7 @@ class OwnSlices:
     def add(
         self, events: list[TraceEvent], slices: list[TraceEvent], times: SliceTimes
     ) -> tuple[list[TraceEvent], SliceTimes]:
-        """Read events and the arguments of slices. Return the slices of spans, for the next call of `add_rows`."""
+        """Read events and slices' arguments. Return the slices of spans, and their times, for `add_rows`."""
         for event in events:
             if event.ph == "C":
                 self._add_sample(event)
@@ -388,7 +390,7 @@ class OwnSlices:
         return column(self._numbers.pop(name))[rows.order]
 
     def _device(self, span_id: Int64s, base_ns: int) -> DeviceIntervals:
-        """Return the intervals of spans in the order of their places, without those of missing spans."""
+        """Return the device intervals of spans in the order of rows, without those of missing spans."""
         columns = {name: column(self._intervals.pop(name)) for name in _OF_INTERVALS}
         if any((columns[name] == UNTOLD).any() for name in ("device", "stream")) or (columns["place"] < 0).any():
             raise ValueError("an interval in it belongs to no device, stream or site; it is damaged")
@@ -410,17 +412,17 @@ def _numbers(arguments: list[Arguments], name: str, otherwise: int = UNTOLD) -> 
 
 
 def _extend(column: array[int], numbers: Sequence[int]) -> None:
-    """Add numbers of 64 bits to a column. `array.extend` takes four times as long."""
+    """Append 64-bit numbers to a column. `array.extend` takes four times as long."""
     column.frombytes(pack(f"{len(numbers)}q", *numbers))
 
 
 def _with_default(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
-    """Return the numbers, with `otherwise` for those that are not named."""
+    """Return the numbers, with `otherwise` in place of omitted ones."""
     return np.where(numbers == UNTOLD, otherwise, numbers)
 
 
 def _roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
-    """Return the root id of each row: the one that it names, else that of its parent, else its own."""
+    """Return the root id of each row: the given one, else the parent's, else its own."""
     parent: NDArray[np.int32] = rows_of(span_id, parent_id)
     parent[(parent_id == 0) | (root_id != UNTOLD)] = NONE
     top = tops(parent)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[perfetto]"
 
 SEQUENCE = 1
-"""The id of the file's only packet sequence. Names are numbered per sequence, so each name is written once."""
+"""The id of the file's only packet sequence. Names are numbered per sequence, so each is written once."""
 
 PROCESS = 1
 """The track of the first process."""
@@ -46,7 +46,7 @@ FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
 """The order of the tracks below the threads of a process."""
 
 LIMIT_PID = 1 << 31
-"""The first number beyond all processes and threads."""
+"""The first number above all process and thread ids."""
 
 
 def protos() -> Any:
@@ -64,7 +64,7 @@ def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
 
 
 class _Packets:
-    """The packets of a trace, made in chunks of some thousand."""
+    """The packets of a trace, created in chunks of some thousand."""
 
     def __init__(self, pb: Any, facts: Trace) -> None:
         self._pb, self._facts, trace = pb, facts, facts.columns
@@ -130,7 +130,7 @@ class _Packets:
             track.process.process_labels.extend(map(clean, labels))
 
     def _iid(self, table: str, entry: Any, **facts: Any) -> int:
-        """Return the number of an interned entry. A new one is written to the current packet, which may refer to it."""
+        """Return the number of an interned entry. A new one is written to the current packet, which may use it."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
         if number is None:
@@ -334,7 +334,7 @@ class _Packets:
 
 
 def _read_one_by_one(*columns: NDArray[Any]) -> list[Any]:
-    """Return columns as buffers, whose single numbers are read in a third of the time that numpy takes."""
+    """Return columns as buffers. Single numbers are read from them in a third of numpy's time."""
     return [np.ascontiguousarray(column).data for column in columns]
 
 
@@ -357,9 +357,9 @@ def _set_value(annotation: Any, value: Any) -> None:
 
 
 def _edges_of_lanes(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
-    """Yield the begins and ends of slices, lane by lane: the slice's place, is_begin, and is_first of a lane.
+    """Yield the begins and ends of slices, lane by lane: the slice's index, is_begin, and is_first of a lane.
 
-    Viewers need the nesting order of begins and ends at one time, which does not follow from times.
+    Begins and ends at one time are in the order of nesting, which viewers need.
     """
     is_first = np.zeros(len(lane), dtype=np.bool_)
     is_first[firsts] = True
@@ -377,7 +377,7 @@ def _edges_of_lanes(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tu
 class _Arrows:
     """Arrows from a span to its work on another thread, task or device, and from a request to its batches.
 
-    They are numbered from 1. The arrows out of one span are consecutive. An arrow into the past is left out.
+    They are numbered from 1, consecutively for each span. An arrow into the past is left out.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
@@ -400,5 +400,5 @@ class _Arrows:
             self.into_batches.setdefault(place, []).append(number)
 
     def leaving_span(self, place: int) -> range:
-        """Return the arrows that lead out of a span."""
+        """Return the numbers of the arrows that begin at a span."""
         return range(int(self._firsts[place]), int(self._firsts[place + 1]))

@@ -47,7 +47,7 @@ SPARE_BINDS = 1 << 63
 
 
 NOT = repeat(UNSET)
-"""The values of a field that no event has."""
+"""The values of a field that every event omits."""
 
 
 class DrawnEvent(msgspec.Struct, gc=False):
@@ -82,7 +82,7 @@ def microseconds(times_ns: Int64s) -> list[Any]:
 
 
 def _values_where(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
-    """Return the values, with `UNSET` at places without one."""
+    """Return the values as objects, with `UNSET` where `has` is False."""
     if not has.any():
         return NOT
     objects = values.astype(object)
@@ -91,7 +91,7 @@ def _values_where(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
 
 
 def _columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
-    """Return the columns of a table as arrays, for selection of rows by number."""
+    """Return the columns of a table as arrays, to select rows by number."""
     table = np.empty((len(rows), len(rows[0])), dtype=object) if rows else np.empty((0, 0), dtype=object)
     for number, row in enumerate(rows):
         table[number] = row
@@ -99,9 +99,9 @@ def _columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
 
 
 class Drawing:
-    """The events of spans, intervals, marks and arrows, made in chunks of some thousand.
+    """The events of spans, intervals, marks and arrows, created in chunks of some thousand.
 
-    `place_of` returns the place of a site in the metadata.
+    `place_of` returns the index of a site in the metadata.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class Drawing:
         return kind, _columns(rows)
 
     def _facts_of_spans(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
-        """Return the columns of `Arguments` after the id, each with a mark for the slices that state the number.
+        """Return the columns of `Arguments` after the id, each with a mask of the slices that have the number.
 
-        A slice states its parent if that is not the slice around it, and its root if its parent has another. The first
-        slice of a lane states its task. Times are stated if they differ from the total.
+        A slice has its parent if that is not the slice around it, and its root if it differs from the parent's. The
+        first slice of a lane has its task. Times are included if they differ from the total.
         """
         spans = self._spans
         trace, row = spans.trace, spans.row
@@ -231,7 +231,7 @@ class Drawing:
         )
 
     def _of_spans(self, first: int, end: int) -> list[DrawnEvent]:
-        """Return the events from the begin of one span to that of another, or to the end after the last span."""
+        """Return the events from the begin of span `first` to the begin of span `end`, or to the trace's end."""
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
@@ -270,7 +270,7 @@ class Drawing:
     # ---------------------------------------------------------------- intervals, arrows and marks
 
     def _streams(self, board: Board) -> None:
-        """Number the combinations of lane and site of intervals, and set the fields that their events share.
+        """Number the intervals' combinations of lane and site, and set the common fields of their events.
 
         Only an interval that encloses no other has the argument `stream`: HolisticTraceAnalysis counts events with it
         as kernels and sums them up.
@@ -364,17 +364,16 @@ _encoder = msgspec.json.Encoder(decimal_format="number")
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
     """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`.
 
-    The tally, if given, is saved with the spans. The file appears complete, with mode 0600, or not at all. It replaces
-    an older file, and missing directories are made. A killed writer leaves the older file and a temporary file of
-    `atomic`, which a later process removes. The text is never in memory as a whole.
-
-    Raises `TraceError` if the file cannot be written.
+    The tally, if any, is saved with the spans. The file appears complete, with mode 0600, or not at all. It replaces an
+    older file, and missing directories are made. If the writer is killed, the older file remains, and a later process
+    removes the temporary file. The text is never completely in memory. Raises `TraceError` if the file cannot be
+    written.
     """
     return write_parts(path, _document(trace, tally))
 
 
 def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
-    """Write the parts of a file, packed with gzip if the name ends in `.gz`, as safely as `dump`."""
+    """Write a file from parts, packed with gzip if the name ends in `.gz`. It appears complete or not at all."""
     target = Path(path)
     try:
         with atomic.replacing(target) as file:
@@ -390,7 +389,7 @@ def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
 
 
 def _document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
-    """Yield the text of the file in pieces of some thousand events."""
+    """Yield the text of the file in chunks of some thousand events."""
     columns, processes = trace.columns, ShownProcesses(trace)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
     base_ns = min(int(starts.min(initial=since_ns)) for starts in (columns.start_ns, columns.device.start_ns))

@@ -36,7 +36,7 @@ VERBS: Mapping[str, str] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
+    """Run the command. Returns the exit code, except for `run`, which becomes the host process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "backslashreplace":
         sys.stdout.reconfigure(errors="backslashreplace")  # for names on an ASCII terminal
@@ -61,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def flush(stream: TextIO | None) -> None:
-    """Write out the buffer of a stream. A daemon that was started with it closed has None."""
+    """Flush a stream. It is None in a process that was started with the stream closed."""
     if stream is not None:
         stream.flush()
 
 
 def _read(words: list[str]) -> argparse.Namespace:
-    """Parse the words for the command itself. Raises `InstrumentError` for an unknown verb or option."""
+    """Parse the command's own words. Raises `InstrumentError` for an unknown verb or option."""
     word = words[0] if words else ""
     parser, verbs = _parsers(word)
     if word not in VERBS and word and not word.startswith("-"):
@@ -91,7 +91,7 @@ def _suggestion(word: str, names: Iterable[str]) -> str:
 
 
 def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the command's parser, and those of this verb's module; of all verbs where the word is none."""
+    """Return the command's parser, and the parsers of the verb's module, or of all verbs for an unknown word."""
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services. A profile.yaml selects what to record.",
@@ -105,7 +105,7 @@ def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.
 
 
 class _Version(argparse.Action):
-    """Prints the version that is installed."""
+    """An option that prints the installed version."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
@@ -118,9 +118,9 @@ class _Version(argparse.Action):
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words for the command itself, and the host's command line.
+    """Return the command's own words, and the host's command line.
 
-    The host's begins after `--`, at `-m` or `-c`, or at the first word that is no option.
+    That begins after `--`, at `-m` or `-c`, or at the first word that is no option.
     """
     if words[:1] in (["check"], ["init"]) and "--" in words:
         at = words.index("--")

@@ -27,7 +27,7 @@ from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.main_module import MAINS
 
 _ATTACHED_SHOWN = 20
-"""The most targets of a rule that `check` shows line by line where all is well."""
+"""The most attached targets of a rule that `check` lists."""
 
 
 def add(verbs: Verbs) -> None:
@@ -54,7 +54,7 @@ def add(verbs: Verbs) -> None:
 
 
 def check(options: argparse.Namespace, host: list[str]) -> int:
-    """Show what became of each rule. Returns the exit code."""
+    """Show the verdict on each rule. Returns the exit code."""
     if native.WHY_MISSING:
         raise InstrumentError(f"check: no call can be recorded here: {native.WHY_MISSING}")
     if options.modules and host:
@@ -93,7 +93,7 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _never_imported(verdict: Verdict, profile: Profile) -> bool:
-    """Return True for a function rule whose module was never imported, though check imported all named ones."""
+    """Return True for a function rule whose module was not imported, although check imports all named modules."""
     rules = [rule for rule in profile.functions if rule.text == verdict.rule]
     return verdict.state == "waiting" and any(
         text.partition(":")[0] not in MAINS for rule in rules for text in rule.match
@@ -101,7 +101,7 @@ def _never_imported(verdict: Verdict, profile: Profile) -> bool:
 
 
 def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
-    """Run a command as `instrument run` does. Returns the verdicts of its processes, and facts of the command."""
+    """Run a command like `instrument run`. Returns the verdicts of its processes, and facts on the command."""
     if OFF:
         raise InstrumentError(f"check: the environment has {OFF}, so the command would not be instrumented; unset it")
     host_of("check", host)
@@ -122,7 +122,7 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
 
 
 def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what `check --json` prints. A change that renames or removes a key raises `format`."""
+    """Return the document that `check --json` prints. A change that renames or removes a key raises `format`."""
     rules = [(family, rule) for family in ("functions", "layers", "copies") for rule in getattr(profile, family)]
     targets: dict[str, list[dict[str, Any]]] = {}
     for verdict in verdicts:
@@ -201,21 +201,21 @@ def _device_line(versions: dict[str, str]) -> str:
 
 
 def _why_no_gpu(profile: Profile) -> str:
-    """Return why the gauges of GPUs are not read on this machine, "" where they are."""
+    """Return the reason why GPU gauges are not read on this machine, "" if they are."""
     from instrument.device import nvml
 
     return "device.nvml is off" if profile.device.nvml_ns is None else nvml.why_unreadable()
 
 
 def _why_no_files(profile: Profile) -> str:
-    """Return why traces cannot be written here, "" where they can, or the profile asks for none."""
+    """Return the reason why traces cannot be written here, "" if they can be or are not wanted."""
     from instrument.sessions import saving
 
     return saving.why_no_files() if saving.is_asked(profile.export) else ""
 
 
 def _why_no_dataset(profile: Profile) -> str:
-    """Return why no dataset can be written here, "" where it can, or the profile asks for none."""
+    """Return the reason why no dataset can be written here, "" if it can be or is not wanted."""
     if profile.export.parquet is None:
         return ""
     from instrument.trace.dataset_files import Folder
@@ -232,7 +232,7 @@ def _service_of(profile: Profile) -> str:
 
 
 def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
-    """Return each setting that a variable can give, with its value and its source. Headers are by name alone."""
+    """Return each setting that a variable can set, with its value and source. Headers have only names."""
     settings = []
     for name, origin in sorted(profile.origins.items()):
         value = setting(profile, name)

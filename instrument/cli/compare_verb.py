@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from instrument.report.view import Recording
 
 REGRESSION, INCONCLUSIVE = 1, 3
-"""Exit codes of the gate: a slowdown beyond the limit, and a comparison without a clear result. 0 is a pass."""
+"""The gate's exit codes for a slowdown beyond the limit, and for an unclear result. 0 is a pass."""
 
 MOST = 15
 """The default number of rows of a table in text."""
 
 KEPT = 5
-"""Good runs that a baseline keeps."""
+"""The number of runs that a baseline keeps."""
 
 
 def share(text: str) -> float:
@@ -94,7 +94,7 @@ def add(verbs: Verbs) -> None:
 
 
 def compare(options: argparse.Namespace, host: list[str]) -> int:
-    """Print what changed. Returns the exit code of the gate."""
+    """Print the changes. Returns the exit code of the gate."""
     baseline = Path(options.baseline) if options.baseline else None
     if len(options.sides) != (1 if baseline else 2):
         names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
@@ -138,7 +138,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _runs(side: str, options: argparse.Namespace) -> list[Recording]:
-    """Read one side: its run, or with `--all` each of its runs."""
+    """Read one side of the comparison: its run, or with `--all` each of its runs."""
     from instrument.report.view import Recording
 
     def say(sentence: str) -> None:
@@ -156,12 +156,12 @@ def _verdict(comparison: Comparison, limit: float | None) -> int:
 
 
 def _baseline_runs(baseline: Path) -> list[Path]:
-    """Return the runs of a baseline, the oldest first. Other folders in it are left alone."""
+    """Return the runs of a baseline, the oldest first. Other folders in it are ignored."""
     return sorted(path for path in baseline.glob("run-" + "[0-9]" * 6) if path.is_dir())
 
 
 def _keep(baseline: Path, side: str, most: int) -> None:
-    """Copy a run into the baseline, and remove the oldest ones beyond `most`."""
+    """Copy a run into the baseline, and remove the oldest runs beyond `most`."""
     runs = _baseline_runs(baseline)
     number = int(runs[-1].name.rpartition("-")[2]) + 1 if runs else 1
     target = baseline / f"run-{number:06d}"

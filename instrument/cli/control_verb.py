@@ -20,7 +20,7 @@ from instrument.report.table import safe
 from instrument.sessions.profile_reload import Answer, Request
 
 WAIT_S = 5.0
-"""Seconds that a verb waits for all answers."""
+"""The seconds that a verb waits for all answers."""
 
 
 def add(verbs: Verbs) -> None:
@@ -39,10 +39,9 @@ def _add_switch(verbs: Verbs) -> None:
 
 
 def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
-    """Switch recording on or off in processes, and print their answers. Return the exit code: 1 if an answer is
-    missing.
+    """Switch recording on or off in processes, and print their answers. Return the exit code, 1 for a missing answer.
 
-    For several runs it asks the user first, and refuses without a terminal.
+    For several runs ask the user first, or refuse without a terminal.
     """
     missing = False
     with client.find_runs(options.run) as runs:
@@ -113,7 +112,7 @@ def _add_reload(verbs: Verbs) -> None:
 
 
 def reload(options: argparse.Namespace, host: list[str]) -> int:
-    """Ask the processes, and print what each answers. Returns the exit code."""
+    """Ask processes to reload the profile, and print their answers. Returns the exit code."""
     path_of_profile = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     profile = load(path_of_profile) if path_of_profile else Profile()  # a broken profile ends here, not in the service
     request = Request()
@@ -143,7 +142,7 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
-    """Return the answers of the processes that the agents of this user's runs know, by pid."""
+    """Return the answers of this user's processes that an agent knows, by pid."""
     answers: dict[str, Answer | None] = {}
     try:
         with client.find_runs(options.run if options.pid is None else str(options.pid)) as runs:
@@ -161,7 +160,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
 
 
 def _is_selected(member: client.Member, options: argparse.Namespace) -> bool:
-    """Return True if a process runs the named file, or there is none, or --pid names the process."""
+    """Return True if the options select a process: by its profile's file, by --pid, or as one of all."""
     if not options.profile or options.pid is not None:
         return True
     try:

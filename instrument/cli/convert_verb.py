@@ -37,13 +37,13 @@ FORMS = {
         "alone; wants instrument-sdk[parquet]",
     ),
 }
-"""The forms of a converted trace: the end of such a file's name, and its use."""
+"""The forms of a converted trace, each with the suffix and the use of its files."""
 
 FORM_OF_END = {
     ".json": "chrome",
     **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form not in ("otlp", "parquet")},
 }
-"""The form of an output file by its suffix, for forms that can hold a merged trace. Another suffix is a recording."""
+"""The form of an output file by its suffix, for forms of merged traces. Any other suffix means a recording."""
 
 
 def _add_convert(verbs: Verbs) -> None:
@@ -101,12 +101,12 @@ def write(target: Path, form: str, saved: Saved) -> None:
 
 
 def form_of(target: Path) -> str:
-    """Return the form of a file to write, by its suffix; a recording by default."""
+    """Return the form of an output file by its suffix, a recording by default."""
     return FORM_OF_END.get(target.suffix, "recording")
 
 
 def with_refusals(target: Path, action: Callable[[], object]) -> None:
-    """Do something that writes a file; what the system refuses becomes a `TraceError`."""
+    """Run an action that writes a file. Raise the system's refusal as a `TraceError`."""
     try:
         action()
     except OSError as problem:
@@ -114,10 +114,10 @@ def with_refusals(target: Path, action: Callable[[], object]) -> None:
 
 
 def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
-    """Write the tables of all files to the folder of a dataset, and say which files these are.
+    """Write the tables of all files to a dataset's folder, and print the paths.
 
-    A second conversion of the same files replaces those of the first. An output that ends in `.parquet` is one file,
-    with the table of spans alone.
+    A second conversion replaces the files of the first. An output that ends in `.parquet` is a single file, with the
+    table of spans alone.
     """
     from hashlib import blake2b
 
@@ -250,7 +250,7 @@ def _add_query(verbs: Verbs) -> None:
 
 
 def query(options: argparse.Namespace, host: list[str]) -> int:
-    """Print what a statement gives. Returns the exit code."""
+    """Print the result of an SQL statement. Returns the exit code."""
     from instrument.trace import tables
 
     errors = tables.duckdb().Error

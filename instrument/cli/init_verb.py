@@ -22,10 +22,10 @@ from instrument.proposal.observation import Observation, await_reports, merged_r
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
-"""Seconds that a command has to end after SIGTERM."""
+"""The seconds that a command has to end after SIGTERM."""
 
 OTHERS_S = 5.0
-"""Seconds that other processes of a command have to report after it has ended."""
+"""The seconds that a command's other processes have to report after its end."""
 
 OBSERVING = """\
 service: init
@@ -115,8 +115,7 @@ def _write(path: Path, text: str, *, replaces: bool) -> None:
 
 
 def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
-    """Run a command that records all of its own functions. Return the observations of its processes, and its exit
-    code."""
+    """Run a command and record all of its own functions. Return its processes' observations, and its exit code."""
     if OFF:
         raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
     names = own_names(words, Path.cwd())
@@ -150,7 +149,7 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
 
 
 def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
-    """Wait for a command, and end it after `for_ns`. Returns its exit code, and True if its time was over."""
+    """Wait for a command, and end it after `for_ns`. Returns its exit code, and True if it was ended."""
     try:
         return child.wait(None if for_ns is None else for_ns / 1e9), False
     except subprocess.TimeoutExpired:

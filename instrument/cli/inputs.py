@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 
 LEAST_BYTES = 500_000_000
-"""The least memory bound, in bytes, for a command that reads files. Larger files raise it."""
+"""The least memory bound, in bytes, for a command that reads files. Large files raise the bound."""
 
 COMMAND_BYTES = 150_000_000
-"""Bytes that a command uses before it reads files. Bytes beyond them, in a program that calls `main`, are extra."""
+"""The bytes that a command uses before it reads files. A program that calls `main` may use more, which is added."""
 
 SHARE_OF_DATA = 0.9
-"""The share of the bound that the system enforces as RLIMIT_DATA, which leaves out libraries and stacks."""
+"""The share of the bound that is set as RLIMIT_DATA, which does not count libraries and stacks."""
 
 PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
-"""Bytes of memory per byte of a packed trace, a plain one and a recording. A span takes 12 to 40 bytes packed, 200
+"""Bytes of memory per byte of a packed trace, a plain trace and a recording. A span takes 12 to 40 bytes packed, 200
 plain, 6 in a recording, and up to 600 in views."""
 
 
 def bound_bytes(files: Sequence[str]) -> int:
-    """Return the bound for trace files, by their sizes."""
+    """Return the memory bound in bytes for trace files, by their sizes."""
     return max(LEAST_BYTES, sum(map(_need_bytes, map(Path, files))))
 
 
 @contextmanager
 def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
-    """Bound the memory of the process, as the user asks, or else by the sizes of the trace files.
+    """Bound the memory of the process, as the user asks, or by the sizes of the trace files.
 
-    Raises `InstrumentError` for files that take more: they are malicious, or very large.
+    Raises `InstrumentError` in the block for files that need more, as malicious or very large ones do.
     """
     bound = asked_bytes or bound_bytes(files)
     limit = int(bound * SHARE_OF_DATA) + max(0, _data_bytes() - COMMAND_BYTES)
@@ -69,7 +69,7 @@ def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> I
 
 
 def _data_bytes() -> int:
-    """Return the memory of the process by the measure of the system's limit, 0 if unknown."""
+    """Return the memory of the process in bytes, as RLIMIT_DATA counts it, 0 if unknown."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmData:")).split()[1])
@@ -98,7 +98,7 @@ SUFFIXES = (".npz", ".json", ".json.gz")
 
 
 def files_of(verb: str, options: argparse.Namespace) -> list[str]:
-    """Return the named files, and of each folder those of one run. Raises `TraceError` for a folder without any."""
+    """Return the named files, and one run's files of each folder. Raises `TraceError` for an empty folder."""
 
     def say(note: str) -> None:
         print(f"instrument: {verb}: {note}", file=sys.stderr)
@@ -109,9 +109,9 @@ def files_of(verb: str, options: argparse.Namespace) -> list[str]:
 
 
 def files_in(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
-    """Return the files of paths. Of a folder, take those of `run`, else of the newest run, or with `is_of_all` of all.
+    """Return the files of paths, of a folder those of `run`, else of the newest run, or with `is_of_all` all.
 
-    `say` gets a sentence on the runs that are left out.
+    `say` receives a sentence on omitted runs.
     """
     files: list[str] = []
     for path in paths:
@@ -124,7 +124,7 @@ def files_in(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callab
 
 
 def runs_in(folder: str) -> list[list[str]]:
-    """Return the files of each run of a folder, the oldest run first. Files that are of no run are one each."""
+    """Return the files of each run of a folder, the oldest run first. A file without a run counts as one."""
     paths = _files_in(folder)
     facts_by_path = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
     return [*([path] for path in paths if path not in facts_by_path), *(run.files for run in runs_of(facts_by_path))]
@@ -146,7 +146,7 @@ def _files_in(folder: str) -> list[str]:
 
 
 def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
-    """Return the files of the run that is asked for, else of the newest run. Files that are of no run stay."""
+    """Return the files of the run with a name, else of the newest run. Files without a run are included."""
     facts_by_path = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
     if not facts_by_path and run is None:
         return list(paths)
@@ -157,7 +157,7 @@ def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callabl
 
 
 def _facts_in(path: str) -> Trace | None:
-    """Return the facts of a file of ours, without its spans. None for another profiler's file, or an unreadable one."""
+    """Return the facts of a file of ours, without its spans. Return None for other or unreadable files."""
     from instrument.chrome import reading
     from instrument.trace import file
 
@@ -176,9 +176,9 @@ def saved_in(path: str) -> Saved:
 
 
 def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
-    """Add the files, and the options on how they are merged and how much memory they may use.
+    """Add the file arguments, and the options for merging and memory.
 
-    `runs` is the help on arguments that are no files. With it no argument is required.
+    `runs` is the help on arguments other than files. With it no argument is required.
     """
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
@@ -194,7 +194,7 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
 
 
 def load_libraries() -> None:
-    """Import all that reads files, before memory is bounded. Within the bound an import may fail, or OpenBLAS abort."""
+    """Import all libraries that read files, before memory is bounded. Within the bound an import may fail or abort."""
     # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from instrument.chrome import reading  # noqa: F401
@@ -226,7 +226,7 @@ def one_trace(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
 # Runs of the files of a folder
 
 RUNS_NAMED = 5
-"""Runs of a folder that a message names."""
+"""The most runs of a folder that a message names."""
 
 
 @dataclass
@@ -243,7 +243,7 @@ class FilesOfRun:
 
 
 def runs_of(files: Mapping[str, Trace]) -> list[FilesOfRun]:
-    """Return the runs of files, by the name of the run, else by the process and its time; the newest last."""
+    """Return the runs of files, the newest last. Files without a run's name are grouped by process and time."""
     runs: list[tuple[FilesOfRun, set[object]]] = []
     for path, facts in sorted(files.items(), key=lambda item: item[1].origin.realtime_of(item[1].start_ns)):
         newest = max([part.facts for part in facts.processes] or [facts], key=attrgetter("end_ns"))
@@ -265,12 +265,11 @@ def runs_of(files: Mapping[str, Trace]) -> list[FilesOfRun]:
 
 
 UNNAMED = "unnamed-"
-"""The prefix of the name given to a run whose files do not name it."""
+"""The prefix of the name for a run whose files do not name it."""
 
 
 def choose_run(folder: str, runs: Sequence[FilesOfRun], name: str | None) -> tuple[FilesOfRun, str]:
-    """Return the run with a name, else the newest, and a sentence on the other runs, "" without others. Raises
-    `TraceError` for an unknown run."""
+    """Return the run with a name, else the newest, and a sentence on the other runs. Raises `TraceError`."""
     names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
     more = len(runs) - RUNS_NAMED
     names += f" and {more} more" if more > 0 else ""

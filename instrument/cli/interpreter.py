@@ -23,7 +23,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def interpreter_flags() -> list[str]:
-    """Return the options of this interpreter that matter to the host."""
+    """Return the options of this interpreter that the host must have, too."""
     flags = [f"-W{option}" for option in sys.warnoptions]
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     safe_path = getattr(sys.flags, "safe_path", False)
@@ -41,9 +41,9 @@ def running(
     *,
     to_stderr: bool,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command under a profile, as `instrument run` does.
+    """Run a command under a profile, like `instrument run`.
 
-    Signals that would end us are handed on to it, and noted in `handed_on`.
+    Signals that would end us are forwarded to it, and noted in `handed_on`.
     """
     import subprocess
 
@@ -67,7 +67,7 @@ def running(
 
 
 def _is_of_terminal() -> bool:
-    """Return whether we run in the foreground of a terminal, whose Ctrl-C reaches the command by itself."""
+    """Return True if we run in the foreground of a terminal. Its Ctrl-C reaches the command directly."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -76,17 +76,17 @@ def _is_of_terminal() -> bool:
 
 
 class Command(NamedTuple):
-    """The command that a user gave: the `words` that run it, and a `note` on what is not recorded, "" for none."""
+    """A user's command: the `words` that run it, and a `note` on what is not recorded, or ""."""
 
     words: list[str]
     note: str = ""
 
 
 def host_of(verb: str, words: list[str]) -> Command:
-    """Return the command to run: a Python program by this interpreter, any other by itself in our environment.
+    """Return the command to run: a Python program by this interpreter, any other program directly.
 
-    It accepts the words of a shell command, or what may follow `python`. Raises `InstrumentError` for a command that
-    cannot be run, or that would start no session.
+    The words are a shell command, or arguments of `python`. Raises `InstrumentError` for a command that cannot be run,
+    or that would start no session.
     """
     if not words:
         raise InstrumentError(f"{verb}: {_NOTHING}")
@@ -116,11 +116,11 @@ _NOTHING = "there is no command to run; give it as to a shell: `-- python server
 _INTERPRETER = late_pattern(r"python[\d.]*")
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh", "busybox", "env"}
 _OF_PYTHON = late_pattern(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?([^\n\"]*python[\d.]*)")
-"""The first lines of a script of Python, with its interpreter: its path, or a name that `env` looks up."""
+"""The first lines of a Python script, with its interpreter: a path, or a name that `env` looks up."""
 
 
 def _python_of(verb: str, words: list[str]) -> Command:
-    """Return the command of words that follow `python`."""
+    """Return the command for arguments of `python`."""
     if not words or words in (["-m"], ["-c"]):
         raise InstrumentError(f"{verb}: {_NOTHING}")
     options = iter(() if OFF else words)
@@ -148,9 +148,9 @@ _SERVERS = frozenset(("uvicorn", "gunicorn", "hypercorn", "granian", "flask", "f
 
 
 def service_of(words: Sequence[str]) -> str:
-    """Return the service's name: of its project, else of its app, module, script or folder.
+    """Return the service's name: that of its project, else of its app, module, script or folder.
 
-    General names, such as `app` and `main`, come last.
+    General names, such as `app` and `main`, are used last.
     """
     project = Path("pyproject.toml")
     if project.is_file():
@@ -171,12 +171,12 @@ def service_of(words: Sequence[str]) -> str:
 
 
 def _as_name(text: str) -> str:
-    """Turn a text into a service's name: letters, digits, points and dashes."""
+    """Convert a text to a service's name: letters, digits, points and dashes."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "service"
 
 
 def _path_of(verb: str, word: str) -> Path:
-    """Return the file or folder that a word of a command names: here, or on PATH."""
+    """Return the file or folder that a word names, in the current folder or on PATH."""
     path = Path(word)
     if path.is_file() or (path.is_dir() and ("/" in word or (path / "__main__.py").exists())):
         return path
@@ -189,9 +189,9 @@ def _path_of(verb: str, word: str) -> Path:
 
 
 def _refuse_another(verb: str, word: str, interpreter: Path) -> None:
-    """Raise `InstrumentError` for an interpreter of another environment, in which we need not be installed.
+    """Raise `InstrumentError` for an interpreter of another environment, where we may not be installed.
 
-    A script that chooses an interpreter, as version managers have, is not refused.
+    Scripts that choose an interpreter, such as those of version managers, are allowed.
     """
     running = Path(sys.executable)
     if OFF or interpreter.parent.resolve() == running.parent.resolve() or not _head(interpreter).startswith(b"\x7fELF"):

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     Sources: TypeAlias = list[Source] | tuple[Source, ...]
 
 MOST = 15
-"""The most rows of a table, without the option `rows`."""
+"""The default number of rows of a table."""
 
 FRAMES = ("pandas", "polars", "pyarrow")
-"""The libraries of data frames. The first that is installed makes the frames."""
+"""The libraries of data frames. The first installed one is used."""
 
 
 class LoadedTrace:
-    """Saved traces as one, with one tree per request. `saved` has the columns of which the frames are made.
+    """Saved traces as one, with one tree per request. `saved` has the columns for the frames.
 
     A frame is made on its first access. It needs `instrument-sdk[query]` and pandas, polars or pyarrow.
     """
@@ -41,7 +41,7 @@ class LoadedTrace:
 
     @cached_property
     def recording(self) -> Recording:
-        """The recording that views are made of."""
+        """The recording from which views are made."""
         from instrument.report.view import Recording
 
         return Recording.of_saved(self.saved)
@@ -82,7 +82,7 @@ class LoadedTrace:
 
     @cached_property
     def requests(self) -> Any:
-        """The requests, a row each, with its key, and its wall by parts in ns, as the report has them."""
+        """The requests, a row each, with its key, and with the parts of its wall time in ns, as in the report."""
         from instrument.report.request_groups import joined_requests, request_ledger
         from instrument.trace import tables
 
@@ -121,9 +121,9 @@ def load(
 ) -> LoadedTrace:
     """Read recordings and Chrome traces, or a folder of them, as one: `instrument.load("traces").spans`.
 
-    Of a folder the files of one `run` are taken, else of the newest, or of `all_runs`. `clock` and files are as with
-    `instrument report`. `frames` names the library of data frames: pandas where it is installed, else polars or
-    pyarrow. Raises `TraceError` for what cannot be read.
+    A folder gives the files of one `run`, else of the newest run, or with `all_runs` all files. `clock` is as in
+    `instrument report`. `frames` names the library of data frames, by default the first of `FRAMES` that is installed.
+    Raises `TraceError` for unreadable files.
     """
     if not paths:
         raise InstrumentError("load: there is no path; give a file or a folder")
@@ -133,9 +133,10 @@ def load(
 
 
 def compare(before: Source | Sources, after: Source | Sources, **options: Any) -> Comparison:
-    """Compare two sides, each a path, a loaded trace or a list: `instrument.compare("before", "after")`.
+    """Compare two sides, each a path, a loaded trace or a list of runs:
 
-    Several on each side are runs. The options are those of `instrument.summary`. It needs `instrument-sdk[compare]`.
+    `instrument.compare("before", "after")`. The options are those of `instrument.summary`. It needs
+    `instrument-sdk[compare]`.
     """
     from instrument.report import comparison
     from instrument.report.view import Options

@@ -27,7 +27,7 @@ def count(text: str) -> int:
 
 
 ALL = 0
-"""The number that means all."""
+"""The value that means all."""
 
 
 def count_or_all(text: str) -> int:
@@ -68,7 +68,7 @@ def view_names(text: str) -> list[str]:
 
 
 def one_of(names: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of an argument that takes one of some names."""
+    """Return the settings of an argument that allows only some names."""
     choices = tuple(names)
 
     def name(text: str) -> str:
@@ -101,7 +101,7 @@ WITHOUT_PROFILE = (
 
 
 def profile_of(options: argparse.Namespace) -> tuple[str, bool]:
-    """Return the file of the profile that `run` or `check` takes, and True if the user has named none."""
+    """Return the profile's file for `run` or `check`, and True if the user has named none."""
     if options.profile and options.preset:
         raise InstrumentError(
             f"the profile {options.profile} and --preset {options.preset} exclude each other; give one, or add the "

@@ -96,7 +96,7 @@ def add(verbs: Verbs) -> None:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Pause Python's cycle collector, which takes a fifth of a report's time and would collect nothing."""
+    """Pause Python's garbage collector, which takes a fifth of a report's time and would free nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -108,7 +108,7 @@ def _without_collector() -> Iterator[None]:
 
 @_without_collector()
 def report(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the views of saved traces, or of a run that is still going. Returns the exit code."""
+    """Print the views of saved traces, or of a live run. Returns the exit code."""
     run = _run_of(options)
     if run is None:
         options.traces = files_of("report", options)
@@ -130,7 +130,7 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _run_of(options: argparse.Namespace) -> RunRead | None:
-    """Read the run that is asked for in place of files: by `--run` alone, or by a name that no file has."""
+    """Read the live run that is named instead of files: by `--run` alone, or by a name that no file has."""
     names = options.traces or [options.run]
     if options.traces and (options.run or len(names) > 1 or "/" in names[0] or Path(names[0]).exists()):
         return None
@@ -192,7 +192,7 @@ def _write_page(options: argparse.Namespace, chosen: Options, run: RunRead | Non
 
 
 def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tuple[str, dict[str, Any], Recording]]:
-    """Yield what is reported on, all files as one or those per process, with its heading in text and facts in JSON."""
+    """Yield the recordings to report, one for all files or one per process, with headings and facts for JSON."""
     if run is None and len(options.traces) == 1 and options.by != PROCESS:
         yield "", {}, _recording(options.traces[0], options.torch_trace)
         return

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _new_run() -> str:
-    """Return a name for this run that differs from the run that it is within, which may have begun just now."""
+    """Return a name for this run. It differs from that of an enclosing run, which may have begun just now."""
     while (name := files.new_run()) == os.environ.get(files.RUN_VARIABLE):
         time.sleep(0.05)
     return name
@@ -116,7 +116,7 @@ def _replace_process(words: list[str], environ: dict[str, str]) -> NoReturn:
 
 
 def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | None:
-    """Make the socket of the run's agent, and put its path into `environ`. None if there can be none."""
+    """Create the socket of the run's agent, and put its path into `environ`. Return None if that is impossible."""
     environ.pop(run_folder.VARIABLE, None)
     try:
         listener = agent_launch.prepare(run)
@@ -137,7 +137,7 @@ def _begin_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
 
 
 def _environment_of_host() -> dict[str, str]:
-    """Return our environment, or the one before the `sitecustomize` of another program changed it.
+    """Return our environment, or the one from before another program's `sitecustomize` changed it.
 
     `opentelemetry-instrument instrument run -- service.py` takes itself off PYTHONPATH, and would not instrument the
     service.
@@ -150,7 +150,7 @@ def _environment_of_host() -> dict[str, str]:
 
 
 def _remarks(profile: Profile) -> list[str]:
-    """Return remarks on variables, and the collector that one of them names where the profile names none."""
+    """Return remarks on environment variables, with the collector that one of them names if the profile names none."""
     remarks, otlp, switch = [*profile.remarks], profile.export.otlp, os.environ.get("INSTRUMENT", "").strip().lower()
     if otlp is not None and profile.shown.get("export.otlp") == "auto":
         variable = profile.origins["export.otlp.endpoint"]
@@ -161,7 +161,7 @@ def _remarks(profile: Profile) -> list[str]:
 
 
 def _files_of(profile: Profile) -> Iterator[str]:
-    """Yield sentences on when files are written, and on what shows the service until then."""
+    """Yield sentences on the time at which files are written, and on commands that show the service before."""
     writes_traces = profile.export.chrome is not None or profile.export.recording is not None
     if writes_traces:
         yield "trace files are written as each process ends"
@@ -180,10 +180,10 @@ def _refuse_what_cannot_work(profile: Profile) -> None:
 
 
 AGENT_WAIT_S = 5.0
-"""Seconds that the agent has for its last output after the service has ended."""
+"""The seconds that the agent has for its last output after the service's end."""
 
 AGENTS = 10
-"""The most agents of a run, each in place of one that has gone."""
+"""The most agents of a run, one after another."""
 
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
@@ -206,7 +206,7 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
 
 
 def _restarted_agent(path: Path, run: str, service: int) -> int:
-    """Begin an agent in place of one that has gone. Returns its pid, 0 if it cannot listen."""
+    """Start an agent in place of one that has ended. Returns its pid, 0 if it cannot listen."""
     with suppress(OSError), run_folder.listen(path) as listener:
         return agent_launch.spawn(sys.executable, listener, run, service, says=True)
     return 0
@@ -224,7 +224,7 @@ def _become_service(words: Sequence[str], environ: Mapping[str, str], mask: set[
 
 
 def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
-    """Hand on signals, reap children, and begin an agent anew that has gone, until the service has ended.
+    """Forward signals, reap children and restart an ended agent, until the service has ended.
 
     Returns the service's status, and the pid of the last agent.
     """
@@ -246,7 +246,7 @@ def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
 
 
 def _reap_children() -> list[tuple[int, int]]:
-    """Reap the children that have ended. Returns their pids and statuses."""
+    """Reap ended children. Returns their pids and statuses."""
     ended = []
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
@@ -255,13 +255,13 @@ def _reap_children() -> list[tuple[int, int]]:
 
 
 def _report_end(path: Path, pid: int, status: int) -> None:
-    """Send the agent the exit status of a process, which the system gives to its parent alone."""
+    """Send a process's exit status to the agent. The system reports it only to the parent."""
     with suppress(OSError), run_folder.connected(path, 0.1) as caller:
         packets.send(caller, {"ended": pid, "status": status})
 
 
 def _end_others(agent: int) -> None:
-    """Kill all processes but the agent, as the end of a container's first process does."""
+    """Kill all processes except the agent, like the end of a container's first process."""
     for path in Path("/proc").iterdir():
         if path.name.isdecimal() and int(path.name) not in (os.getpid(), agent):
             with suppress(OSError):

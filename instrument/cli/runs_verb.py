@@ -92,7 +92,7 @@ def _add_live(verbs: Verbs) -> None:
 
 
 def live(options: argparse.Namespace, host: list[str]) -> int:
-    """Show the run until it is over or somebody presses Ctrl-C. Returns the exit code."""
+    """Show the run until its end or Ctrl-C. Returns the exit code."""
     from instrument.agent.live_view import LiveSampler, Screen
 
     sampler = LiveSampler("")
@@ -165,7 +165,7 @@ def dump(options: argparse.Namespace, host: list[str]) -> int:
 
 
 class RunRead(NamedTuple):
-    """A run, the recordings of its processes up to now, and the number of processes that ended before."""
+    """A run, its processes' recordings up to now, and the number of processes that have ended."""
 
     name: str
     read: list[Saved]
@@ -231,8 +231,7 @@ def _add_recover(verbs: Verbs) -> None:
 
 
 def recover(options: argparse.Namespace, host: list[str]) -> int:
-    """Save the recordings in files of rings, and print the outcome of each. Return the exit code: 2 if one could not be
-    read."""
+    """Save the recordings of ring files, and print the outcomes. Return the exit code, 2 for an unreadable file."""
     try:
         files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == memory.SUFFIX)
     except OSError as error:
@@ -253,7 +252,7 @@ def recover(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _recovered(path: Path) -> tuple[str, bool]:
-    """Save the recording in one file. Return a sentence, and True if its process has ended. Raises `TraceError`."""
+    """Save the recording of a ring file. Return a sentence, and True if its process has ended. Raises `TraceError`."""
     from instrument.agent import crash_capture
     from instrument.recording.mapped import Mapped
 

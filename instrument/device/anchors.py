@@ -22,7 +22,7 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The most readings for an anchor, polls per reading, and ns per reading. Beyond these the device counts as busy."""
+"""The most readings per anchor, polls per reading and ns per reading. A device that needs more counts as busy."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -36,14 +36,13 @@ SLEW = 500e-6
 """The largest rate at which NTP slews the host's clock (adjtime(3))."""
 
 DRIFT = OSCILLATORS + SLEW
-"""The largest drift of a device's clock from the host's before a second anchor measures it."""
+"""The largest drift of a device's clock from the host's, used until a second anchor measures the drift."""
 
 WANDER = 10e-6
-"""The largest change of the ratio of two oscillators' rates within seconds, 10 ppm, by temperature."""
+"""The largest change within seconds of the ratio of two oscillators' rates, 10 ppm, caused by temperature."""
 
 JUMP = 2e-3
-"""The largest deviation of a clock's rate from 1 that counts as drift. A larger one means that a clock was set or
-stopped."""
+"""The largest deviation of a clock's rate from 1 that is drift. With a larger one a clock was set or stopped."""
 
 READINGS = 3
 
@@ -54,7 +53,7 @@ _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
 
 class AnchoredMoment(NamedTuple):
-    """The time of an event on the host's clock, with its uncertainty. `near` is True if an anchor is near enough."""
+    """The host time of an event, with its uncertainty. `near` is True within `FARTHEST_NS` of an anchor."""
 
     at_ns: int
     uncertainty_ns: int
@@ -62,9 +61,9 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The line that places events after the newest anchor: `rate` host ns per device ns from `host_ns` on.
+    """The linear clock after the newest anchor: it begins at `host_ns` and has `rate` host ns per device ns.
 
-    `uncertainty_ns` is the constant part of each place's uncertainty. Each device ns adds `wander`.
+    `uncertainty_ns` is the constant part of a time's uncertainty. Each device ns adds `wander`.
     """
 
     host_ns: int
@@ -73,7 +72,7 @@ class Ahead(NamedTuple):
     wander: float
 
     def place(self, offset_ns: int) -> AnchoredMoment:
-        """Place an event at an offset from the newest anchor."""
+        """Return the host time of an event at an offset in ns from the newest anchor."""
         uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + grain_ns(offset_ns)
         return AnchoredMoment(
             self.host_ns + round(offset_ns * self.rate), round(uncertainty_ns), offset_ns <= FARTHEST_NS
@@ -81,7 +80,7 @@ class Ahead(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """The lead of the host's clock over the raw one, with its uncertainty, at a time of the host's clock."""
+    """The host clock's lead over the raw clock in ns, with its uncertainty, at a host time."""
 
     at_ns: int
     lead_ns: int
@@ -90,10 +89,10 @@ class Lead(NamedTuple):
 
 @dataclass(slots=True)
 class Anchor:
-    """An event of a known host time. `rate` is the host ns per device ns up to the next anchor, 0 without one.
+    """An event with a known host time. `rate` is the host ns per device ns up to the next anchor, 0 without one.
 
-    `lead` is the lead of the host's clock over the raw one, and `lead_rate` its gain per ns up to the next anchor.
-    `bend_ns` is the part of the gain that the rate before does not explain.
+    `lead` is the host clock's lead over the raw clock, `lead_rate` its gain per ns up to the next anchor. `bend_ns` is
+    the difference of the gain from the one expected by the earlier rate.
     """
 
     event: Any
@@ -107,10 +106,10 @@ class Anchor:
 
 
 class Anchors:
-    """The anchors of one context. One thread uses them, to which the context is bound.
+    """The anchors of one context. Only the thread to which the context is bound uses them.
 
     `now` is the host's clock, `raw` a clock that is never slewed, or None. `reading` reads an anchor by the host's
-    clock without the interpreter's lock; None if the driver cannot.
+    clock without the interpreter's lock. It is None if the driver cannot.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Anchors:
     def renew(self) -> int:
         """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error.
 
-        A burst ends with the first event that does not happen in time: its queue is busy, and more would wait there.
+        A burst ends with the first event that does not happen in time, as its queue is busy.
         """
         driver = self._driver
         if self._stream is None:
@@ -170,7 +169,7 @@ class Anchors:
         return self._keep(best) if best is not None else 0
 
     def _read(self, event: Any) -> tuple[int, int, int]:
-        """Record an event and await it. Return the driver's error, the time before and the time after."""
+        """Record an event and poll for it. Return the driver's error, and the host times before and after it."""
         driver = self._driver
         if self._reading is not None:
             return self._reading(driver.handle(event), self._stream, READ_NS)
@@ -188,12 +187,12 @@ class Anchors:
         return int(driver.NOT_READY)
 
     def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
-        """Use an event of the service, which happened between two host times, as an anchor."""
+        """Use an event on the service's stream, which happened between two host times, as an anchor."""
         half_ns = (until_ns - since_ns + 1) // 2
         return self._keep(Anchor(event, since_ns + half_ns, half_ns, self._tightest_reading()))
 
     def exchange(self) -> tuple[int, Any]:
-        """Return the driver's error, and an event to replace an adopted one."""
+        """Return the driver's error, and an event that replaces an adopted one."""
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
 
     def _mark(self, event: Any) -> int:
@@ -201,7 +200,7 @@ class Anchors:
         return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
     def _tightest_reading(self) -> Lead:
-        """Return the tightest of some readings of the lead."""
+        """Read the lead several times. Return the reading with the least uncertainty."""
         best: Lead | None = None
         for _ in range(READINGS if self._raw is not None else 0):
             before_ns = self._now()
@@ -231,7 +230,7 @@ class Anchors:
         return 0
 
     def _note_lead(self, before: Anchor, anchor: Anchor) -> None:
-        """Note how fast the host's clock gained on the raw clock between two anchors, and how much that changed."""
+        """Note the host clock's gain on the raw clock per ns between two anchors, and the change of that rate."""
         passed_ns = anchor.lead.at_ns - before.lead.at_ns
         if passed_ns <= 0:
             return
@@ -252,7 +251,7 @@ class Anchors:
         return self._anchors[-1].event if self._anchors else None
 
     def ahead(self) -> Ahead:
-        """Return the line for events after the newest anchor. Raises `IndexError` without one."""
+        """Return the linear clock for events after the newest anchor. Raises `IndexError` without an anchor."""
         newest = self._anchors[-1]
         rate, rate_error, _ = self._rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
@@ -261,7 +260,7 @@ class Anchors:
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def place(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
-        """Place an event at an offset from the newest anchor. Return the driver's error, and the place."""
+        """Return the driver's error, and an event's host time by its offset in ns from the newest anchor."""
         if offset_ns > 0:
             return 0, self.ahead().place(offset_ns)
         anchors = self._anchors
@@ -292,7 +291,7 @@ class Anchors:
         return 0, place
 
     def _deviation_ns(self) -> float:
-        """Return the deviation of the host's clock since the newest anchor from its rate before."""
+        """Return the ns by which the host's clock has deviated from its earlier rate since the newest anchor."""
         if self._raw is None:
             return 0.0  # the distance accounts for it
         anchor_lead, now = self._anchors[-1].lead, self._tightest_reading()
@@ -302,7 +301,7 @@ class Anchors:
         return bent_ns + anchor_lead.uncertainty_ns + now.uncertainty_ns
 
     def _rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
-        """Return the host ns per device ns at an anchor, its error, and True between two anchors."""
+        """Return the host ns per device ns at an anchor, the error of this rate, and True between two anchors."""
         after, before = self._anchors[index], self._anchors[index - 1] if index else None
         if offset_ns > 0 and after.rate:
             return after.rate, after.rate_error, True
@@ -313,7 +312,7 @@ class Anchors:
         return 1.0, DRIFT, False
 
     def least_ns(self) -> tuple[int, int]:
-        """Return the driver's error, and the shortest time between two events without work in between."""
+        """Return the driver's error, and the shortest ns between two events without work in between."""
         driver = self._driver
         least_ns = 0
         while len(self._spare) < 2:
@@ -345,6 +344,6 @@ class Anchors:
 
 
 def grain_ns(elapsed_ns: int) -> float:
-    """Return the distance to the next 32-bit float of an elapsed time in ms, in ns."""
+    """Return the distance in ns between an elapsed time, as a 32-bit float in ms, and the next such float."""
     bits = (abs(elapsed_ns) // 10**6).bit_length()
     return _GRAINS_NS[bits] if bits < len(_GRAINS_NS) else 2.0 ** (bits - 24) * 1e6

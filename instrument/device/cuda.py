@@ -30,11 +30,11 @@ from instrument.runtime.faults import FAULTS
 T = TypeVar("T")
 
 Reading = Callable[[int, int, int], tuple[int, int, int]]
-"""A function that records an event on a stream and polls for it: (event, stream, most ns) -> (the driver's error, time
-before the record, time after the event has happened)."""
+"""A function that records an event and polls for it: (event, stream, most ns) -> (the driver's error, host time before
+the record, host time after the event)."""
 
 CAPTURING = 1_000_000
-"""The result in place of a driver's error for a stream that a graph captures. Nothing was recorded."""
+"""The result for a stream that a graph captures, in place of a driver's error. Nothing was recorded."""
 
 NOT_READY = 600
 
@@ -42,14 +42,14 @@ UNKNOWN = 999
 NO_CONTEXT = 201
 BAD_HANDLE = 400
 LEGACY, PER_THREAD = 1, 2
-"""Handles of the default stream by its other name, and of the calling thread's own default stream."""
+"""The second handle of the default stream, and the handle of the calling thread's own default stream."""
 
 CAPTURE_ERRORS = frozenset(range(900, 909))
 """Errors of a running capture, after which the device still works."""
 
 FATAL = frozenset({3, 4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, *range(800, 811), 999})
-"""Errors that a context returns for ever: CUDA is not or no longer initialised, the context is gone, a kernel has
-failed, the device is lost."""
+"""Permanent errors of a context: CUDA is not initialised, the context is destroyed, a kernel has failed, the device is
+lost."""
 
 _NON_BLOCKING = 1
 _THREAD_LOCAL, _RELAXED = 1, 2
@@ -62,7 +62,7 @@ WANTED = "cuda-bindings>=12.9.1,<14"
 
 
 def why_absent() -> str:
-    """Return the reason why there is no CUDA driver, "" if there is. Loads its library, and initialises nothing."""
+    """Return the reason why there is no CUDA driver, "" if there is one. Loads its library, but initialises nothing."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -71,7 +71,7 @@ def why_absent() -> str:
 
 
 def misfit(bindings: str, driver: int) -> str:
-    """Return why bindings do not work with a driver and the remedy, in one sentence; "" if they work.
+    """Return a sentence why bindings do not work with a driver, with the remedy, "" if they work.
 
     `bindings` is a version, "" for none. `driver` is the newest CUDA of the driver, 13010 for 13.1, 0 if unknown.
     """
@@ -88,7 +88,7 @@ def misfit(bindings: str, driver: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `driver`, `bindings` and `rocm`, "" for none, and the `problem` as a sentence, or "".
+    """Return the versions of `driver`, `bindings` and `rocm`, and the `problem` as a sentence. Each is "" for none.
 
     Loads the driver's library; imports and initialises nothing.
     """
@@ -117,11 +117,10 @@ def _dotted(version: int) -> str:
 
 
 class CudaDriver:
-    """The driver through cuda-python. `holds_gil` has `mark` keep the interpreter's lock.
+    """The driver through cuda-python. With `holds_gil`, `mark` keeps the interpreter's lock.
 
-    `default_stream` is the handle of stream 0 for the bindings and their callers.
-
-    Raises `ImportError` if cuda-bindings is missing or of an unknown version, `OSError` without a driver.
+    `default_stream` is the handle of stream 0. Raises `ImportError` if cuda-bindings is missing or of an unknown
+    version, `OSError` without a driver.
     """
 
     CAPTURING = CAPTURING
@@ -162,7 +161,7 @@ class CudaDriver:
 
     @functools.cached_property
     def misfit(self) -> str:
-        """The misfit of bindings and driver, in one sentence; "" for none."""
+        """The reason why the bindings do not work with the driver, in one sentence, "" if they do."""
         error, version = self._call_driver(self._driver.cuDriverGetVersion)
         return misfit(self.version, 0 if error else version)
 
@@ -178,7 +177,7 @@ class CudaDriver:
     def _marker(self, library: ctypes.CDLL) -> Callable[[Any, int], int]:
         """Return a call that records an event on a stream that is not captured.
 
-        The call returns the stream's number, or its error below 0.
+        The call returns the stream's number, or an error as a negative number.
         """
         numbers = getattr(library, "cuStreamGetId", None)  # from CUDA 12.0 on
         addresses = _address(library.cuEventRecord), _address(library.cuStreamIsCapturing)
@@ -188,7 +187,7 @@ class CudaDriver:
     def _call_driver(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
         """Call a function of the bindings. Return the driver's error, and the value if there is one.
 
-        The bindings raise if a newer driver returns a code that they do not know.
+        The bindings raise for an unknown code of a newer driver.
         """
         try:
             error, *values = function(*arguments)
@@ -208,7 +207,7 @@ class CudaDriver:
         return -1 if error else int(device)
 
     def primary(self, device: int) -> int:
-        """Return the primary context of a device, 0 if the service has made none. Releases it at once."""
+        """Return the primary context of a device, 0 if the service has created none. Keeps no reference to it."""
         driver = self._driver
         error, handle = self._call_driver(driver.cuDeviceGet, device)
         if error:
@@ -223,12 +222,12 @@ class CudaDriver:
         return int(context)
 
     def capture(self, stream: int) -> int:
-        """Return `CAPTURING` for a stream that is captured into a graph, else the driver's error, 0 for none."""
+        """Return `CAPTURING` for a stream that is captured into a graph, else the driver's error or 0."""
         error, status = self._call_driver(self._driver.cuStreamIsCapturing, stream)
         return error or (CAPTURING if status else 0)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of a stream's device, the current one for the default streams, -1 for an error."""
+        """Return the index of a stream's device, or -1 for an error. Default streams belong to the current device."""
         if stream <= PER_THREAD:
             return self.current_device()
         error, context = self._call_driver(self._driver.cuStreamGetCtx, stream)
@@ -240,7 +239,7 @@ class CudaDriver:
             self.pop()
 
     def relaxed(self, make: Callable[[], T]) -> T:
-        """Run a call that makes objects of the driver on a thread of the service, without ending a capture."""
+        """Run a call that creates driver objects on a thread of the service, without breaking a graph's capture."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
         error, mode = self._call_driver(exchange, driver.CUstreamCaptureMode(_RELAXED))
@@ -261,9 +260,9 @@ class CudaDriver:
     # ---------------------------------------------------------------- on the resolver's thread
 
     def bind(self, context: int) -> int:
-        """Make a context current on the calling thread for good, and let the thread disturb no capture.
+        """Make a context permanently current on the calling thread, in a mode that breaks no capture.
 
-        Otherwise a query from here would end the capture of another thread in the mode `global`, torch's default.
+        In the mode `global`, torch's default, a query from here would break another thread's capture.
         """
         driver = self._driver
         error, _ = self._call_driver(driver.cuCtxSetCurrent, context)
@@ -273,7 +272,7 @@ class CudaDriver:
         return error
 
     def new_event(self) -> tuple[int, Any]:
-        """Return the driver's error, and a new event of the current context that records the time."""
+        """Return the driver's error, and a new event with a time, in the current context."""
         return self._call_driver(self._driver.cuEventCreate, 0)
 
     def handle(self, event: Any) -> int:
@@ -284,7 +283,7 @@ class CudaDriver:
         self._call_driver(self._driver.cuEventDestroy, event)
 
     def new_stream(self) -> tuple[int, int]:
-        """Return the driver's error, and a new stream of the highest priority that waits for no other."""
+        """Return the driver's error, and a new stream of highest priority that waits for no other stream."""
         error, priorities = self._call_driver(self._driver.cuCtxGetStreamPriorityRange)
         if error:
             return error, 0
@@ -295,25 +294,25 @@ class CudaDriver:
         self._call_driver(self._driver.cuStreamDestroy, stream)
 
     def query(self, event: Any) -> int:
-        """Return 0 for an event that has happened, `NOT_READY` for any other."""
+        """Return 0 for an event that has happened, `NOT_READY` for a pending one."""
         return self._call_driver(self._driver.cuEventQuery, event)[0]
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
-        """Return a call that reads the device's clock against `now`, None if `now` is not the recorder's clock."""
+        """Return a call that reads the device's clock against `now`, None if that is not the recorder's clock."""
         read = getattr(recorder, "read_event", None)
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Return error, length and begin in ns of each pair of events, up to the first whose end has not happened.
+        """Return error, length and begin in ns of each pair of events, up to the first pair that has not ended.
 
-        The begin counts from the anchor, and is 0 without one.
+        The begin counts from the anchor, and is 0 without an anchor.
         """
         events = [int(event) for pair in pairs for event in pair]
         lengths = self._measure(0 if anchor is None else int(anchor), events)
         return [(error, round(device_ms * 1e6), round(offset_ms * 1e6)) for error, device_ms, offset_ms in lengths]
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
-        """Return the error, and the device time between two events that have happened."""
+        """Return the error, and the device time in ns between two events that have happened."""
         ms = ctypes.c_float()
         error = self._elapsed(ms, int(first), int(second))
         return error, round(ms.value * 1e6)
@@ -326,23 +325,23 @@ def _address(function: Any) -> int:
 # Streams
 
 Stream = tuple[int, int]
-"""The index of a device as this process numbers its devices, and the handle of a stream."""
+"""A device's index in this process, and the handle of a stream."""
 
 Current = Callable[..., "Stream | None"]
-"""A call that returns the calling thread's current stream, on its current device or on a given one. It returns None
-before the framework uses a device."""
+"""A function that returns the calling thread's current stream, on its current device or on a given one. It returns None
+until the framework uses a device."""
 
 UNKNOWN = -1
-"""A value in place of a handle: the framework has not reported its stream yet."""
+"""The placeholder for the handle of a stream that its framework has not reported yet."""
 
 COPIES = ("host_to_device", "device_to_host", "device_to_device")
 """The functions of numba's driver module that copy."""
 
 
 def current_of_torch(torch: Any) -> Current | None:
-    """Return a function for torch's current stream. It uses torch's internal one, 20 times faster than the public one.
+    """Return a function for torch's current stream.
 
-    Returns None for a torch that was built without CUDA.
+    It calls torch's internal function, 20 times faster than the public one. Returns None for a torch without CUDA.
     """
     native = getattr(torch, "_C", None)
     raw, device = getattr(native, "_cuda_getCurrentRawStream", None), getattr(native, "_cuda_getDevice", None)
@@ -361,7 +360,7 @@ def current_of_torch(torch: Any) -> Current | None:
 
 
 def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
-    """Return a call for cupy's current stream. It first tests for a context, since cupy would make one."""
+    """Return a call for cupy's current stream. The call first tests for a context, as cupy would create one."""
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
     def current(index: int | None = None) -> Stream | None:
@@ -373,7 +372,7 @@ def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
 
 
 def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] = lambda: None) -> Current:
-    """Return a call for the stream on which the calling thread last used numba, as numba has no current stream.
+    """Return a call for the stream that the calling thread last used with numba, which has no current stream.
 
     `NumbaStreams` notes it. Before the first use nothing is timed: with an event on the default stream the thread's
     work would wait for every blocking stream.
@@ -387,14 +386,14 @@ def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] =
 
 
 class NumbaStreams:
-    """The last streams on which threads launch and copy with numba."""
+    """The last stream on which each thread launched or copied with numba."""
 
     def __init__(self, default_stream: int) -> None:
         self._default = default_stream
         self._thread = threading.local()
 
     def used(self) -> int | None:
-        """Return the handle of the calling thread's last stream, None before the first."""
+        """Return the handle of the calling thread's last stream, None before its first use."""
         return getattr(self._thread, "stream", None)
 
     def install(self, numba_cuda: Any) -> Callable[[], None]:
@@ -412,7 +411,7 @@ class NumbaStreams:
         return undo
 
     def _note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
-        """Wrap a function so that it first notes its stream, the argument at position `place`."""
+        """Wrap a function so that it first notes its stream, the argument at index `place`."""
         function, thread, default = getattr(owner, name), self._thread, self._default
 
         @functools.wraps(function)
@@ -434,10 +433,10 @@ class NumbaStreams:
 
 
 def likely(places: Sequence[Stream]) -> Sequence[Stream]:
-    """Return the distinct streams on which work may run, from the current streams of several frameworks.
+    """Return the streams on which work may run, without duplicates, from the frameworks' current streams.
 
-    A framework without work on a device reports its default stream, and an event on that blocks other streams. So it is
-    left out if another framework has a stream of its own on that device.
+    A framework without work on a device reports its default stream, and an event on that blocks other streams. So a
+    default stream is left out if another framework has its own stream on that device.
     """
     devices = {device for device, stream in places if stream > 1}
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]

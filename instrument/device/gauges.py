@@ -35,14 +35,14 @@ GAUGE_OF = {
     "torch_reserved": ("reserved_bytes", "current"),
     "torch_reserved_peak": ("reserved_bytes", "peak"),
 }
-"""The place of each gauge in `torch.cuda.memory_stats_as_nested_dict()`."""
+"""The path of each gauge in `torch.cuda.memory_stats_as_nested_dict()`."""
 
 
 class TorchMemory:
-    """A reader of the counters of torch's allocator. `problem` is the reason why it has stopped, "" for none.
+    """A reader of the counters of torch's allocator. `problem` is the reason why it has stopped, "" while it runs.
 
     It reads only devices that torch uses, and imports or initialises nothing. torch keeps the interpreter's lock while
-    it waits for its allocator's, so the counters are read rarely. No peak is missed: torch keeps the peaks itself.
+    it waits for its allocator's, so the counters are read rarely. No peak is missed, as torch stores the peaks.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class TorchMemory:
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Return the gauges of each device that torch uses: at the first call, and at calls with `rarely`."""
+        """Return the gauges of each device that torch uses. Reads at the first call, and at calls with `rarely`."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)
@@ -81,7 +81,7 @@ RARELY_NS = 10 * 10**9
 measurement, and a loop that read it every 25 ms delayed the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""The least age, in ns, of the newest reading of a share or a rate for one more reading at the end of a session."""
+"""The least ns between the newest reading of a share or a rate and a last reading at the session's end."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -93,10 +93,10 @@ _Read = Callable[[int, bool], bool]
 
 
 class GaugeSources:
-    """The gauges of a process, this one or that of a pid, by its profile's `device`.
+    """The gauges of this process or of another one, by the profile's `device`.
 
-    `keep` gets each reading. One thread calls all methods except `prepare`, `gpus` and `notes`. It owns the lock
-    `inside` while it is in NVML or in torch's allocator. `environ` has the process's variables that choose its GPUs.
+    `keep` receives each reading. One thread calls all methods except `prepare`, `gpus` and `notes`. It has the lock
+    `inside` while it calls NVML or torch's allocator. `environ` has the process's variables that choose its GPUs.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class GaugeSources:
         return self._nvml is not None or self._host is not None
 
     def wanted(self) -> Device:
-        """Return the settings without the gauges that cannot be read."""
+        """Return the settings, without unreadable gauges."""
         nvml_ns = None if self._nvml is None else self._settings.nvml_ns
         return Device(nvml_ns=nvml_ns, host_ns=None if self._host is None else self._settings.host_ns)
 
     def open(self) -> bool:
-        """Begin to read. Return True if GPUs are read."""
+        """Begin reading. Return True if GPUs are read."""
         gpus, host, is_open = self._nvml, self._host, False
         if gpus is not None:
             self._guarded(partial(self._close, gpus))  # of a run that died
@@ -162,11 +162,11 @@ class GaugeSources:
         return is_open
 
     def wait_ns(self) -> int | None:
-        """Return the time to the next reading, None if nothing remains to be read."""
+        """Return the ns until the next reading, None if nothing is left to read."""
         return max(min(self._due_ns.values()) - time.monotonic_ns(), 0) if self._due_ns else None
 
     def read(self, *, is_last: bool = False) -> None:
-        """Read the gauges that are due, or all for the last time."""
+        """Read the gauges that are due, or all gauges for the last time."""
         now_ns = time.monotonic_ns()
         for name in list(self._due_ns):
             if name not in self._due_ns:
@@ -189,13 +189,13 @@ class GaugeSources:
             self._keep(samples)  # all of one time together, as readers continue after the newest time
 
     def close(self) -> None:
-        """Close what `open` opened."""
+        """Close NVML."""
         self._due_ns.clear()
         if self._nvml is not None:
             self._guarded(partial(self._close, self._nvml))
 
     def _guarded(self, action: Callable[[], bool]) -> bool:
-        """Return the result of an action, True for a fault of ours, which is counted."""
+        """Return the result of an action. If it raises, count the fault as ours and return True."""
         try:
             return action()
         except Gone:
@@ -252,7 +252,7 @@ class GaugeSources:
         return not self._torch.problem
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
-        """Read torch's allocator, which no other process can read."""
+        """Read torch's allocator. Only its own process can do so."""
         with self.inside:
             return self._torch.read(rarely)
 
@@ -278,10 +278,10 @@ class GaugeSources:
 
 
 STOP_S = 2.0
-"""The longest wait for the thread at the end, as it may hang in the driver."""
+"""The longest wait for the thread's end. It may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""The longest wait of a fork for the thread to leave NVML and torch's allocator, whose locks a child inherits."""
+"""The longest wait of a fork until the thread leaves NVML and torch's allocator. A child inherits their locks."""
 
 THREAD_NAME = "instrument-nvml"
 
@@ -290,9 +290,9 @@ _forking = local()
 
 
 class Gauges:
-    """The gauges of this process, read on a thread of their own by the profile's `device`.
+    """The gauges of this process by the profile's `device`, read on a thread of their own.
 
-    `keep` gets each reading on the reading thread. `find_room` returns the place of readings in the recording, if this
+    `keep` receives each reading, on the reading thread. `find_room` returns the recording's area for readings, if this
     process has one. Any thread may call `start`, `stop` and the methods that return readings.
     """
 
@@ -318,7 +318,7 @@ class Gauges:
         self._outside: tuple[Sequence[Gpu], Sequence[str]] = (), ()
         self._before_ns = 0
         self.thread_ns = 0
-        """Processor time of the threads so far."""
+        """Processor time of the reading threads so far, in ns."""
 
     # ------------------------------------------------------------ life
 
@@ -337,7 +337,7 @@ class Gauges:
         return self._sources.are_there
 
     def wanted(self) -> Device:
-        """Return the settings without the gauges that cannot be read."""
+        """Return the settings, without unreadable gauges."""
         return self._sources.wanted()
 
     def begin(self) -> None:
@@ -351,7 +351,7 @@ class Gauges:
         self._thread.start()
 
     def stop(self, limit_s: float = STOP_S) -> None:
-        """Make a last reading and end the thread. Returns after `limit_s` and `STOP_S`, even if the driver hangs."""
+        """Read a last time and end the thread. Takes at most `limit_s` and `STOP_S`, even if the driver hangs."""
         global _running
         thread, self._thread = self._thread, None
         if _running is self:
@@ -369,9 +369,9 @@ class Gauges:
             )
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Drop the parent's readings and begin again, or only `prepare`.
+        """Drop the parent's readings and begin again, or with `begins=False` only prepare.
 
-        The child neither uses nor closes the parent's handles: the driver would close them for the parent, too.
+        The child does not close the parent's handles, as the driver would close them for the parent, too.
         """
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
@@ -382,7 +382,7 @@ class Gauges:
 
     @property
     def inside(self) -> Lock:
-        """The lock that the thread owns while it is in NVML or torch's allocator."""
+        """The lock that the thread has while it calls NVML or torch's allocator."""
         return self._sources.inside
 
     def _watch_forks(self) -> None:
@@ -404,7 +404,7 @@ class Gauges:
     # ------------------------------------------------------------ reading
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
-        """Read torch's allocator, if the agent reads the other gauges. For one thread."""
+        """Read torch's allocator, if the agent reads all other gauges. Only one thread may call it."""
         self._watch_forks()
         return self._sources.torch_memory(rarely=rarely)
 
@@ -414,11 +414,11 @@ class Gauges:
             self._keep(samples, self.gpus())
 
     def note_outside(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
-        """Note the GPUs that the agent reads, and its sentences on those that it cannot read."""
+        """Note the GPUs that the agent reads, and its sentences on unreadable GPUs."""
         self._outside = tuple(gpus), tuple(notes)
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
-        """Return the newest samples from the first time on and before the last, by time, device and name."""
+        """Return the newest samples from `first_ns` to before `last_ns`, by time, device and name."""
         return self._readings.samples(first_ns, last_ns)
 
     def gpus(self) -> tuple[Gpu, ...]:
@@ -430,7 +430,7 @@ class Gauges:
         return list(dict.fromkeys([*self._sources.notes(), *self._outside[1]]))
 
     def losses(self) -> dict[str, int]:
-        """Count the samples that were not kept, by reason."""
+        """Return the number of lost samples, by reason."""
         overwritten = self._readings.overwritten
         return {"samples of gauges overwritten by newer ones": overwritten} if overwritten else {}
 
@@ -441,7 +441,7 @@ def _hook_forks() -> None:
 
 
 def _before_fork() -> None:
-    """Wait for the thread to leave NVML and torch, whose locks the child could never release."""
+    """Wait until the thread leaves NVML and torch. A child could never release their locks."""
     running = _running
     _forking.gauges = running if running is not None and running.inside.acquire(timeout=FORK_WAIT_S) else None
 
@@ -465,11 +465,11 @@ MOST_THREADS = 256
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
-    """The process has ended."""
+    """A process ended before its gauges were read."""
 
 
 class Host:
-    """The host's gauges for a process, this one or that of a pid.
+    """The host's gauges for this process or another one.
 
     Shares refer to the time since the last reading. The constructor and `read` raise `Gone` for a process that ended.
     """
@@ -482,7 +482,7 @@ class Host:
         self._waits_ns, self._memory_waits_us = self._processor_waits(), memory_waits_us(self._pid)
 
     def read(self, now_ns: int, rarely: bool) -> Values:
-        """Read the gauges. `rarely` adds those that seldom change."""
+        """Read the gauges. `rarely` adds the gauges that seldom change."""
         values: Values = {"cores": cores(self._pid)} if rarely else {}
         process_ns = self._processor_ns()
         elapsed_ns = now_ns - self._at_ns
@@ -511,7 +511,7 @@ class Host:
         return values
 
     def _processor_ns(self) -> int:
-        """Read the clock of the process. Other processes may read it (man clock_getcpuclockid)."""
+        """Read the process's processor time in ns. Other processes may read it, too (man clock_getcpuclockid)."""
         if self._pid is None:
             return time.process_time_ns()
         try:
@@ -526,7 +526,7 @@ class Host:
             return None
 
     def _peak_bytes(self) -> float | None:
-        """Read the system's own high-water mark of memory, None without one."""
+        """Read the peak memory of the process, as the system stores it. Return None without it."""
         try:
             status = (self._folder / "status").read_bytes()
         except OSError:
@@ -535,9 +535,9 @@ class Host:
         return int(text.split(None, 1)[0]) * 1024 if label else None
 
     def _processor_waits(self) -> dict[str, int]:
-        """Read the time for which each thread waited for a processor so far; empty if unreadable.
+        """Read the time that each thread has waited for a processor.
 
-        The time in which a quota stopped the thread is part of it.
+        The result is empty if unreadable. The time of a stop by a quota is included.
         """
         waits_ns = {}
         with suppress(OSError), os.scandir(self._folder / "task") as tasks:
@@ -547,9 +547,9 @@ class Host:
         return waits_ns
 
     def _system_times(self) -> tuple[float, float, float]:
-        """Read busy and idle time of all cores since the start of the machine, in ticks; zeros if unreadable.
+        """Read busy and idle time of all cores since the machine's start in ticks, zeros if unreadable.
 
-        The third number is the part of the busy time that the hypervisor gave to other machines (steal).
+        The third number is the busy time that the hypervisor gave to other machines (steal).
         """
         try:
             with (PROC / "stat").open("rb") as file:

@@ -29,7 +29,7 @@ GPM_NS = 100 * 10**6
 """The least time between two samples of GPM (NVML reference, `nvmlGpmSampleGet`)."""
 
 ENERGY_NS = 400 * 10**6
-"""The least time between two readings of the energy counter that give power. It changes every 20 to 100 ms."""
+"""The least time between two readings of the energy counter for an average power. It changes every 20 to 100 ms."""
 
 MIB = 2**20
 
@@ -49,7 +49,7 @@ Values = dict[str, float | None]
 
 
 class NvmlError(Exception):
-    """An error after which NVML cannot be used. The message is one line with the reason and the remedy."""
+    """An error after which NVML cannot be used. The message has the reason and the remedy in one line."""
 
 
 class Closed(Exception):  # noqa: N818 - no error: NVML must be opened again
@@ -59,7 +59,7 @@ class Closed(Exception):  # noqa: N818 - no error: NVML must be opened again
 def why_unavailable() -> str:
     """Return the reason why NVML cannot be opened, "" if it can. Without an NVIDIA driver it costs a failed `dlopen`.
 
-    With a driver it imports `pynvml`, in 20 to 40 ms: no fork may happen meanwhile.
+    With a driver it imports `pynvml`, in 20 to 40 ms. No fork may happen during the import.
     """
     try:
         dlopen(LIBRARY, 0)  # `ctypes` itself takes longer to load than all of this module
@@ -75,7 +75,7 @@ def why_unavailable() -> str:
 
 
 def why_unreadable() -> str:
-    """Return the reason why no GPU can be read, "" if one can. Opens and closes NVML, which may take seconds."""
+    """Return the reason why no GPU can be read, "" if one can be. Opens and closes NVML, which may take seconds."""
     problem = why_unavailable()
     if problem:
         return problem
@@ -111,8 +111,8 @@ class NvmlDevice:
 class Nvml:
     """NVML between `open` and `close`. `gpus` are the GPUs that are read, `notes` are sentences on them.
 
-    `failures` counts calls that failed for a reason outside of the device. `pid` is the process whose GPUs and memory
-    are read, and `environ` has its variables that choose its GPUs.
+    `failures` counts calls that failed for unknown reasons. `pid` is the process whose GPUs and memory are read.
+    `environ` has its variables that choose its GPUs.
     """
 
     def __init__(self, pid: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
@@ -139,7 +139,7 @@ class Nvml:
             raise NvmlError(_error_text(pynvml, error)) from error
 
     def close(self) -> None:
-        """Close what `open` opened. Never raises."""
+        """Shut NVML down. Never raises."""
         if not self._open:
             return
         import pynvml
@@ -155,7 +155,7 @@ class Nvml:
         self._shown, self._devices = [], []
 
     def read(self, now_ns: int, rarely: bool) -> list[tuple[int, Values]]:
-        """Read the gauges of each GPU. `rarely` adds those that change slowly or are expensive.
+        """Read the gauges of each GPU. `rarely` adds gauges that change slowly or are expensive.
 
         Raises `NvmlError` when the driver has gone, and `Closed` when NVML must be opened again.
         """
@@ -192,7 +192,7 @@ class Nvml:
         self._choose_visible()
 
     def _choose_visible(self) -> None:
-        """Choose the GPUs that the variable shows now: the service may set it late."""
+        """Choose the GPUs by the current value of `CUDA_VISIBLE_DEVICES`, which the service may set late."""
         self._variable = self._environ.get(VARIABLE)
         for device in self._shown:
             device.energy_mj = device.first_energy_mj = None
@@ -231,7 +231,7 @@ class Nvml:
         return values
 
     def _stop_failed(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
-        """Decide after a failed call whether to stop reading: all gauges, a GPU's, or the gauges of this call."""
+        """Stop reading after a failed call: all gauges, one GPU's, or the gauges of that call, by the error."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error
@@ -261,7 +261,7 @@ class Nvml:
         return {"memory_used": memory.used, "memory_total": memory.total}
 
     def _power(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the power, unless the energy counter gives it without gaps between two readings."""
+        """Read the power, unless the difference of two energy readings gives it."""
         if device.energy_mj is not None and now_ns - device.energy_ns >= ENERGY_NS:
             return {}  # `_energy` has it
         return {"power": nvml.nvmlDeviceGetPowerUsage(device.handle) / 1e3}
@@ -287,13 +287,13 @@ class Nvml:
         }
 
     def _memory_of_process(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        """Read the memory of our pid. In another namespace of pids, such as a container's, NVML does not know it."""
+        """Read the memory of the process. NVML does not know processes of other pid namespaces (containers)."""
         used = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(device.handle) if p.pid == self._pid]
         sizes = [size for size in used if size is not None]
         return {"memory_of_process": sum(sizes) if sizes else None}
 
     def _gpm(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the device's counts between the last sample and a new one, nothing if the last is too recent."""
+        """Read the device's counters since the last sample, nothing if that is too recent."""
         handle = device.handle if device.parent is None else device.parent
         if not device.gpm:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
@@ -352,7 +352,7 @@ _RARELY = (
 
 
 def visible_devices(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
-    """Return the GPUs or MIG instances that CUDA shows for the variable, from all devices in the order of PCI buses."""
+    """Return the GPUs or MIG instances that CUDA shows for the variable, from all in the order of PCI buses."""
     if variable is None:
         chosen = list(devices)
     elif variable.startswith("MIG-"):
@@ -405,7 +405,7 @@ def _instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
 
 
 def _memory_info(nvml: Any, device: NvmlDevice) -> Any:
-    """Read memory by NVML's second version, without the driver's own as nvidia-smi does, else by the first."""
+    """Read memory by NVML's second version, which like nvidia-smi omits the driver's own memory, else by the first."""
     if "v2" not in device.absent:
         try:
             return nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)

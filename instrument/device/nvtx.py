@@ -1,4 +1,4 @@
-"""NVTX: ranges of our spans for a tool that listens, such as Nsight Systems, under the names in our reports.
+"""NVTX: ranges of our spans for an attached tool, such as Nsight Systems, under the names in our reports.
 
 NVTX_INJECTION64_PATH attaches a tool when a process starts. If it is not set nothing is imported, called or recorded.
 If it is set, each span opens a range in the domain `instrument`, in the category of its kind. Ranges use start/end,
@@ -22,17 +22,16 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""The most sites with their own NVTX name, because a tool never forgets a name. Further sites share one name per
-kind."""
+"""The most sites with their own NVTX name, as a tool never frees a name. Further sites share a name per kind."""
 
 Begin = Callable[[Any, Any, int], Any]
-"""A call that begins to time a span: (site, attributes, span id) -> pair or None."""
+"""A function that begins to time a span: (site, attributes, span id) -> pair or None."""
 
 
 class Ranges:
-    """A source of ranges for the spans of one recorder. It also calls the timer of device times, if there is one.
+    """A source of NVTX ranges for one recorder's spans. It also calls the device timer, if there is one.
 
-    `reason` says why there are no ranges although a tool listens, "" for none.
+    `reason` is the reason why there are no ranges although a tool is attached, else "".
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -44,7 +43,7 @@ class Ranges:
         self.reason = ""
 
     def install(self) -> Callable[[], None]:
-        """Open a range for each span from now on, if a tool listens. Return the undo."""
+        """Open a range for each span from now on, if a tool is attached. Return the undo."""
         if not os.environ.get(VARIABLE):
             return _nothing
         try:
@@ -73,7 +72,7 @@ class Ranges:
             self._recorder.begin_device = self._timed
 
     def time_by(self, begin: Begin | None) -> None:
-        """Set the call that times the spans that ask for device time; None for none."""
+        """Set the function that times spans with device time, None for no device times."""
         self._timed = begin
         if self._domain is None:
             self._recorder.begin_device = begin
@@ -94,7 +93,7 @@ class Ranges:
         return Range(self, domain, event if event is not None else self._event(domain, site), pair)
 
     def _event(self, domain: Any, site: Site) -> Any:
-        """Return the tool's attributes of a site, which are made once."""
+        """Return the NVTX event attributes of a site, which are cached."""
         if len(self._events) >= KNOWN_SITES:
             return domain.get_event_attributes(f"(more sites of kind {site.kind})", category=site.kind)
         name = site.instance if site.kind == "layer" and site.instance else site.name
@@ -135,13 +134,13 @@ class Range:
             self._pair.resume()
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """End the range of a span that has ended. `ring` has its row; `index` is its node in the tally."""
+        """End the range of an ended span. `ring` has the span's row, and `index` is its node in the tally."""
         self._end()
         if self._pair is not None:
             self._pair.end(ring, index, span_id, start_ns, end_ns)
 
     def cancel(self) -> None:
-        """End the range of a span that is not recorded after all."""
+        """End the range of a span that is not recorded."""
         self._end()
         if self._pair is not None:
             self._pair.cancel()

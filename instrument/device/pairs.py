@@ -20,7 +20,7 @@ T = TypeVar("T")
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The most streams of a context whose state is kept. A state that no pair needs any more is dropped first."""
+"""The most streams of a context whose state is stored. Unneeded states are dropped first."""
 
 
 class Driver(Protocol):
@@ -55,7 +55,7 @@ class Driver(Protocol):
 
 
 class Times(Protocol):
-    """The protocol of the timer, as far as pairs call it."""
+    """The protocol of the timer that pairs call."""
 
     def begin(self, site: Any, attributes: Any, span_id: int, /) -> Pair | Untimed | None: ...
     def begin_again(self, whole: Pair, /) -> None: ...
@@ -66,7 +66,7 @@ class Times(Protocol):
 
 
 class DeferredTimes(NamedTuple):
-    """The interval of one of several pairs of a span, until the span has ended."""
+    """The interval of a pair of a span on several streams, stored until the span's end."""
 
     context: Context
     stream: int
@@ -78,16 +78,16 @@ class DeferredTimes(NamedTuple):
 
 
 class Pair:
-    """A pair of events of a context's pool, and the part of a stream between them.
+    """A pair of events from a context's pool, around the work of a span on a stream.
 
-    The recorder refers to the first pair of an open span. It is the `whole`: the pairs of a span's other parts (of a
-    generator) refer to it, and it returns to the pool last. The span's threads count `begun`, the resolver `taken`. The
-    device time of a span that has ended is counted with its last part. Times of the host are 0 until they are known.
-    `handle` may later be another stream's, while the number `stream` is unique. `thread_id` is set for a handle that
-    means another stream on another thread.
+    The recorder refers to an open span's first pair, the `whole`. A generator has a pair for each later step, which
+    refers to the `whole`. The `whole` returns to the pool last. The span's threads count `begun`, the resolver `taken`.
+    An ended span's device time is counted with its last pair. Host times are 0 until known. A `handle` may be reused
+    for another stream, while the number `stream` is unique. `thread_id` is set for a handle that means another stream
+    on each thread.
 
-    A span that may work on any of several streams has a pair on each. The `side_pairs` of the first one begin and end
-    with it, and the intervals of all are `deferred` until the span has ended.
+    A span that may use several streams has a pair on each. The `side_pairs` begin and end with the first pair, and all
+    their intervals are `deferred` until the span's end.
     """
 
     __slots__ = (
@@ -119,18 +119,18 @@ class Pair:
         self.deferred: list[DeferredTimes] | None = None
 
     def pause(self) -> None:
-        """End the current part when a generator's body yields."""
+        """End the current step when a generator yields."""
         pair, self.running = self.running, None
         if pair is not None:
             self.timer.end_pair(pair)
 
     def resume(self) -> None:
-        """Begin another part when the body continues, on the stream that is current now."""
+        """Begin another step when the generator continues, on the stream that is current then."""
         if self.running is None:
             self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """Note the row of a span that has ended, with its ring and node (-1 if another span has its time)."""
+        """Note the row of an ended span, with its ring and node (-1 if another span has its time)."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
         pair = self.running
@@ -141,7 +141,7 @@ class Pair:
             self.timer.finish(self)
 
     def cancel(self) -> None:
-        """Drop the pair of a span that is not recorded after all."""
+        """Drop the pair of a span that is not recorded."""
         for side_pair in self.side_pairs:
             side_pair.cancel()
         self.whole = self.running = None
@@ -149,7 +149,7 @@ class Pair:
         self.timer.wake()  # or calls that do nothing would empty the pool
 
     def add(self, start_ns: int, end_ns: int) -> None:
-        """Add an interval to the whole, in the order of time. Overlaps count once."""
+        """Add an interval to the span's device time. Intervals come in the order of time, and overlaps count once."""
         if start_ns < self.last_ns:
             start_ns = self.last_ns
         if end_ns > start_ns:
@@ -160,7 +160,7 @@ class Pair:
 
 
 class Untimed:
-    """A substitute for the pair of a span without device time, with the reason as its label."""
+    """A substitute for the pair of a span without device time. Its label has the reason."""
 
     __slots__ = ("_at_ns", "_label", "_place", "_timer")
 
@@ -191,26 +191,26 @@ class Context:
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.floors: dict[int, tuple[int, int, int]] = {}
-        """The place of the last begin, the time of the last end's record, and the place of that end, by stream."""
+        """The times of the last begin, of the last end's record on the host, and of that end, by stream."""
         self.numbers: dict[int, int] = {}
         """The numbers of streams by handle."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
-        """The last time at which the oldest end in flight had not happened, by stream."""
+        """The last host time at which the oldest end in flight had not happened, by stream."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
-        """The time of the next try for an anchor, and the pause before it, while the device is too busy."""
+        """The time of the next try for an anchor on a device that is too busy, and the pause before it."""
         self.next_watch_ns = 0
         self.watched: int | None = None
-        """The stream whose end was just seen to happen, on a device that is too busy for anchors."""
+        """The stream on which an end was just observed, on a device that is too busy for anchors."""
 
     def learn(self, stream: int, number: int) -> None:
-        """Note the number of the stream that now has a handle."""
+        """Note the number of the stream that a handle means from now on."""
         if len(self.numbers) >= STREAMS_KNOWN:
             self.numbers.clear()
         self.numbers[stream] = number
 
     def grow(self, timer: Times, driver: Driver, pairs: int) -> int:
-        """Add pairs of events to the pool of this context, which is current. Return the driver's error."""
+        """Add pairs of events to the pool of this context, which must be current. Return the driver's error."""
         for _ in range(pairs):
             error, begin = driver.new_event()
             if not error:
@@ -224,7 +224,7 @@ class Context:
         return 0
 
     def forget_streams(self, now_ns: int) -> None:
-        """Drop the state of idle streams, whose number may grow without limit.
+        """Drop the state of idle streams, as their number may grow without limit.
 
         An interval that ended before the begin of the oldest open pair cannot affect later intervals.
         """
@@ -253,25 +253,25 @@ class Context:
 
 
 STALE_NS = 10**6
-"""An interval is stale if its uncertainty exceeds this, and a tenth of its length."""
+"""The least uncertainty, in ns, of a `stale` interval. It also exceeds a tenth of the interval's length."""
 
 LAUNCH_NS = 20_000
-"""A span is launch-bound if its device interval ends this soon after it, in ns. A launch takes 3 to 10 us."""
+"""A span is launch-bound if its device interval ends within this time after it. A launch takes 3 to 10 us."""
 
 SHORT = 20
-"""The least length of an interval that is not launch-bound, in lengths of an empty one: events take 5 % of it."""
+"""The least length of an interval that is not launch-bound, in lengths of an empty interval. Events take 5 % of it."""
 
 RECENT = 256
-"""The most recent intervals of a stream that are kept for comparison with other streams. Adjacent ones are merged."""
+"""The number of a stream's newest intervals, kept to compare with other streams. Adjacent intervals are merged."""
 
 Answer = tuple[int, int, "int | None"]
-"""The driver's error, a pair's length in ns, and the ns from the newest anchor to its begin, None if not measured."""
+"""The driver's error, a pair's length in ns, and the ns from the newest anchor to the pair's begin, None if unknown."""
 
 _by_begin = attrgetter("begin_ns")
 
 
 class Placing:
-    """A placer of the pairs of all contexts, on the resolver's thread. The state of a stream is in its context."""
+    """A placer of all contexts' pairs on the host's clock. It runs on the resolver's thread."""
 
     def __init__(self, driver: Driver, now: Callable[[], int]) -> None:
         self._driver = driver
@@ -280,7 +280,7 @@ class Placing:
     def put_in_order(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
-        """Place the pairs that have begun on a stream, each after all events that were recorded earlier."""
+        """Place the pairs that have begun on a stream, each after all earlier events."""
         times = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
         if not times:
             return
@@ -319,7 +319,7 @@ class Placing:
     def labelled_interval(
         self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
-        """Return begin, end and label of an interval that has ended. `is_alone` is True on the only stream."""
+        """Return begin, end and label of an ended interval. `is_alone` is True if the context uses no other stream."""
         start_ns = place.at_ns
         end_ns = start_ns + device_ns if device_ns > 0 else start_ns
         recent = context.recent.get(stream)
@@ -337,7 +337,7 @@ class Placing:
         return start_ns, end_ns, label
 
     def remember(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
-        """Note an interval of a stream, for comparison with those of other streams."""
+        """Note an interval of a stream, to compare it with other streams' intervals."""
         stretches = context.recent.get(stream)
         if stretches is None:
             stretches = context.recent[stream] = deque(maxlen=RECENT)
@@ -349,7 +349,7 @@ class Placing:
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
         """Return True if an interval of another stream overlaps by more than the resolution of events.
 
-        The answer is final: work that has not begun on the device yet begins after the end of this interval.
+        The answer is final, as work that has not begun yet will begin after this interval's end.
         """
         start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
         if start_ns >= end_ns:
@@ -376,7 +376,7 @@ class Placing:
         return False
 
     def _begun_at(self, context: Context, pair: Pair) -> int | None:
-        """Return the host time at which a pair began on the device, None if it has not begun or is not placed."""
+        """Return the host time at which a pair began on the device, None if unknown."""
         place = pair.place
         if place is None:
             if self._driver.query(pair.begin):
@@ -385,7 +385,7 @@ class Placing:
         return None if place is None else place.at_ns
 
     def _ends_after(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
-        """Return True if a pair that has begun on the device ends there after a time."""
+        """Return True if a pair that has begun ends on the device after `start_ns`."""
         driver = self._driver
         if not pair.end_ns or driver.query(pair.end_event):
             return True
@@ -395,9 +395,9 @@ class Placing:
     def _place(
         self, context: Context, pair: Pair, offset_ns: int | None, ahead: Ahead | None, now_ns: int
     ) -> AnchoredMoment | None:
-        """Place the begin of a pair, `offset_ns` after the newest anchor, and not before its record on the host.
+        """Place the begin of a pair `offset_ns` after the newest anchor, but not before its record on the host.
 
-        `ahead` is the line after that anchor, if it is known. `now_ns` is later than all events that have happened.
+        `ahead` is the clock after that anchor, if it is known. `now_ns` is later than all events that have happened.
         Returns None for an error of the driver.
         """
         anchors = context.anchors

@@ -1,4 +1,4 @@
-"""The resolver: the thread that makes intervals from events that have happened on devices.
+"""The resolver: the thread that computes device intervals from events that have happened.
 
 It polls for events instead of waiting for them, disturbs no capture of a graph, and sleeps while no pair is in flight.
 """
@@ -25,14 +25,13 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The pairs of a new pool, and the number of free pairs below which the resolver doubles the pool."""
+"""The size of a new pool, and the number of free pairs below which the resolver doubles a pool."""
 
 LOW = 64
-"""The number of free pairs at which the resolver is woken."""
+"""The number of free pairs at which the resolver is woken early."""
 
 POOL_LIMIT = 8_192
-"""The most pairs of events of a context. Spans that find none free get no device time. An event takes some hundred
-bytes."""
+"""The most pairs of a context. A span without a free pair gets no device time. An event takes some hundred bytes."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
@@ -46,23 +45,23 @@ ANCHOR_PAUSE_NS = 10**7
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""The seconds between two polls for the next end on a busy device, and the most polls per second without an anchor."""
+"""The seconds between two polls for the next end on a busy device, and the most polls in a row."""
 
 MEASURED_AT_ONCE = 1000
-"""The most pairs in one measurement by the driver, which takes a millisecond of its time."""
+"""The most pairs in one measurement, which takes the driver a millisecond."""
 
 DEFERRED_LIMIT = 512
-"""The most intervals of a span on several streams that wait for the span's end. Beyond it they are added before that,
-as in a generator that runs for days."""
+"""The most intervals of a span on several streams that wait for its end. More are added earlier, as in a generator that
+runs for days."""
 
 INTERRUPTED = -2
-"""A value in place of an error: a signal handler raised, so the state of the event is unknown."""
+"""The value in place of an error if a signal handler raised, so that the event's state is unknown."""
 
 ROW_NS = 10**7
-"""The most ns from a span's row to the second event of its pair. Later spans may lack a device time."""
+"""The most ns from a span's end to the second event of its pair. Newer spans may have no device time yet."""
 
 NOTE_NS = 2 * 10**7
-"""The ns between two writes of the settled time into the recording. Spans that ended by it have their device times."""
+"""The ns between two writes of the settled time. All spans that ended before that time have device times."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
@@ -75,16 +74,15 @@ _by_end = attrgetter("end_ns")
 
 
 def _ended_at(pair: Pair) -> int:
-    """Return the host time at which a pair's span ended, else the pair. 0 or less: no end is to wait for."""
+    """Return the host time at which a pair's span ended, else that of the pair's end. Up to 0 nothing is awaited."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
 
 class Resolver:
-    """The resolver of the pairs of all contexts. One thread calls `start` and `stop`; its own, or a test, calls `look`.
+    """The resolver of all contexts' pairs. One thread calls `start` and `stop`. The resolver's own thread resolves.
 
-    `counts` has the count of intervals by label, and of errors. `faults` has the reason for each device that is given
-    up.
+    `counts` has the count of intervals by label, and of errors. `faults` has the reason for each abandoned device.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class Resolver:
             self._thread.start()
 
     def stop(self, limit_s: float = math.inf) -> None:
-        """Wait a moment for pairs in flight, return everything to the driver, and end. Idempotent."""
+        """Wait up to `limit_s` for pairs in flight, release all events and streams, and end the thread. Idempotent."""
         self.stopping.set()
         self._waking.set()
         thread, self._thread = self._thread, None
@@ -138,13 +136,13 @@ class Resolver:
         return self._thread is not None
 
     def leave_to_parent(self) -> None:
-        """Leave all open pairs to the parent, in a forked child."""
+        """Drop all pairs in a forked child. They remain the parent's."""
         self.asleep = False
         for context in self.contexts.values():
             context.alive = False
 
     def settled_ns(self) -> int:
-        """Return the time up to which every span that had ended on the host is resolved."""
+        """Return the time up to which all ended spans are resolved."""
         now_ns = self._now()
         waiting = [
             end_ns
@@ -163,12 +161,12 @@ class Resolver:
             self._intervals.publish_settled(self.settled_ns())
 
     def wake(self) -> None:
-        """Have the thread poll now."""
+        """Make the thread poll now."""
         self.asleep = False
         self._waking.set()
 
     def fail(self, context: Context, error: int) -> None:
-        """Count an error of the driver. Give the device up after a fatal one."""
+        """Count an error of the driver. Abandon the device after a fatal error."""
         driver = self._driver
         name = driver.name(error)
         self.counts[f"device {context.device}: {name}"] += 1
@@ -233,7 +231,7 @@ class Resolver:
             FAULTS.note("device thread", fault)
 
     def resolve_ended(self, *, growing: bool = True) -> tuple[bool, bool]:
-        """Resolve the events that have happened. Return two flags: if there were any, and if pairs are in flight."""
+        """Resolve the events that have happened. Return True if there were any, and True if pairs are in flight."""
         moved, driver = self._note_untimed(), self._driver
         while self.finished:
             self._count_if_done(self.finished.popleft())
@@ -266,7 +264,7 @@ class Resolver:
         return moved, waits
 
     def _bind(self, context: Context) -> int:
-        """Make a context current on this thread for good, since each call of the driver releases the lock."""
+        """Make a context permanently current on this thread. Return the driver's error."""
         bound = get_ident(), context.handle
         error = 0 if bound == self._bound else self._driver.bind(context.handle)
         self._bound = None if error else bound
@@ -307,9 +305,9 @@ class Resolver:
             self.fail(context, error)
 
     def watch(self) -> bool:
-        """Watch the next ends on devices that are too busy for anchors. Return True if one was seen to happen.
+        """Watch the next ends on devices that are too busy for anchors.
 
-        Such an end is as good as an anchor, if it is read at once.
+        Return True if an end was observed. If it is read at once, it can be an anchor.
         """
         watched = [self._watch(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
@@ -342,9 +340,9 @@ class Resolver:
         return False
 
     def _measured_cost(self, context: Context) -> float:
-        """Measure the ns of `begin` and `end` of a pair on our stream, the best of some rounds; 0 if none succeeds.
+        """Measure the processor ns of `begin` and `end` of a pair on our stream.
 
-        It is processor time, without waits for the interpreter's lock.
+        Return the least of some rounds, 0 if none succeeds. Waits for the interpreter's lock do not count.
         """
         stream, best_ns = {STREAM: context.anchors.stream}, 0.0
         for _ in range(COST_ROUNDS):
@@ -406,10 +404,10 @@ class Resolver:
         return moved
 
     def _anchor_by_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
-        """Use the last end that was just seen as an anchor, on a device that is too busy for one.
+        """Use the end that was just observed as an anchor, on a device that is too busy for anchors.
 
-        It happened after its record, after the last poll that did not see it, and before now. Returns the answers
-        without their offsets from an older anchor.
+        The end happened after its record, after the last poll without it, and before now. Returns the answers without
+        offsets from an older anchor.
         """
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:
@@ -454,9 +452,10 @@ class Resolver:
         self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _add_deferred(self, whole: Pair) -> None:
-        """Add the intervals of a span on several streams, without those of streams that had no work for it.
+        """Add the intervals of a span on several streams.
 
-        A launch-bound interval may be such a stream's. If all are launch-bound, the intervals of the main stream count.
+        Launch-bound intervals are left out, as their streams may have had no work. If all are launch-bound, those of
+        the main stream count.
         """
         deferred = whole.deferred or []
         worked = [times for times in deferred if times.label != "launch-bound"]
@@ -473,7 +472,7 @@ class Resolver:
             self._add(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _resolve_untimed(self, context: Context, stream: int, pair: Pair, error: int) -> None:
-        """Resolve a pair that was not timed, or has no span after all."""
+        """Resolve a pair that was not timed, or whose span was not recorded."""
         whole = pair.whole
         if whole is None:
             self._give_back(pair)
@@ -531,7 +530,7 @@ class Resolver:
         self._write_intervals()
 
     def _close(self) -> None:
-        """Return everything to the driver."""
+        """Release all events and streams."""
         driver = self._driver
         for context in list(self.contexts.values()):
             if not context.alive or driver.bind(context.handle):

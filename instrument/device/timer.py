@@ -56,11 +56,11 @@ class Timer:
         self._mark = driver.mark
         self._meeting = Lock()
         self._devices: dict[int, int] = {}
-        """The devices of streams that the service's code names, by handle."""
+        """The device of each stream that the service's code passes, by the stream's handle."""
         self._contexts = self.resolver.contexts
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
-        """Record the first event of a span. Return None if no device is in use, or the device has been given up."""
+        """Record the first event of a span. Return None if no device is in use, or if the device has been abandoned."""
         places = self._places(site, attributes)
         if not places:
             return None
@@ -142,7 +142,7 @@ class Timer:
             raise
 
     def _places(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
-        """Return the streams for the work of a span that begins now, none if no device is in use.
+        """Return the streams for the work of a span that begins. Return none if no device is in use.
 
         A span with a known framework and devices uses that framework's current streams on them. Any other span uses the
         current stream of each framework.
@@ -175,13 +175,13 @@ class Timer:
         return device
 
     def _failure_label(self, context: Context, stream: int, error: int) -> str:
-        """Return the label of a span whose first event failed, "" if the device is given up."""
+        """Return the label of a span whose first event failed, "" if the device has been abandoned."""
         if error == cuda.BAD_HANDLE:  # the handle may now be of a stream of another device
             self._devices.pop(stream, None)
         return self.resolver.failure_label(context, error)
 
     def begin_again(self, whole: Pair) -> None:
-        """Begin another part of a span, with a pair of its own. A part that cannot be timed is counted."""
+        """Begin another step of a generator's span, with its own pair. A step that cannot be timed is counted."""
         pair = self.begin(whole.site, whole.attributes, whole.span_id)
         if isinstance(pair, Pair):
             # The resolver does not read a pair before it has ended.
@@ -228,14 +228,14 @@ class Timer:
             self.resolver.wake()
 
     def finish(self, pair: Pair) -> None:
-        """Hand the resolver a span that has ended after its last part."""
+        """Pass a span that ended after its last pair to the resolver."""
         self.resolver.finished.append(pair)
         self.wake()
 
     def _mark_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """Record an event again, with its pair's context made current. Return the driver's answer.
+        """Record an event again in its own context.
 
-        `refused` is the answer to the first try. It is returned if another context would not help.
+        Return the driver's answer, or `refused`, the answer to the first try, if another context would not help.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD
@@ -250,7 +250,7 @@ class Timer:
             driver.pop()
 
     def _context_of(self, device: int) -> Context | None:
-        """Return the context of a device, new with a few events. The resolver makes the others."""
+        """Return the context of a device. A new context has few events, and the resolver creates more."""
         driver = self.driver
         with self._meeting:
             context = self._contexts.get(device)
@@ -276,6 +276,6 @@ class Timer:
             return context
 
     def refuse(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
-        """Hand the resolver a span that could not be timed."""
+        """Pass a span that could not be timed to the resolver."""
         self.resolver.untimed.append((span_id, place, at_ns, label))
         self.wake()

@@ -1,4 +1,4 @@
-"""The device timing of one session. Its timer starts once the service imports a library that uses a device."""
+"""Device timing for one session. Its timer starts once the service imports a library that uses a device."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if hasattr(time, "CLOCK_MONOTONIC_RAW"):
 
 
 class Timing:
-    """The device time of one session. It makes a timer once the service has imported a library that uses a device.
+    """Device timing for one session. It creates a timer once the service has imported a library that uses a device.
 
-    `reason` says in one line why device time is missing or costs more, "" for neither.
+    `reason` is the reason, in one line, why device time is missing or costs more, else "".
     """
 
     _numba: cuda.NumbaStreams
-    """The streams of numba, once there is a timer."""
+    """The streams of numba. The timer sets them."""
 
     def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
         self._memory_bytes = memory_bytes
@@ -66,7 +66,7 @@ class Timing:
         return Timer(driver, self.intervals, RECORDER, RECORDER.now_ns, raw_clock)
 
     def install(self) -> Callable[[], None]:
-        """Time spans from now on, or from the import of such a library on. Return the undo."""
+        """Time spans from now on, or after the import of a library that uses a device. Return the undo."""
         self._undo_imports = imports.install(MODULES.__contains__, self.imported)
         for name in MODULES:
             module = sys.modules.get(name)
@@ -125,7 +125,7 @@ class Timing:
             return None
 
     def uninstall(self, limit_s: float = math.inf) -> None:
-        """Begin no more pairs, resolve those in flight within `limit_s`, and release all events. Idempotent."""
+        """Stop timing: resolve the pairs in flight within `limit_s`, and release all events. Idempotent."""
         if self._undo_imports is not None:
             self._undo_imports()
             self._undo_imports = None
@@ -136,7 +136,7 @@ class Timing:
             self.timer.resolver.stop(limit_s)
 
     def after_fork_in_child(self) -> None:
-        """Begin again without CUDA, which a child cannot use. Nothing of the parent's is returned to the driver."""
+        """Begin again without CUDA, which a forked child cannot use. Releases none of the parent's objects."""
         self.intervals = self._new_intervals()
         if self.timer is not None:
             before = self.timer
@@ -149,13 +149,13 @@ class Timing:
                 self._ranges.time_by(self.timer.begin)
 
     def columns_of(self, span_id: Int64s) -> DeviceIntervals:
-        """Return the known intervals of spans, by their ids, as columns."""
+        """Return the known device intervals of spans as columns, by the spans' ids."""
         from instrument.trace.columns import cells_in, device_intervals
 
         return device_intervals(cells_in(self.intervals.packed()), span_id)
 
     def is_settled(self, at_ns: int) -> bool:
-        """Return True if every span that ended by `at_ns` has its device time, or will never have one."""
+        """Return True if no span that ended before `at_ns` waits for a device time."""
         return self.settled_ns() >= at_ns
 
     def settled_ns(self) -> int:
@@ -163,7 +163,7 @@ class Timing:
         return RECORDER.now_ns() if self.timer is None else self.timer.resolver.settled_ns()
 
     def await_settled(self, at_ns: int, end_s: float) -> None:
-        """Wait until `at_ns` is settled, until `end_s` of `time.monotonic` at most, and note it in the recording."""
+        """Wait until `at_ns` is settled, at most until `time.monotonic()` is `end_s`. Note it in the recording."""
         resolver = None if self.timer is None else self.timer.resolver
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
             settled_ns = resolver.settled_ns()
@@ -175,18 +175,18 @@ class Timing:
 
     @property
     def pair_ns(self) -> float:
-        """The nanoseconds that a pair costs the thread that records it."""
+        """The nanoseconds that a pair takes on the thread that records it."""
         return 0.0 if self.timer is None else self.timer.resolver.pair_ns
 
     def cost_ns(self) -> tuple[float, int]:
-        """Return the nanoseconds that pairs have cost the service's threads, and the resolver's thread."""
+        """Return the nanoseconds that pairs took on the service's threads, and on the resolver's thread."""
         if self.timer is None:
             return 0.0, 0
         resolver = self.timer.resolver
         return resolver.pairs * resolver.pair_ns, resolver.thread_ns
 
     def losses(self) -> Mapping[str, int]:
-        """Count the spans that asked for device time and have none, by reason."""
+        """Return the number of spans that asked for device time and have none, by reason."""
         counts = self.timer.resolver.counts if self.timer is not None else {}
         return {
             "device times not taken while a graph was captured": counts.get("captured", 0),
@@ -195,7 +195,7 @@ class Timing:
         }
 
     def notes(self) -> list[str]:
-        """Return the reasons for missing device times as sentences, none if no span asked for device time."""
+        """Return the reasons for missing device times as sentences. Return none if no span asked for device time."""
         notes = [self.reason] if self.reason and any(site.device for site in RECORDER.paths().sites) else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit

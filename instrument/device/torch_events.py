@@ -1,11 +1,11 @@
 """torch's own events, for hosts without cuda-bindings and for ROCm: a second driver besides `instrument.device.cuda`.
 
 A context is the number of its device, plus one. Nothing initialises CUDA: torch makes a device's context before our
-first call for it. A thread that works on another device for a moment returns to its own by those calls of torch that
-make no context there, as torch's guards do.
+first call for it. A thread that works on another device for a moment returns by those calls of torch that create no
+context, as torch's guards do.
 
 torch creates an event when it is recorded for the first time, and destroys it with its object. A forked process must
-not destroy its parent's events, so they are kept until `destroy_event`. To record one costs more than with
+not destroy its parent's events, so they are kept until `destroy_event`. Recording an event costs more than with
 `CudaDriver`, and always releases the interpreter's lock.
 """
 
@@ -58,7 +58,7 @@ OWN_TEXTS = {
     "must be recorded before calculating elapsed time": 400,
     "does not match recording stream's device": 400,
 }
-"""The driver's errors for the messages of torch's own checks of events."""
+"""The driver's error for each message of torch's own checks of events."""
 
 _THREAD_LOCAL, _RELAXED = 1, 2
 
@@ -116,7 +116,7 @@ class TorchDriver:
         return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers that vendors' tools use
 
     def _stream(self, device: int, stream: int) -> Any:
-        """Return torch's object for a stream's handle. Does not wait. Handle 0 would make a new one of torch's pool."""
+        """Return torch's object for a stream's handle, without a wait. Handle 0 means the default stream."""
         if len(self._streams) > 1024:
             self._streams.clear()
         torch = self._torch.cuda
@@ -125,7 +125,7 @@ class TorchDriver:
         return stream_object
 
     def _is_captured(self, device: int, target: Any, stream: int) -> bool:
-        """Return True for a stream that is captured. Makes it current meanwhile, as torch tests only that one."""
+        """Return True for a captured stream. Makes it current for the test, as torch tests only that one."""
         if self._device() == device and self._current(device) == stream:
             return self._captures()
         native = self._native
@@ -141,7 +141,7 @@ class TorchDriver:
             self._go_back(before)
 
     def capture(self, stream: int) -> int:
-        """Return `CAPTURING` for a stream that is captured into a graph, else the error, 0 for none."""
+        """Return `CAPTURING` for a stream that is captured into a graph, else the error or 0."""
         device = self._device()
         try:
             return cuda.CAPTURING if self._is_captured(device, self._stream(device, stream), stream) else 0
@@ -149,12 +149,12 @@ class TorchDriver:
             return error_of(error)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of the device of a stream that torch knows, else the current device."""
+        """Return the index of a stream's device, or the current device for a stream unknown to torch."""
         index = next((device for device, handle in list(self._streams) if handle == stream), None)
         return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
 
     def relaxed(self, make: Callable[[], T]) -> T:
-        """Run a call that makes objects of the driver on a thread of the service, without ending a capture."""
+        """Run a call that creates driver objects on a thread of the service, without breaking a graph's capture."""
         mode = ctypes.c_int(_RELAXED)
         error = self._exchange_mode(ctypes.byref(mode))
         try:
@@ -173,7 +173,7 @@ class TorchDriver:
         return self._device() if self._torch.cuda.is_initialized() else -1
 
     def primary(self, device: int) -> int:
-        """Return the context of a device, 0 if the service has made none."""
+        """Return the context of a device, 0 if the service has created none."""
         return device + 1 if self._torch.cuda.is_initialized() and self._has_context(device) else 0
 
     def push(self, context: int) -> int:
@@ -191,9 +191,9 @@ class TorchDriver:
     # ---------------------------------------------------------------- on the resolver's thread
 
     def bind(self, context: int) -> int:
-        """Make a context's device current on the calling thread for good, and let the thread disturb no capture.
+        """Make a context's device permanently current on the calling thread, in a mode that breaks no capture.
 
-        On a thread without a device, a query of an event would make a context on the first device.
+        Otherwise a query of an event would create a context on the first device.
         """
         try:
             self._exchange(context - 1)
@@ -202,7 +202,7 @@ class TorchDriver:
         return self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def new_event(self) -> tuple[int, Any]:
-        """Return the driver's error, and a new event that records the time."""
+        """Return the driver's error, and a new event with a time."""
         try:
             event = self._torch.cuda.Event(enable_timing=True)
         except RuntimeError as error:
@@ -219,7 +219,7 @@ class TorchDriver:
         _kept.pop(id(event), None)
 
     def new_stream(self) -> tuple[int, int]:
-        """Return one of torch's streams of high priority, which wait for no other stream."""
+        """Return one of torch's high-priority streams, which wait for no other stream."""
         try:
             stream = self._torch.cuda.Stream(priority=-1)
             self._streams[stream.device_index, stream.cuda_stream] = stream
@@ -228,10 +228,10 @@ class TorchDriver:
         return 0, stream.cuda_stream
 
     def destroy_stream(self, stream: int) -> None:
-        """Do nothing: torch keeps its streams for later use."""
+        """Do nothing, as torch reuses its streams."""
 
     def query(self, event: Any) -> int:
-        """Return 0 for an event that has happened, `NOT_READY` for any other."""
+        """Return 0 for an event that has happened, `NOT_READY` for a pending one."""
         try:
             return 0 if event.query() else cuda.NOT_READY
         except RuntimeError as error:
@@ -252,10 +252,10 @@ class TorchDriver:
         return answers
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> None:
-        """Return None: torch's events are recorded with the interpreter's lock."""
+        """Return None, as torch records events with the interpreter's lock."""
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
-        """Return the error, and the device time between two events that have happened."""
+        """Return the error, and the device time in ns between two events that have happened."""
         try:
             return 0, round(first.elapsed_time(second) * 1e6)
         except (RuntimeError, ValueError) as error:
@@ -279,7 +279,7 @@ def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int
 
 
 def _mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
-    """Return the call of the vendor's library that sets the calling thread's mode for captures, which torch lacks."""
+    """Return the vendor library's function that sets the calling thread's capture mode. torch has none."""
     if not is_rocm:
         exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode
     else:

@@ -1,7 +1,7 @@
 """Functions that engines run over a dataset of many hosts: PySpark, Ray Data, and DuckDB for one process.
 
-Each takes Arrow tables with the rows of a run, or of another part that is complete in itself, and returns a table. They
-call what reads files: `joined` joins a request of several hosts by its key as `instrument report` does.
+Each takes Arrow tables with the rows of a run, or of another self-contained part, and returns a table. They use the
+same code as commands: `joined` joins a request of several hosts by its key, like `instrument report`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULTS = {
         "high_ratio": "double", "cost_ns": "double",
     },
 }  # fmt: skip
-"""The columns, with types, of the tables that only functions return. No dataset has them."""
+"""The columns, with types, of the tables that only these functions return."""
 
 
 def _columns(table: str) -> dict[str, str]:
@@ -44,7 +44,7 @@ def _columns(table: str) -> dict[str, str]:
 
 
 def spark_schema(table: str) -> str:
-    """Return the columns of a table or of a result in the words of Spark's `applyInArrow`."""
+    """Return the columns of a table or of a result as a schema for Spark's `applyInArrow`."""
     names = {"text": "string", "int64": "bigint", "bool": "boolean", "list": "array", "binary(8)": "binary",
              "binary(16)": "binary"}  # fmt: skip
 
@@ -57,9 +57,9 @@ def spark_schema(table: str) -> str:
 
 
 def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
-    """Return the function for Spark's `applyInArrow`, with one table as argument, or with the two of a cogroup.
+    """Return the function for Spark's `applyInArrow`, with one table as argument, or two for a cogroup.
 
-    Spark reads the number of arguments from the function. It has no bytes of fixed length, so they become plain bytes.
+    Spark reads the number of arguments from the function. Bytes of fixed length, which Spark lacks, become plain bytes.
     """
     arrow = pyarrow()
 
@@ -79,7 +79,7 @@ def _rows(**tables: Any) -> DatasetRows:
 
 
 def joined(table: str, spans: Any, intervals: Any = None, processes: Any = None) -> Any:
-    """Return the rows of `requests`, `batches` or `members` that spans of all hosts make together."""
+    """Return the rows of `requests`, `batches` or `members`, computed from the spans of all hosts."""
     if not len(spans):
         return dataset.schema(table).empty_table()
     rows = _rows(spans=spans, intervals=intervals, processes=processes)
@@ -87,12 +87,12 @@ def joined(table: str, spans: Any, intervals: Any = None, processes: Any = None)
 
 
 def requests(spans: Any, intervals: Any = None) -> Any:
-    """Return the requests of spans, with the ledger's parts of their time and their stages."""
+    """Return the requests among spans, with their time by the parts of the ledger and by stages."""
     return joined("requests", spans, intervals)
 
 
 def recording(spans: Any, **tables: Any) -> Recording:
-    """Return the recording of spans for views, `explain` and `compare`. `tables` are more tables by name."""
+    """Return a recording of spans for views, `explain` and `compare`. `tables` are further tables by name."""
     return Recording.of_saved(graft(_rows(spans=spans, **tables).merged.saved))
 
 

@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 
 class BuildRecorder(build_ext):  # type: ignore[misc]  # setuptools has no types
-    """Builds the extension where it can record: on CPython with its lock."""
+    """A build of the extension for Pythons that can use it: CPython with the GIL."""
 
     def run(self) -> None:
         """Build, unless this Python cannot use the recorder. Raises `SystemExit` if the compiler fails."""

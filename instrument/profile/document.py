@@ -29,13 +29,13 @@ FILE_BYTES = 2**20
 NODES = 10_000
 """The most values of a document. Each use of an alias counts again."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
-"""The prefixes of variables whose values, if not understood, do not prevent the start of a service."""
+"""The prefixes of variables whose invalid values do not prevent the start of a service."""
 DEPTH = 32
 """The deepest nesting of lists and mappings."""
 
 
 class _Refused(Exception):  # noqa: N818 - no error of the caller: the problems are noted, the reading continues
-    """A signal that ends the reading of one node, whose problems have been noted."""
+    """An exception that ends the reading of one node after its problems have been noted."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -88,10 +88,10 @@ class Document:
         self.faults = 0
         self.noted: list[tuple[int, int, str]] = []
         self.remarks: list[str] = []
-        """Sentences on variables of the environment that are not followed."""
+        """Sentences on environment variables that are ignored."""
 
     def read(self, read: Read) -> Any:
-        """Read the root, an empty mapping for an empty text. Return None if it was refused."""
+        """Read the root node. An empty text is an empty mapping. Return None if the root was refused."""
         with suppress(_Refused):
             return _root(self).attempt(read)
         return None
@@ -103,7 +103,7 @@ class Document:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Refuse the node that is being read if a part of it was refused, after all its parts have been read."""
+        """Refuse the current node at the block's end if one of its parts was refused in the block."""
         faults = self.faults
         yield
         if self.faults > faults:
@@ -149,7 +149,7 @@ class YamlNode:
 
     @property
     def place(self) -> str:
-        """Its place: the document's name, the line and the column."""
+        """The node's place: the document's name, the line and the column."""
         return f"{self.document.name}:{self.line}:{self.column}"
 
     @property
@@ -164,7 +164,7 @@ class YamlNode:
         return f"{self.key_path}.{name}" if self.key_path else name
 
     def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
-        """Note a problem: the allowed values, the value found (default: this one), and the one probably meant."""
+        """Note a problem: the allowed values, the found value (this one by default), and the value probably meant."""
         document, path = self.document, self.key_path
         path = clip(path or "profile") if path.isprintable() else ascii(clip(path))
         suggestion = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
@@ -178,7 +178,7 @@ class YamlNode:
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
-        """Return True if `read` succeeds. If not, turn its faults into remarks that say what happens `instead`."""
+        """Return True if `read` succeeds. Otherwise turn its problems into remarks, which end with `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt(read)
         if document.faults == faults:
@@ -191,7 +191,7 @@ class YamlNode:
         return False
 
     def attempt(self, read: Read) -> Any:
-        """Read the node. Return None if it has problems, which are noted."""
+        """Read the node. If it has problems, note them and return None."""
         if self.kind == "broken":
             self.document.faults += 1
             return None
@@ -289,7 +289,7 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 _TAG = "tag:yaml.org,2002:"
 _PATTERN = late_pattern(r"![^!].*")
 _EXCLUDING = late_pattern(r"(?:^|[\[,:-])\s*![^\s\"']")
-"""A pattern that begins with `!` and has no quotes, so that YAML reads a tag."""
+"""An unquoted pattern that begins with `!`, which YAML reads as a tag."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
     "scalar": ("null", "bool", "int", "float", "text", "date"),
@@ -385,7 +385,7 @@ class _Tree:
         return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
 
     def resolved(self, source: Any, text: str, quoted: str) -> str:
-        """Return YAML's kind of a text if the source has no quotes, else `quoted`."""
+        """Return YAML's kind of a text, or `quoted` if the source has quotes."""
         return self.kind(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
     def value(self, reference: re.Match[str]) -> str:
@@ -394,7 +394,7 @@ class _Tree:
         return self.document.environ.get(reference["name"]) or reference["default"] or ""
 
     def is_secret(self, reference: re.Match[str]) -> bool:
-        """Return True for a variable's value that must not be shown, except OTEL_* without headers."""
+        """Return True if a variable's value must not be shown, as for all except OTEL_* variables without headers."""
         name = reference["name"] or ""
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
         return bool(self.document.environ.get(name)) and not is_open
@@ -436,7 +436,7 @@ def syntax_shape(syntax: str) -> Shape:
 
 @shaped({"type": "string", "minLength": 1})
 def string(node: YamlNode) -> str:
-    """Read text that is not empty."""
+    """Read non-empty text."""
     if node.kind != "text":
         node.refuse("text", near=f'"{clip(node.text)}"' if node.text else "")
     if not node.text:
@@ -453,7 +453,7 @@ def flag(node: YamlNode) -> bool:
 
 
 def one_of(*words: str) -> Read:
-    """Return a reader of one word of a list."""
+    """Return a reader of one word from a list."""
 
     @shaped({"enum": [*words, *([False] if "off" in words else [])]})
     def read(node: YamlNode) -> str:
@@ -469,7 +469,7 @@ _WHOLE = late_pattern(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 
 
 def whole(least: int) -> Read:
-    """Return a reader of a whole number that is at least `least`."""
+    """Return a reader of a whole number from `least` on."""
 
     @shaped({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
     def read(node: YamlNode) -> int:
@@ -482,14 +482,14 @@ def whole(least: int) -> Read:
 
 
 SMALL = 1024
-"""The least number without a unit that a message takes for bytes. For a smaller one it suggests the example's unit."""
+"""The least number without a unit that a message takes for bytes. Below it, messages suggest the example's unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
 
 def amount(text: str, units: Mapping[str, int]) -> int | None:
-    """Return a number with a unit in the smallest unit, rounded down; None for any other text."""
+    """Return a number with a unit, in the smallest unit, rounded down. Return None for any other text."""
     parts = _QUANTITY.fullmatch(text)
     if not parts or parts[3] not in units:
         return None
@@ -498,9 +498,9 @@ def amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Return a reader of a number with a unit, which returns the smallest unit. A bare 0 needs no unit.
+    """Return a reader of a number with a unit, in the smallest unit.
 
-    `also` are the caller's other values in messages, such as `auto, or `.
+    A bare 0 needs no unit. `also` has further allowed values for messages, such as `auto, or `.
     """
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
@@ -527,7 +527,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
 
 
 def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
-    """Return a reader of text of a syntax. `suggest` returns the text that a wrong text probably means."""
+    """Return a reader of text of a syntax. `suggest` returns the text that an invalid text probably means."""
 
     @shaped(syntax_shape(syntax))
     def read(node: YamlNode) -> str:
@@ -541,7 +541,7 @@ def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda te
 
 
 def or_off(read: Read) -> Read:
-    """Return a reader of a value, or of the word `off`, which is None."""
+    """Return a reader of a value, or of the word `off`, for which it returns None."""
 
     @shaped({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
     def read_or_off(node: YamlNode) -> Any:
@@ -551,7 +551,7 @@ def or_off(read: Read) -> Read:
 
 
 def each(read_item: Read, allowed: str) -> Read:
-    """Return a reader of a list, every item by `read_item`. `allowed` is for the message on a node that is no list."""
+    """Return a reader of a list, whose items `read_item` reads. `allowed` is for the message on another node."""
 
     @shaped({"type": "array", "items": SHAPES[read_item]})
     def read(node: YamlNode) -> tuple[Any, ...]:

@@ -101,7 +101,7 @@ REMOVED: Mapping[tuple[str, str], str] = {
 
 
 def with_engine(profile: model.Profile, package: str) -> model.Profile:
-    """Return a profile with the rules of functions and requests of an engine's preset after its own."""
+    """Return a profile with an engine preset's rules of functions and requests after its own."""
     preset = load(path_of(ENGINES[package]))
     ignored = tuple(path for rule in preset.requests for path in rule.ignore)
     generated = tuple(path for rule in preset.requests for path in rule.gen_ai)
@@ -120,7 +120,7 @@ def with_engine(profile: model.Profile, package: str) -> model.Profile:
 
 
 def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
-    """Read all keys of a mapping as the fields of its type. Refuse the node if one was refused."""
+    """Read all keys of a mapping as the fields of its type. Refuse the node if a key was refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
         node.refuse(f"{also}a mapping of {', '.join(keys)}")
@@ -152,7 +152,7 @@ def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
 
 
 def _variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
-    """Return the variable of a setting that the mapping leaves out, with its reader and its value."""
+    """Return the variable for a setting that the mapping omits, with its reader and its value."""
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
@@ -205,14 +205,14 @@ CLASSES: Mapping[str, type] = {
     "export.parquet": model.Parquet,
     "export.summary": model.Summary,
 }
-"""The classes of sections, which also have the defaults of keys."""
+"""The class of each section. It has the defaults of keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of the file: its field, its reader, and the allowed values in the message on a missing key.
+    """A key of the file: its field, its reader, and the allowed values for the message on a missing key.
 
-    `blank` is True if a null value differs from a key that is left out.
+    `blank` is True if a null value differs from an omitted key.
     """
 
     field: str
@@ -222,7 +222,7 @@ class Key:
 
 
 def _part(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
-    """Return a reader of a section. `also` is the begin of the allowed values in its messages, such as `off, or `."""
+    """Return a reader of a section. `also` has further allowed values for messages, such as `off, or `."""
 
     @shaped(section_shape(section))
     def read(node: YamlNode) -> Any:
@@ -369,9 +369,9 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @shaped({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> model.Otlp | None:
-    """Read the collector. Return None for none, also if a variable names an impossible one.
+    """Read the collector.
 
-    `auto` means the collector that a variable names.
+    Return None without one, also if a variable names an invalid one. `auto` means the collector that a variable names.
     """
     if node.is_off:
         return None
@@ -406,7 +406,7 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
 
 
 def _is_written(node: YamlNode, name: str) -> bool:
-    """Return True if the profile itself, and no variable, has the value of a key."""
+    """Return True if a key's value is in the profile itself and not from a variable."""
     return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
 
 
@@ -611,7 +611,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
 
 
 def setting(profile: model.Profile, path: str) -> Any:
-    """Return a setting by its path in the file, such as `limits.ring`; None if its section is off."""
+    """Return a setting by its path in the file, such as `limits.ring`. Return None if its section is off."""
     value: Any = profile
     section = ""
     for name in path.split("."):

@@ -15,10 +15,10 @@ KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "lo
 """The kinds of spans."""
 
 PREPARING: tuple[str, ...] = ("load", "compile")
-"""The phases that prepare a service: to load a model, and to compile it."""
+"""The phases that prepare a service: loading a model, and compiling it."""
 
 PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
-"""The usual parts of a request or a step, as values of the attribute `phase` of a span's site."""
+"""The usual phases of a request or a step, as values of a site's attribute `phase`."""
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
@@ -54,7 +54,7 @@ SERVERS: Mapping[str, str] = {
     "taskiq": "tasks of TaskIQ's workers",
     "faststream": "messages of FastStream's handlers",
 }
-"""The servers that `requests:` can name, each with a description of its requests or batches."""
+"""The servers that `requests:` can name, with a description of their requests or batches."""
 
 VIEWS: Mapping[str, str] = {
     "brief": "one screen: requests or steps, where their time went, the device, the cost",
@@ -81,7 +81,7 @@ VIEWS: Mapping[str, str] = {
 """The views, with a description of each."""
 
 TIME_UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-"""The units of times in text, in ns."""
+"""The units of times in text, in nanoseconds."""
 
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",
@@ -90,7 +90,7 @@ SORT_KEYS: tuple[str, ...] = (
 PROTOCOLS: tuple[str, ...] = ("http/protobuf", "grpc")
 COMPRESSIONS: tuple[str, ...] = ("gzip", "none")
 AUTO_NS = 0
-"""The interval that a profile writes as `auto`."""
+"""The value for an interval that a profile gives as `auto`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
-    """The path of a call's key, or of its batch's keys: `argument`, see `instrument.instrumentors.arguments`.
+    """The path to a call's key, or to its batch's keys: `argument`, see `instrument.instrumentors.arguments`.
 
     `weights` is the path of the members' weights, perhaps in another parameter, or by key. Matches of the regular
     expression `cut` are removed from keys.
@@ -120,10 +120,10 @@ class RequestKeys:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact of a request that a call has: the path of its value (`argument`), and the attribute's `name`.
+    """A fact of a request, read from a call: the path of its value (`argument`), and the attribute's `name`.
 
-    A path with `[]` has the values of several requests, whose keys are at `key`, or else at the rule's `batch`. `keep`
-    is a word of `KEEPS`, by which one value remains of several. `record` is as in `Argument`.
+    A path with `[]` has the values of several requests, whose keys are at `key`, or else at the rule's `batch`. `keep`,
+    a word of `KEEPS`, selects one of several values. `record` is as in `Argument`.
     """
 
     argument: str
@@ -135,7 +135,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class OwnGauge:
-    """A number of the service that is read at calls: the path of its value (`argument`), its `name` and `unit`.
+    """A number of the service, read from calls: the path of its value (`argument`), its `name` and `unit`.
 
     `kind` is one of `NUMBERS`. A gauge is read at most once in `every_ns`; of a counter and a histogram each value
     counts. `record` is `value` or `size`.
@@ -221,9 +221,9 @@ class CopyRule:
 
 @dataclass(frozen=True, slots=True)
 class FrameworkRule:
-    """A framework whose own entry points are instrumented once the service has imported it.
+    """A framework whose entry points are instrumented once the service has imported it.
 
-    `auto` is True if the profile asks for all frameworks without this name, so that its absence is not reported.
+    `auto` is True if the profile asks for all frameworks. Then the absence of this one is not reported.
     """
 
     name: str
@@ -291,7 +291,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class PercentileThreshold:
-    """A limit relative to an endpoint's usual times: `factor` times the percentile at `fraction`."""
+    """A limit relative to an endpoint's usual times: the percentile at `fraction`, multiplied by `factor`."""
 
     fraction: float
     factor: float
@@ -365,7 +365,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The channels by which a running process gets a changed profile: `watch` checks the file every 100 ms."""
+    """The ways to change a running process's profile: `watch` checks the file every 100 ms."""
 
     watch: bool = False
 
@@ -411,7 +411,7 @@ class Prometheus:
 
 @dataclass(frozen=True, slots=True)
 class Parquet:
-    """A dataset of Parquet files in the folder or at the URL `path`. Its files are closed each `every_ns`."""
+    """A dataset of Parquet files in the folder or at the URL `path`. Its files are closed every `every_ns`."""
 
     path: str = "dataset/"
     every_ns: int = 5 * 60 * 10**9
@@ -505,14 +505,14 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits, the same for equal profiles. Headers of exports do not count."""
+        """Twelve hexadecimal digits that equal profiles share. Headers of exports do not count."""
         from hashlib import sha256  # it loads OpenSSL
 
         return sha256(repr(_compared(self)).encode()).hexdigest()[:12]
 
 
 def _compared(thing: Any) -> Any:
-    """Return the fields of a dataclass that are both compared and in its repr, as plain values."""
+    """Return those fields of a dataclass that are both compared and in its repr, as plain values."""
     if isinstance(thing, tuple):
         return tuple(map(_compared, thing))
     shown = [name for name, member in members(thing) if member.compare and member.repr]
@@ -528,4 +528,4 @@ EVERYTHING = Profile(
     device=Device(host_ns=10**9),
     source="the default of a Profiler",
 )
-"""The profile of a loop without a profile. The path "" is that of a whole model."""
+"""The profile of a training loop without a profile. The path "" means the whole model."""

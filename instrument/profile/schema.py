@@ -36,7 +36,7 @@ FILE = Path(__file__).with_name("profile.schema.json")
 LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
 
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
-"""The schema of a pattern that selects. One that excludes begins with `!`."""
+"""The schema of a pattern that selects. An excluding pattern begins with `!`."""
 
 SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     ("functions", "match"): {
@@ -52,7 +52,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     },
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""The schemas of keys that have more conditions than their readers state."""
+"""The schemas of keys whose conditions their readers do not state."""
 
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {
@@ -65,15 +65,15 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
         ]
     },
 }
-"""The shapes of sections with conditions on several keys."""
+"""The schemas of sections with conditions on several keys."""
 
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
-"""The descriptions of keys that list names of other modules. All other descriptions stay as in the schema's file."""
+"""The descriptions of keys that list names of other modules. All other descriptions are in the schema's file alone."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults as a profile writes them. The default of the model differs: the section's reader adds a part."""
+"""The defaults as a profile writes them, where the section's reader extends the value."""
 
 
 def schema() -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _quantity(units: Mapping[str, int]) -> Shape:
 
 
 def _section(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a section, with the present descriptions of keys. New ones are added to the file by hand."""
+    """Return the schema of a section, with the current descriptions of keys. New descriptions are written by hand."""
     keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {
@@ -155,7 +155,7 @@ def _key(section: str, name: str, key: Key, current: Mapping[str, Any]) -> dict[
 
 
 def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
-    """Return the default of a key as a profile writes it, an empty mapping for none."""
+    """Return the default of a key as a profile writes it, in a mapping, which is empty without a default."""
     if text := TEXTS_OF_DEFAULTS.get((section, name)):
         return {"default": text}
     defaults = {class_field.name: class_field.default for class_field in fields(CLASSES[section]) if class_field.init}
@@ -175,7 +175,7 @@ def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
 
 
 def _quantity_text(value: int, units: Mapping[str, int]) -> str:
-    """Return the text of a number in the largest unit that divides it. 0 has the unit of the examples."""
+    """Return the text of a number in the largest unit that divides it. 0 has the examples' unit."""
     if not value:
         return "0B" if "B" in units else "0s"
     name, unit = max((item for item in units.items() if value % item[1] == 0), key=lambda item: item[1])

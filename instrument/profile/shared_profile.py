@@ -22,14 +22,14 @@ NAME = "profile"
 """The name of the file with the parsed profile in a run's folder."""
 
 _CLASS = ""
-"""The key that has the class's name in a mapping made of a dataclass. No field has this name."""
+"""The key for the class's name in a dataclass's mapping. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of variables that a profile may search for by prefix, so all of them count as read."""
+"""The prefix of variables that a profile may search for, so all of them count as read."""
 
 
 class Consulted(Mapping[str, str]):
-    """The environment of later processes. It notes the variables that are read."""
+    """A mapping of the environment that notes which variables are read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = settings(environ)
@@ -47,7 +47,7 @@ class Consulted(Mapping[str, str]):
 
 
 def write(path: Path, profile: Profile, consulted: Consulted) -> None:
-    """Write a profile for other processes, unless it has a secret for a collector. Raises nothing."""
+    """Write a profile for other processes, unless it has a secret for a collector. Never raises."""
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
@@ -58,7 +58,7 @@ def write(path: Path, profile: Profile, consulted: Consulted) -> None:
 
 
 def read(path: Path | None, source: str) -> Profile | None:
-    """Read the profile of another process. Return None without one, or if its file or variables differ here."""
+    """Read the profile of another process. Return None without one, or if its file or variables changed."""
     if path is None:
         return None
     try:
@@ -81,7 +81,7 @@ def _state_of(source: str) -> tuple[int, int]:
 
 
 def _plain(thing: Any) -> Any:
-    """Turn a dataclass of the model and its fields into plain values for JSON."""
+    """Convert a dataclass of the model into plain values for JSON."""
     if fields := members(thing):
         return {_CLASS: type(thing).__name__, **{name: _plain(getattr(thing, name)) for name, _ in fields}}
     if isinstance(thing, Mapping):

@@ -120,7 +120,7 @@ _read_ring = size("64MiB", least="64KiB")
 
 @shaped(SIZE)
 def ring_size(node: YamlNode) -> int:
-    """Read the size of the rings. The machine must have it, as all of it is used."""
+    """Read the size of the rings. The machine must have that much memory, as all of it is used."""
     size_bytes: int = _read_ring(node)
     memory = memory_bytes()
     if memory is not None and size_bytes > memory:
@@ -198,7 +198,7 @@ _timing_header = spelled(
 
 @shaped({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
 def server_timing(node: YamlNode) -> str:
-    """Read which answers have their timings: "true" for all, "header NAME", or "" for none."""
+    """Read the choice of answers with timings: "true" for all, "header NAME", or "" for none."""
     if node.is_off:
         return ""
     return "true" if node.kind == "bool" else str(_timing_header(node))
@@ -245,7 +245,7 @@ _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the end
 
 @shaped({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
 def slow_limit(node: YamlNode) -> int | PercentileThreshold:
-    """Read a time in ns, or a limit relative to usual times."""
+    """Read a limit of request time: a time in ns, or a `PercentileThreshold`."""
     text = node.text if node.kind == "text" else ""
     parts = re.fullmatch(USUAL_SYNTAX, text)
     if parts:
@@ -268,7 +268,7 @@ _COMPARED = "text, a number, true or false, a comparison such as '>=500', or a l
 
 @shaped({"anyOf": _COMPARED_SHAPES})
 def _compared(node: YamlNode) -> tuple[str, str | bool | int | float]:
-    """Read a comparison: the operator, and the value."""
+    """Read a comparison, an operator and a value."""
     if node.kind == "bool":
         if node.text.lower() not in ("true", "false"):
             node.refuse("true or false; put text in quotes", near=f'"{node.text}"')
@@ -309,7 +309,7 @@ def conditions(node: YamlNode) -> tuple[Where, ...]:
 
 
 def _pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
-    """Yield the names of a mapping, each of a syntax, and their values. Null counts as left out."""
+    """Yield the names and values of a mapping. Names have a syntax. Null values are skipped."""
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(syntax, name):
@@ -320,7 +320,7 @@ def _pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -
 
 @shaped(syntax_shape(f"(?:{URL_SYNTAX})?"))
 def url(node: YamlNode) -> str:
-    """Read a collector's URL, or empty text for none, from a quoted reference to an unset variable."""
+    """Read a collector's URL. Empty text, as from a quoted reference to an unset variable, means none."""
     if node.kind == "text" and not node.text:
         return ""
     text = string(node)
@@ -354,7 +354,7 @@ def readable_file(node: YamlNode) -> str:
 
 
 def seconds(node: YamlNode) -> int:
-    """Read a timeout variable in seconds, as OpenTelemetry's Python SDK takes it. Return nanoseconds."""
+    """Read a timeout variable in seconds, like OpenTelemetry's Python SDK. Return nanoseconds."""
     if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
         node.refuse("a number of seconds, from 0.001")
     return int(float(node.text) * 10**9)
@@ -395,13 +395,13 @@ def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
 
 
 def public_texts(node: YamlNode, key: str) -> list[str]:
-    """Return the distinct texts of a rule's key, for the rule's name in messages."""
+    """Return the texts of a rule's key without duplicates, for the rule's name in messages."""
     _, value = node.pairs.get(key, (node, node))
     return list(dict.fromkeys(text.public_text for text in value.items or (value,) if text.kind == "text"))
 
 
 def sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the patterns that select, and those that exclude without their '!'."""
+    """Return the selecting patterns, and the excluding patterns without '!'."""
     match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
     return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
 
@@ -418,7 +418,7 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
 
 
 SERVICE = "INSTRUMENT_SERVICE"
-"""The variable in which `instrument run` passes the service's name if nothing else names the service."""
+"""The variable for the service's name that `instrument run` sets if nothing else names the service."""
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "service": (("OTEL_SERVICE_NAME", string), (SERVICE, string)),
@@ -431,7 +431,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
     "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
 }
-"""The variables of settings that the profile leaves out. The first that is set and valid counts."""
+"""The variables for settings that the profile omits. The first one that is set and valid counts."""
 
 FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_SDK_DISABLED": ("OpenTelemetry disabled", "true|false"),
@@ -449,7 +449,7 @@ as an exporter turns off that signal. The propagators read a caller's trace. Onl
 honoured."""
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
-"""The prefix of variables for OpenTelemetry's own SDK and instrumentations."""
+"""The prefix of variables for OpenTelemetry's SDK and instrumentations."""
 
 
 _DISABLED = ("OTEL_SDK_DISABLED", "true")
@@ -461,7 +461,7 @@ _SWITCHES = {
 
 
 def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the signals that are switched off, each with its switch."""
+    """Return the switched-off signals, each with the variable that does so."""
     return {
         signal: f"{name}={value}"
         for signal, switches in _SWITCHES.items()
@@ -471,7 +471,7 @@ def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def switched(profile: Profile, document: Document) -> Profile:
-    """Return a profile without the signals that variables switch off, with the remarks on all variables."""
+    """Return a profile without the signals that variables switch off, and with remarks on all variables."""
     remarks, environ = document.remarks, document.environ
     if profile.export.otlp is not None:
         remarks = [*remarks, *_remarks_on(environ)]
@@ -484,7 +484,7 @@ def switched(profile: Profile, document: Document) -> Profile:
 
 
 def _remarks_on(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield sentences on the set variables that change the data sent, and on those that are not followed."""
+    """Yield sentences on the set variables that change the exported data, and on ignored ones."""
     for signal, switch in _switched_off_signals(environ).items():
         yield f"no {signal} are sent to a collector: {switch}"
     valid = {name for names in VARIABLES.values() for name, _ in names}

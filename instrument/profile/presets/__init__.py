@@ -24,7 +24,7 @@ ENGINES: Mapping[str, str] = {
     "mosec": "mosec",
     "litserve": "litserve",
 }
-"""The presets for engines, by the package of each that a service imports."""
+"""The preset of each engine, by the package that a service imports."""
 
 PRESETS: tuple[str, ...] = ("serving", "training", *ENGINES.values(), "fastapi", "transformers")
 
@@ -32,7 +32,7 @@ _FOLDER = Path(__file__).parent
 
 
 def path_of(preset: str) -> str:
-    """Return the path of a preset's file, which is a profile like any other."""
+    """Return the path of a preset's file, an ordinary profile."""
     return str(_FOLDER / f"{preset}.yaml")
 
 
@@ -42,12 +42,12 @@ def text_of(preset: str) -> str:
 
 
 def named_by(path: str | os.PathLike[str]) -> str | None:
-    """Return the preset with that file, None for any other file."""
+    """Return the name of the preset in a file, None for any other file."""
     return next((preset for preset in PRESETS if os.fspath(path) == path_of(preset)), None)
 
 
 def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
-    """Merge the preset that a profile names into its root. Return the root, and the preset's texts by path."""
+    """Merge the preset that a profile names into its root node. Return that, and the preset's texts by path."""
     from instrument.profile.document import Document
 
     key, value = profile.pairs.get("preset", (profile, profile))
@@ -59,7 +59,7 @@ def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
 
 
 def _with_place(node: YamlNode, at: YamlNode) -> YamlNode:
-    """Return a node of a preset with the place at which the profile names the preset, for messages."""
+    """Return a preset's node, placed for messages where the profile names the preset."""
     items = tuple(_with_place(item, at) for item in node.items)
     pairs = {name: (_with_place(key, at), _with_place(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
