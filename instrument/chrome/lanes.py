@@ -364,10 +364,7 @@ class Arrows:
         self.left_out += marks.left_out
 
     def _can_lead_to(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
-        """Return True for each arrow that can lead to its target's start.
-
-        A target by bind id must start later than its source, because Perfetto reads complete events first, and the
-        first event cannot be an arrow's end.
-        """
+        """Return True for each arrow that can lead to its target. A target by bind id must start later than its source,
+        because Perfetto reads complete events first, and the first event cannot be an arrow's end."""
         starts_ns = self._spans.start_ns[sources]
         return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))

@@ -179,10 +179,8 @@ class Slices:
         return column(vars(self).pop(name))
 
     def _close_marks(self, end_ns: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Match begins with ends by a stack per line, by time.
-
-        Return the order of rows in the file, with incomplete slices last, and the number of ends without a begin.
-        """
+        """Match begins with ends by a stack per line, in the order of time. Return the order of rows in the file, with
+        incomplete slices last, and the number of ends without a begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
         if not len(self._mark_ns):
             return place, 0

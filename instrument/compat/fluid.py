@@ -39,7 +39,7 @@ class _Run:
     tracer_option: str
     since_ns: int
     counts_all: bool
-    """True if the session began with the run, so that its tally is exact for all calls."""
+    """True if the session began with this run. Its tally is then exact for all calls."""
     torch: TorchProfiler | None
 
 
@@ -48,7 +48,7 @@ _run: _Run | None = None
 
 
 def start_profiler(state: str, tracer_option: str = "Default") -> None:
-    """Record from now on. Does nothing if it runs already. Raises `ProfileError`, a ValueError, as `profiler` does."""
+    """Start recording. Does nothing if recording is on. Raises `ProfileError`, a ValueError, as `profiler` does."""
     global _run
     _refuse(state=(state, STATES), tracer_option=(tracer_option, TRACER_OPTIONS))
     with _lock:
@@ -66,7 +66,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
 
 
 def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
-    """Print the report of all threads together, then by thread, and write the timeline. Does nothing if it is off."""
+    """Print the report of all threads together, then by thread, and write the timeline. Does nothing while off."""
     global _run
     _refuse(sorted_key=(sorted_key or "default", SORTED_KEYS))
     with _lock:
@@ -90,7 +90,7 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
 
 
 def _report(recording: Recording, options: Options) -> str:
-    """Return the report with full names, and the cost and the gaps of the instrumentation."""
+    """Return the report with full names, and with the instrumentation's cost and gaps."""
     about = instrumentation(recording)
     return "\n".join([*events(recording, options).wide().lines(), *about])
 

@@ -45,7 +45,7 @@ _own: Session | None = None
 
 
 def enable() -> None:
-    """Begin or resume to record. Raises `StateError` if it is on."""
+    """Start or resume recording. Raises `StateError` if it is on."""
     global _is_on, _looked_at, _own
     with _lock:
         if _is_on and not _has_ended():
@@ -92,12 +92,12 @@ def close_scope() -> None:
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write the spans of all times when the profiler was on as a Chrome trace. Raises `StateError`, `TraceError`."""
+    """Write all spans recorded so far as a Chrome trace. Raises `StateError`, `TraceError`."""
     return process.dump(path)
 
 
 def now() -> int:
-    """Return microseconds on the clock of the spans."""
+    """Return the time in microseconds on the clock of the spans."""
     return time.monotonic_ns() // 1000
 
 
@@ -107,7 +107,7 @@ def _has_ended() -> bool:
 
 
 def _forget_scopes() -> None:
-    """Drop the scopes of threads that have ended, and end the open scopes of a session that has ended."""
+    """Drop the scopes of ended threads, and end the open scopes of an ended session."""
     for thread, scopes in list(_scopes_of.items()):
         if not thread.is_alive():
             del _scopes_of[thread]

@@ -58,7 +58,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProfilerTarget(Enum):
-    """The timed devices: the host, and GPUs. The others are not timed."""
+    """The devices of Paddle. Only the host and GPUs are timed."""
 
     CPU = 0
     GPU = 1
@@ -82,7 +82,7 @@ _logged: set[str] = set()
 
 
 class SortedKeys(Enum):
-    """Paddle's keys for sorting. Each value is our name of the key."""
+    """Paddle's sort keys. Each value is our name of the key."""
 
     CPUTotal = "cpu_total"
     CPUAvg = "cpu_ave"
@@ -109,7 +109,7 @@ class SummaryView(Enum):
 
 
 class TracerEventType(Enum):
-    """The type of a range: the kind of its span, or the phase."""
+    """The type of a range. Each value is the kind of its span, or the phase."""
 
     Operator = "op"
     Dataloader = "loader"
@@ -166,7 +166,7 @@ class RecordEvent:
 
 
 class _Exporter(InBackground):
-    """A writer of windows. It is also called with a profiler, as in a handler, and writes its newest window at once."""
+    """A writer of windows. Called with a profiler, as in a handler, it writes the profiler's newest window at once."""
 
     def __call__(self, ready: Profiler | Window) -> object:
         window = ready.window if isinstance(ready, Profiler) else ready
@@ -186,11 +186,11 @@ def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = 
 
 
 class Profiler(_Profiler):
-    """The `paddle.profiler.Profiler`: its arguments are mapped to those of `instrument.Profiler`.
+    """A substitute for `paddle.profiler.Profiler`, which maps arguments to those of `instrument.Profiler`.
 
     `targets` with a GPU also time the device, and default to both. In a `scheduler` ``(start, end)`` a start below 0 is
-    0. `on_trace_ready` gets this object, with the recorded `window`. A handler may call `stop`: it stops after the
-    step, and later steps of the loop do not count.
+    0. `on_trace_ready` gets this object, with the recorded `window`. A handler may call `stop`. Recording then stops
+    after the step, and later steps do not count.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Profiler(_Profiler):
         return lambda window: handler(self)
 
     def start(self) -> None:
-        """Start as `instrument.Profiler` does."""
+        """Start like `instrument.Profiler`."""
         super().start()
         by_torch = _OF_TORCH if self._torch is not None and torch_profiler.is_there() else ()
         for name in self._not_recorded:
@@ -258,14 +258,14 @@ class Profiler(_Profiler):
                 self._session.account.complain(note, log=False)
 
     def _stop(self) -> None:
-        """Stop as `instrument.Profiler` does, and print the cost of the steps if some were timed."""
+        """Stop like `instrument.Profiler`, and print the cost of the timed steps, if any."""
         was_running = self._is_running
         super()._stop()
         if was_running and not OFF and self._benchmark.loop().steps:
             print("\n".join(counted(self._benchmark, Options()).lines()), flush=True)
 
     def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:
-        """Write the newest window as a Chrome trace. Raises `ProfileError` for a format that is not json."""
+        """Write the newest window as a Chrome trace. Raises `ProfileError` for a format other than json."""
         if format != "json":
             raise ProfileError(
                 [f"Profiler.export: format: found {format!r}; allowed: json, which load_profiler_result reads"]
@@ -308,7 +308,7 @@ class ProfilerResult:
         time_unit: str = "ms",
         views: SummaryView | Iterable[SummaryView] | None = None,
     ) -> str:
-        """Print the views, and return the text."""
+        """Print the views and return their text."""
         text = _text(
             Recording.of_trace(self.trace, lambda: self.tally), sorted_by, op_detail, thread_sep, time_unit, views
         )
@@ -329,7 +329,7 @@ def _text(
     time_unit: str,
     views: SummaryView | Iterable[SummaryView] | None,
 ) -> str:
-    """Return the text of the views in Paddle's order. The default is all views, memory only if it was profiled."""
+    """Return the text of the views in Paddle's order. The default is all views, with memory if it was profiled."""
     if views is None:  # memory only if it was profiled, as in Paddle
         hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
         views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]

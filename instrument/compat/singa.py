@@ -34,11 +34,11 @@ from instrument.trace.trace import Trace
 SKIPPED_ITERATIONS = 5
 
 _EVALUATES = "autograd::engine::evaluate_function"
-"""The prefix of autograd's operators that only call one operator of the backward pass."""
+"""The prefix of autograd's operators that only call a single operator of the backward pass."""
 
 
 class Device:
-    """The methods of SINGA's device that time its graph. `verbosity` 0 records nothing."""
+    """A substitute for SINGA's device, with the methods that time its graph. `verbosity` 0 records nothing."""
 
     def __init__(self) -> None:
         self.verbosity = 0
@@ -52,7 +52,7 @@ class Device:
         self._ended = 0
 
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802 - the name that its users have
-        """Set the verbosity, 0 to 3. A value above 0 begins the first iteration; 0 ends and drops the recording."""
+        """Set the verbosity, 0 to 3. A value above 0 begins the first iteration, and 0 ends and drops the recording."""
         if verbosity not in (0, 1, 2, 3):
             raise ProfileError([f"SetVerbosity: found {verbosity!r}; allowed: 0, 1, 2, 3"])
         self.verbosity = verbosity
@@ -88,7 +88,7 @@ class Device:
                 self._torch.look()
 
     def PrintTimeProfiling(self) -> None:  # noqa: N802
-        """Print the means of the iterations so far, without a reset. Prints nothing for verbosity 0."""
+        """Print the mean times of the iterations so far, without a reset. Prints nothing for verbosity 0."""
         if not self.verbosity:
             logger.info("SINGA: verbosity is 0: nothing was timed; SetVerbosity(1) or more")
         elif self._session is not None:  # None: switched off by the environment
@@ -115,7 +115,7 @@ class Device:
         return self.verbosity == 2 or kind == "comm"
 
     def _trace(self, session: Session) -> Trace:
-        """Return the trace with its iterations. If torch.profiler was on, it covers that time alone."""
+        """Return the trace with its iterations. It covers only the time of torch.profiler, if that was on."""
         profiled = None if self._torch is None else self._torch.end()
         if profiled is None and self._joined is not None and self.verbosity > 1:
             return self._joined
@@ -136,7 +136,7 @@ class Device:
 
 
 def _iterations(trace: Trace) -> list[Step]:
-    """Split a trace at each forward after a backward or an optimizer, or without these at each forward."""
+    """Split a trace at each forward after a backward or an optimizer. Without these split at each forward."""
     by_thread: dict[int, list[tuple[Span, str]]] = {}
     for span in trace.spans:
         phase = phase_of(span.site)
@@ -159,9 +159,9 @@ def _iterations(trace: Trace) -> list[Step]:
 
 
 def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
-    """Return the mean time of operators by name, kind and their number in an iteration, and the number of iterations.
+    """Return operators' mean times by name, kind and number in an iteration, and the number of iterations.
 
-    They are in the order of execution. An operator includes the time of operators inside it.
+    Operators are in the order of execution. Their times include those of operators inside.
     """
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {
@@ -190,7 +190,7 @@ def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float
 
 
 def _is_listed(span: Span, by_id: Mapping[int, Span]) -> bool:
-    """Return True for an operator with a line. Layers have none, nor have operators inside another operator."""
+    """Return True for a printed operator. Layers and operators inside another operator are not printed."""
     if not is_operator(span.site):
         return span.site.kind in IN_ORDER and span.site.kind != "layer"
     around = [outer.site for outer in _around(span, by_id) if is_operator(outer.site)]
@@ -219,5 +219,5 @@ def create_cuda_gpu() -> Device:
 
 
 def create_cuda_gpu_on(device_id: int) -> Device:
-    """Return the device of a program that computes on a GPU by its number."""
+    """Return the device of a program that computes on the GPU with a number."""
     return Device()

@@ -47,7 +47,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SECTIONS = ("classes", "ops", "instances")
 SUM = Site("all functions")
-"""The site of the sum of all functions."""
+"""The site of the sum over all functions."""
 
 _ALLOWED: Mapping[type, str] = {bool: "True or False", int: "a whole number from 1", str: "stderr, stdout or a path"}
 _BOOLS: Mapping[str, bool] = {
@@ -73,7 +73,7 @@ class Flags:
 
 
 def flags_of(text: str) -> Any:
-    """Read a text such as ``profile=True,profiling.n_ops=10``. The log has a line on each mistake."""
+    """Read flags from a text such as ``profile=True,profiling.n_ops=10``. Logs a line per mistake."""
     flags: Any = Flags(profile=False, profiling=Flags("profiling.", n_apply=20, n_ops=20, destination="stderr"))
     for flag in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = flag.partition("=")
@@ -116,7 +116,7 @@ class ProfileStats:
 
     @property
     def calls(self) -> int:
-        """The number of calls of the functions, without the calls from one of them."""
+        """The number of calls of the functions. Calls from one of the functions do not count."""
         return _outermost(self._tally()).calls
 
     @property
@@ -158,13 +158,13 @@ class ProfileStats:
 
 _profiles: list[ProfileStats] = []
 _made: Counter[tuple[object, ...]] = Counter()
-"""The number of recorded functions by the key of their site. The second and later ones get a number in their name."""
+"""The number of recorded functions by the key of their site. All but the first have a number in their names."""
 
 _lock = threading.RLock()
 
 
 class _Torch:
-    """torch.profiler during the calls of the functions of a session, from the first one on."""
+    """A run of torch.profiler, from a session's first call of the functions on."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -183,7 +183,7 @@ class _Torch:
             self._since_ns = time.monotonic_ns()
 
     def end(self) -> Tally:
-        """End torch.profiler. Return the tally of the calls meanwhile, with torch's operators."""
+        """End torch.profiler. Return the tally of the calls in its time, with torch's operators."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None
@@ -202,10 +202,10 @@ _torch: _Torch | None = None
 def function(
     *graph: object, profile: bool | str | ProfileStats | None = None, name: str | None = None
 ) -> Callable[[Function], Function]:
-    """Return a decorator whose result has a `profile`: one of its own, by a message, or one that functions share.
+    """Return a decorator that gives a function a `profile`: its own, named by a message, or a shared one.
 
     `profile` defaults to `config.profile`; False records nothing. `name` is the name of its spans and defaults to the
-    function's. A function made again at the same place has a number after its name, and its own calls. Raises
+    function's. A further function from the same place has a number after its name, and its own calls. Raises
     `ProfileError` for the inputs and outputs of a graph.
     """
     if graph:
@@ -270,7 +270,7 @@ def _begin() -> None:
 
 
 def _with_torch_start(target: Function) -> Function:
-    """Have torch.profiler begin at a function's first call, or now if it is no plain function."""
+    """Begin torch.profiler at a function's first call, or now for anything else than a plain function."""
     torch = _torch
     if torch is None or torch.profiler is None:
         return target
@@ -304,7 +304,7 @@ def _print_at_exit() -> None:
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
-    """Print to `file`, else to the destination of the flags. A file is appended to."""
+    """Print to `file`, else to the destination of the flags. Appends to a file."""
     destination = config.profiling.destination
     if file is None and destination not in ("stderr", "stdout"):
         with Path(destination).open("a", encoding="utf-8") as opened:
@@ -314,7 +314,7 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 
 def report() -> str:
-    """Return the profiles, the one with most time in calls first, and their sum, as printed at exit."""
+    """Return the profiles by the time in calls, the longest first, and their sum, as printed at exit."""
     with _lock:
         profiles = sorted(_profiles, key=lambda stats: stats.call_ns, reverse=True)
     called = [stats for stats in profiles if stats.calls]
@@ -330,7 +330,7 @@ def report() -> str:
 
 
 def _outermost(tally: Tally) -> Totals:
-    """Return the totals of the calls that are not inside another call of the functions."""
+    """Return the totals of the functions' outermost calls."""
     return total_of(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
 
 
@@ -349,7 +349,7 @@ def _no_trace() -> Trace:
 
 
 def _below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
-    """Return the part of a tally inside calls of the sites. Paths begin at the outermost one, or at `root`."""
+    """Return the part of a tally within calls of the sites. Paths begin at the outermost call, or at `root`."""
     keys_of_sites = {site.key for site in sites}
 
     def below(path: CallPath) -> CallPath | None:

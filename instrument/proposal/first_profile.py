@@ -36,16 +36,16 @@ PRESET_SAYS = {
 }
 
 SHOWN = 6
-"""The most items that a comment lists."""
+"""The most items in a list of a comment."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The least share of a layer with a rule in all layers' time, and of a part with a rule in its block's time."""
+"""The least share of a proposed layer in all layers' time, and of a block's part in the block's time."""
 
 LEAST_LAYER_NS = 20_000
-"""The least time per call of a named layer."""
+"""The least ns per call of a proposed layer."""
 
 LAYERS = 6
-"""The most layers of a first profile."""
+"""The most layer rules of a first profile."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class LayerProposal:
 
 @dataclass(slots=True)
 class FirstProfile:
-    """A first profile: its rules, and paragraphs of comments at the `head`, on `requests` and on the `left_out`.
+    """A first profile: its rules, and comments at its `head`, on `requests` and on the functions `left_out`.
 
     `summary` describes the observation in one sentence.
     """
@@ -78,7 +78,7 @@ class FirstProfile:
 
     @property
     def rules(self) -> int:
-        """The number of its rules."""
+        """The number of rules in the profile."""
         return len(self.functions) + len(self.layers)
 
 
@@ -157,15 +157,15 @@ def comment(paragraph: str, indent: str = "") -> list[str]:
 
 
 def list_of(items: Sequence[str]) -> str:
-    """List the first items, and the number of the others."""
+    """Return a text that lists the first items, and the number of further items."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
 
 
 def command_of(words: Sequence[str]) -> str:
-    """Return the part of a command that a comment may show: the program, and the folder's files and modules after it.
+    """Return the words of a command that a comment may show: the program, and files and modules of the folder.
 
-    Later words may be secret, such as a key or an address with a password.
+    Other words may be secret, such as a key or an address with a password.
     """
     shown = list(words[:2] if words[:1] == ["-m"] else words[:1])
     words_left = list(words[len(shown) :])
@@ -196,7 +196,7 @@ def _plain(text: str) -> str:
 
 
 def first_profile_of(observation: Observation, words: Sequence[str], service: str, file: str) -> FirstProfile:
-    """Propose a profile for an observed service, which the words of a command run."""
+    """Propose a profile for an observed service. `words` are the command that runs it."""
     choice = choose_functions(observation)
     choose_keys(observation, choice)
     command = command_of(words)
@@ -275,7 +275,7 @@ def _preset_records(observation: Observation) -> Iterator[str]:
 
 
 def _call_sums(nodes: Iterable[ObservedNode]) -> str:
-    """List the calls and times of nodes by name, the longest first."""
+    """Return a text that lists the calls and times of nodes by name, the longest first."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for node in nodes:
         sums[node.called.name][0] += node.calls
@@ -305,7 +305,7 @@ def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]
 
 @dataclass(slots=True)
 class _Layers:
-    """The layers of one pattern: the sums of their calls and times, their places and classes."""
+    """The layers of one pattern: sums of their calls and times, their paths and their classes."""
 
     calls: int = 0
     total_ns: int = 0
@@ -319,7 +319,7 @@ def pattern_of(path: str) -> str:
 
 
 def choose_layers(observation: Observation) -> list[LayerProposal]:
-    """Choose the layers that a first profile names."""
+    """Choose the layers for a first profile."""
     by_pattern: dict[str, _Layers] = defaultdict(_Layers)
     whole_ns = 0
     for node in observation.nodes():
@@ -345,7 +345,7 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
 
 
 def _choose_patterns(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[str]:
-    """Choose repeated blocks and their parts, then large layers outside of blocks."""
+    """Choose repeated blocks and their parts, then layers with much time outside of blocks."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(
         (
@@ -371,5 +371,5 @@ def _choose_patterns(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[s
 
 
 def _outside_of_others(patterns: list[str]) -> list[str]:
-    """Return the patterns that are below no other pattern."""
+    """Return the outermost patterns, which are below no other pattern."""
     return [pattern for pattern in patterns if not any(pattern.startswith(f"{prefix}.") for prefix in patterns)]

@@ -40,38 +40,38 @@ def each_of(calls: int, total_ns: int) -> str:
 
 
 def share_of(share: float) -> str:
-    """Return the text of a share, in per cent."""
+    """Return the text of a share as a percentage."""
     return f"{min(share, 1.0) * 100:.2g} %" if share < 0.1 else f"{min(share, 1.0):.0%}".replace("%", " %")
 
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The least self time of a function with a rule, as a share of requests' time, of other repeated work, or of the run. A
+"""The least self time of a proposed function, as a share of requests' time, of other repeated work, or of the run. A
 function with a leading underscore needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The least share of time of a function with little self time that gets a rule because its parts split that time."""
+"""The least share of time of a function that is proposed only because its parts split that time."""
 
 LEAST_PART = 0.02
-"""The least share of a part in the time of the divided function."""
+"""The least share of a part in the time of the function that it splits."""
 
 SHORT_NS = 5_000
-"""The least mean time of a recorded function."""
+"""The least mean ns of a proposed function's calls."""
 
 HOT = 10_000
-"""The most calls per second of a recorded function."""
+"""The most calls per second of a proposed function."""
 
 REPEATED = 3
-"""The calls per process from which on work counts as repeated."""
+"""The least calls per process of repeated work."""
 
 LOADING_NS = 50_000_000
-"""The least ns per process of a loading function with a rule."""
+"""The least ns per process of a proposed loading function."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""A function gets no rule if it only repeats its request: its share of the request's time is at least the first number,
-and its self time less than the second share."""
+"""The least share in its request's time, and the most share of self time, of a function that only repeats its request
+and gets no rule."""
 
 RULES = 12
-"""The most functions in a first profile, besides those that requests, steps and keys need."""
+"""The most functions of a first profile, besides those needed for requests, steps and keys."""
 
 _WAITING = re.compile(r"(^|_)(wait|sleep|idle|poll|listen|recv|receive|acquire|heartbeat|run_forever)(_|$)")
 REQUEST = re.compile(
@@ -97,7 +97,7 @@ _SPECIAL = re.compile(r"(^|\.)__(?!call__)\w+__$|<lambda>|\.(setter|deleter)$|\[
 
 
 LOADS, OF_REQUESTS, OUTSIDE = range(3)
-"""The groups of rules, in their order: loading, functions of requests, work outside of requests."""
+"""The groups of rules in the profile's order: loading, functions of requests, work outside of requests."""
 
 
 @dataclass(slots=True)
@@ -122,13 +122,13 @@ class FunctionProposal:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Its place among other rules."""
+        """The sort key of the rule in the profile."""
         return self.group, self.first_ns, self.label
 
 
 @dataclass(slots=True)
 class FunctionChoice:
-    """The rules of functions, and the functions left out: reasons of the `hot` by label, and labels of the `small`.
+    """The chosen rules, and the functions left out: the `hot` by label with reasons, and labels of the `small`.
 
     A function that is left out may still get a rule for its key or batch.
     """
@@ -142,7 +142,7 @@ class FunctionChoice:
 
 @dataclass(slots=True)
 class _Paths:
-    """The call paths of one function in one part of the run."""
+    """The call paths of one function, within one kind of work."""
 
     nodes: list[ObservedNode] = field(default_factory=list)
     own_ns: int = 0
@@ -172,12 +172,12 @@ def is_probe(path: str) -> bool:
 
 
 def phase_by_name(name: str) -> str:
-    """Return the phase that a function's name implies, "" for none."""
+    """Return the phase that a function's name implies, "" if it implies none."""
     return next((phase for phase, names in _PHASES.items() if names.search(name)), "")
 
 
 def choose_functions(observation: Observation) -> FunctionChoice:
-    """Choose the functions that a first profile names."""
+    """Choose the functions for a first profile."""
     return _Chooser(observation).choose()
 
 
@@ -218,7 +218,7 @@ class _Chooser:
     # ---------------------------------------------------------------- kinds of work
 
     def _units_of_work(self) -> list[ObservedNode]:
-        """Return the functions that are called again and again outside of requests, at the root or by a loop."""
+        """Return the functions that are repeatedly called outside of requests, at the root or by a loop."""
         units: list[ObservedNode] = []
 
         def look(nodes: Iterable[ObservedNode]) -> None:
@@ -236,7 +236,7 @@ class _Chooser:
         return units
 
     def _delegate_of(self, node: ObservedNode) -> ObservedNode:
-        """Return the function to which a private unit delegates its work, else the unit itself."""
+        """Return the function to which a private function delegates its work, else the private function itself."""
         while function_name(node.called.label).startswith("_"):
             alike = [
                 child
@@ -249,7 +249,7 @@ class _Chooser:
         return node
 
     def _requests_among(self, units: list[ObservedNode]) -> list[ObservedNode]:
-        """Return the units that are most likely requests, for a service without a known server."""
+        """Return the units of work that are most likely requests, for a service without a known server."""
         likely = [unit for unit in units if self._is_kept(unit) and REQUEST.search(function_name(unit.called.label))]
         likely = [unit for unit in likely if not STEP.search(function_name(unit.called.label))]
         if not likely:
@@ -258,7 +258,7 @@ class _Chooser:
         return [unit for unit in units if unit.called.label == largest]
 
     def _not_worth_a_span(self) -> dict[str, str]:
-        """Return the calls of the functions that are too short or too frequent, by label, the most frequent first."""
+        """Return the functions with calls too short or too frequent for spans, by label, the most frequent first."""
         by_label: dict[str, _Paths] = {}
         for node in self._observation.nodes():
             if node.called.label:
@@ -274,7 +274,7 @@ class _Chooser:
         return hot
 
     def _is_kept(self, node: ObservedNode) -> bool:
-        """Return True for a call path that can have a rule of its own."""
+        """Return True if a call path can have its own rule."""
         label = node.called.label
         if not label or node.called.kind in ("layer", "copy") or label in self._hot:
             return False
@@ -292,7 +292,7 @@ class _Chooser:
             )
 
     def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
-        """Propose the functions below `tops` with enough own time, and those that divide their time into such parts."""
+        """Propose the functions below `tops` that have enough own time, or split their time into such functions."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
@@ -321,7 +321,7 @@ class _Chooser:
                 self._small.add(label)
 
     def _collect(self, node: ObservedNode, by_label: dict[str, _Paths]) -> int:
-        """Sum up the functions below a path. Return the path's own time, with that of children without a rule."""
+        """Sum up the functions below a path. Return the path's own ns, including children without a rule."""
         own_ns = node.self_ns
         for child in node.children.values():
             inner_ns = self._collect(child, by_label)
@@ -334,7 +334,7 @@ class _Chooser:
         return own_ns
 
     def _parts_of(self, paths: _Paths, holding: set[str]) -> set[str]:
-        """Return the nearest functions below a function that have time of their own and divide its time."""
+        """Return the nearest functions below a function that split its time. `holding` are functions with own time."""
         parts: dict[str, int] = defaultdict(int)
         waiting = [child for node in paths.nodes for child in node.children.values()]
         for node in waiting:
@@ -351,7 +351,7 @@ class _Chooser:
     def _is_middleware(
         self, label: str, paths: _Paths, holding: set[str], tops: list[ObservedNode], base_ns: int
     ) -> bool:
-        """Return True for a function around every whole request that calls the functions with the time.
+        """Return True for a middleware: a function around whole requests that calls the functions with the time.
 
         Its own time is the framework's, which the request's span includes.
         """
@@ -423,7 +423,7 @@ class _Chooser:
             )
 
     def _propose_loading(self) -> Iterator[FunctionProposal]:
-        """Propose the outermost functions that load or build an object at the start."""
+        """Propose the outermost functions that load or build an object at the service's start."""
         firsts = [node.first_ns for node in (*self._requests, *self._units) if node.first_ns]
         until_ns = min(firsts, default=0)
         for node in self._observation.nodes():
@@ -440,7 +440,7 @@ class _Chooser:
             yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[words])
 
     def _blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
-        """Propose the functions that have blocked an event loop, regardless of their share."""
+        """Propose the functions that have blocked an event loop, whatever their share of time."""
         for label, (stretches, longest_ns) in self._observation.blockers.items():
             nodes = [node for node in self._observation.nodes() if node.called.label == label and self._is_kept(node)]
             if not nodes:

@@ -20,27 +20,27 @@ KEYS, BATCHES = 3, 3
 """The most rules with a key for work outside of requests, and the most rules with a batch."""
 
 LOOKS = 3
-"""The least number of observed values of a path that may be a key, and of values that it shares with a function."""
+"""The least observed values of a path that may be a key, and the least values that it shares with a function."""
 
 DISTINCT = 0.8
-"""The least share of distinct values of a path that names requests."""
+"""The least share of distinct values in a path that names requests."""
 
 SHARED = 0.5
-"""The least share of a path's values that come from requests."""
+"""The least share of a path's values that also occur in requests."""
 
 LEAST_BATCH = 0.05
-"""The least share of a function with a batch in the time of work outside of requests."""
+"""The least share of a function with batches in the time of work outside of requests."""
 
 PASSED = 0.95
-"""The least calls of the function that names requests, as a share of the calls of the candidate with the most calls."""
+"""The least calls of the function that names requests, as a share of the most calls of a candidate."""
 
 COVERED = 0.8
-"""The least share of a function's time in its parts from which on the rule batches the parts, not the function."""
+"""The least share of a function's time in its parts with which the parts, not the function, are batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A path of a function that may name requests. The path with the smallest rank is the likeliest."""
+    """A path of a function that may name requests. The path with the least rank is the likeliest."""
 
     label: str
     path: str
@@ -53,7 +53,7 @@ class _Path:
 
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
-    """Add keys and batches to the rules of the choice, and rules for further keys and batches."""
+    """Add keys and batches to the chosen rules, and add rules for further keys and batches."""
     inside = _nodes_by_label(choice.requests)
     binder = _key_path(observation, choice, inside)
     if binder is None:
@@ -112,7 +112,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 def _key_path(
     observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]
 ) -> _Path | None:
-    """Return the path in the requests' calls that names them best: its values occur in the most other functions."""
+    """Return the path in requests' calls that names them best. Its values occur in the most other functions."""
     count = sum(node.calls for node in choice.requests)
     shared: dict[str, set[str]] = {}
     for label, paths in observation.keys.items():
@@ -157,7 +157,7 @@ def _batches(
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches.
 
-    The parts of a function replace it if they, with those of `singles`, take its time.
+    The parts of a function replace the function if they, with parts in `singles`, take its time.
     """
     best = _best_by_label(paths)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
@@ -193,7 +193,7 @@ def _shares(ids: SeenPath, bound: set[str]) -> bool:
 
 
 def _rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
-    """Return the choice's rule for a function, and add one if there is none."""
+    """Return the choice's rule for a function. Add a rule if there is none."""
     for rule in choice.rules:
         if rule.label == label:
             return rule

@@ -31,7 +31,7 @@ _PASSED_OVER = re.compile(
     r"\..*|__pycache__|__main__|tests?|testing|docs?|build|dist|node_modules|site-packages|.*\.egg-info|setup|conftest"
     r"|noxfile|test_.*|.*_test|instrument|migrations|venv|env"
 )
-"""The names of files and folders that have no code of a service."""
+"""The names of files and folders without code of a service."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -40,7 +40,7 @@ _SERVERS = {name.partition(".")[0] for names in PACKAGES.values() for name in na
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The last step of a call path: a function by its `label` (`module:qualname`), or a layer, request or copy.
+    """The last call of a call path: a function by its `label` (`module:qualname`), or a layer, request or copy.
 
     `instance` is a layer's path in its model. `shape` is the kind of the probe (`call`, `coroutine`, `generator` ...),
     or `layer` for a layer's own function.
@@ -57,7 +57,7 @@ class Called:
 
 @dataclass(eq=False, slots=True)
 class ObservedNode:
-    """A call path of all processes and threads. `first_ns` is the begin of its first call, 0 for none."""
+    """A call path of all processes and threads. `first_ns` is the begin of its first call, 0 without calls."""
 
     called: Called
     parent: ObservedNode | None = None
@@ -69,7 +69,7 @@ class ObservedNode:
     processes: set[int] = field(default_factory=set)
 
     def walk(self) -> Iterator[ObservedNode]:
-        """Yield the node and all below it, parents before their children."""
+        """Yield the node and all nodes below it, parents before their children."""
         yield self
         for child in list(self.children.values()):
             yield from child.walk()
@@ -86,9 +86,9 @@ class ObservedNode:
 class Observation:
     """The merged reports of a command's processes.
 
-    `keys` are by label and path, `unseen` has reasons by target. `blockers` has the count of blocks of an event loop
-    and the ns of the longest, by the function's label. `seconds` is the longest time of a process, `cost` the largest
-    share of a process's time that the observation took. `silent` counts processes that ended without a report.
+    `keys` are by label and path, `unseen` has reasons by target. `blockers` has the number of blocks of an event loop
+    and the longest in ns, by the function's label. `seconds` is the longest time of a process, `cost` the largest share
+    of a process's time for the observation. `silent` counts processes without a report.
     """
 
     roots: list[ObservedNode]
@@ -109,7 +109,7 @@ class Observation:
 
 
 def mark_begun(folder: str) -> None:
-    """Mark this process as begun, so that a missing report is noticed."""
+    """Mark this process as started, so that a missing report is noticed."""
     Path(folder, f"{os.getpid()}{BEGAN}").touch()
 
 
@@ -124,7 +124,7 @@ def write_report(
     lasted_ns: int,
     cost_ns: float,
 ) -> None:
-    """Write this process's report for `instrument init`, which has started it or an ancestor."""
+    """Write this process's report for `instrument init`, the ancestor of this process."""
     labels = {
         verdict.site.key: verdict.target
         for verdict in verdicts
@@ -167,7 +167,7 @@ def write_report(
 
 
 def _is_of_layer(label: str) -> bool:
-    """Return True for the `forward` of a layer of torch, which a rule of layers records."""
+    """Return True for the `forward` of a torch layer, which layer rules record."""
     module, _, qualname = label.partition(":")
     owner, _, name = qualname.rpartition(".")
     torch = sys.modules.get("torch.nn")
@@ -180,7 +180,7 @@ def _is_of_layer(label: str) -> bool:
 
 
 def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
-    """Wait for the reports of all processes of the command, for `longest_s` at most.
+    """Wait up to `longest_s` seconds for the reports of all processes of the command.
 
     `ends` sends SIGTERM to the processes that outlive the command.
     """
@@ -198,7 +198,7 @@ def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
 
 
 def _processes_of_command(folder: str) -> set[int]:
-    """Return the pids of the command's processes, by our mark in their environment."""
+    """Return the pids of the command's processes, found by our variable in their environment."""
     mark = f"{INIT_FOLDER}={folder}".encode()
     pids = set()
     for path in Path("/proc").iterdir():
@@ -210,7 +210,7 @@ def _processes_of_command(folder: str) -> set[int]:
 
 
 def _processes_without_report(folder: str) -> set[str]:
-    """Return the pids of processes that have begun and have no report."""
+    """Return the pids of processes that have started but not reported."""
     began = {path.stem for path in Path(folder).glob(f"*{BEGAN}")}
     return began - {path.name.partition(".")[0] for path in Path(folder).glob(f"*{LEFT}")}
 
@@ -278,7 +278,7 @@ def roots_of(words: Sequence[str], folder: Path) -> list[Path]:
 
 
 def own_names(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the top-level names of a command's own modules: in its folders, and installed ones that it names."""
+    """Return the top-level names of a command's own modules: those in its folders, and named installed ones."""
     roots = roots_of(words, folder)
     names = {name for root in roots for name in _top_level(root)}
     paths = [*map(str, roots), *sys.path]
@@ -292,7 +292,7 @@ def own_names(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def patterns_of(names: Iterable[str]) -> list[str]:
-    """Return patterns that match every function of modules, and of the program itself."""
+    """Return patterns that match every function of modules and of the main program."""
     return [pattern for name in names for pattern in (f"{name}:**", f"{name}.**:**")] + ["__main__:**"]
 
 

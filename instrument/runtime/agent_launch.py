@@ -25,20 +25,20 @@ from instrument.runtime.unpatched import sleep
 ENTRY = Path(__file__).parents[1] / "agent" / "entry.py"
 
 FIRST = "INSTRUMENT_RUN_PID"
-"""The variable with the process id of the command that `instrument run` runs."""
+"""The variable with the pid of the command that `instrument run` runs."""
 
 INTERPRETER, BEGINNINGS = "python", "agents"
-"""The names, in a run's folder, of a link to its agents' interpreter and of a file with the times of their starts."""
+"""The names, in a run's folder, of the link to its agents' interpreter and of the file with their start times."""
 
 AGENTS, AGENTS_S = 10, 600.0
-"""The most agents of a run that start within this many seconds, each in place of one that has gone."""
+"""The most agents of a run that start within a time, and that time in seconds."""
 
 LOCK_S, LOCK_TRIES = 0.01, 50
-"""Seconds between two tries to be the one process that begins an agent, and the most tries."""
+"""The seconds between two tries to lock the start of an agent, and the most tries."""
 
 
 def prepare(run: str) -> socket.socket:
-    """Make the folder of a run and listen in it: processes may join from now on. Raises `OSError`."""
+    """Create the folder of a run and listen in it, so that processes may join. Raises `OSError`."""
     path = socket_of(run)
     try:
         return run_folder.listen(path)
@@ -48,9 +48,9 @@ def prepare(run: str) -> socket.socket:
 
 
 def socket_of(run: str) -> Path:
-    """Make the folder of a run, and return the path of its agent's socket, at which nobody listens yet.
+    """Create the folder of a run.
 
-    Raises `OSError`.
+    Return the path of its agent's socket, which has no listener yet. Raises `OSError`.
     """
     run_folder.remove_abandoned()
     folder = run_folder.make(run)
@@ -60,9 +60,9 @@ def socket_of(run: str) -> Path:
 
 
 def begin(listener: socket.socket, run: str, first: int) -> None:
-    """Begin the agent of a run whose first process is `first`; returns when it is on its way. Raises `OSError`.
+    """Start the agent of a run whose first process is `first`, without waiting until it is ready. Raises `OSError`.
 
-    Only for a process with one thread: it forks.
+    It forks, so the process must have only one thread.
     """
     child = os.fork()
     if child:
@@ -76,9 +76,9 @@ def begin(listener: socket.socket, run: str, first: int) -> None:
 
 
 def can_replace(path: Path) -> bool:
-    """Return True if processes of the run may start another agent at a path, once the present one has gone.
+    """Return True if processes of the run may start another agent at a path after the end of the current one.
 
-    A user replaces an agent of their own, and so does `instrument run` as the first process of a container.
+    Users replace agents that they started, and `instrument run` replaces its own as a container's first process.
     """
     folder = path.parent
     is_of_container = run_folder.first_process(folder.name) == 1 and FIRST in os.environ
@@ -87,10 +87,10 @@ def can_replace(path: Path) -> bool:
 
 
 def replace_gone(path: Path) -> bool:
-    """Begin an agent in place of one that has gone, unless another process does. Returns True if one listens.
+    """Start an agent in place of an ended one, unless another process does. Returns True if an agent listens.
 
-    It takes some 20 ms of a thread. The process forks neither now nor with any hook; a fork meanwhile would leave the
-    socket to a child.
+    It takes some 20 ms of a thread. It does not fork and runs no fork hooks. A fork at this time would pass the socket
+    to a child.
     """
     folder = path.parent
     with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
@@ -114,7 +114,7 @@ def replace_gone(path: Path) -> bool:
 
 
 def _has_locked(file: IO[str]) -> bool:
-    """Lock a file for this process, which children of a fork do not inherit. Returns False if that takes long."""
+    """Lock a file for this process alone, not for forked children. Returns False after `LOCK_TRIES` tries."""
     for _ in range(LOCK_TRIES):
         with suppress(BlockingIOError, PermissionError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,9 +126,9 @@ def _has_locked(file: IO[str]) -> bool:
 def spawn(
     interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
 ) -> int:
-    """Begin an agent on a socket as a child, or `is_apart` by one that ends at once. Returns the pid of the child.
+    """Start an agent on a socket as a child, or with `is_apart` as a grandchild. Returns the pid of the child.
 
-    No hook of a fork is run. Raises `OSError`.
+    Runs no fork hooks. Raises `OSError`.
     """
     settings = {"run": run, "first": first, "path": [*filter(None, sys.path)], "says": says, "is_apart": is_apart}
     words = [interpreter, "-I", "-S", str(ENTRY), json.dumps(settings)]

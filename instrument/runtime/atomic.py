@@ -21,10 +21,10 @@ PREFIX, SUFFIX = ".instrument-", ".part"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the path's name when the block ends; an error in the block leaves nothing.
+    """Open a file that gets the path's name at the end of the block. An error in the block leaves no file.
 
-    Folders above it are made. A symbolic link of that name is replaced, not followed. Raises `OSError`, also for a name
-    that is of no file.
+    Missing folders are created. A symbolic link of that name is replaced, not followed. Raises `OSError`, also if the
+    name is no regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True for a file, and a link to one, except in a folder of the system, such as /dev/stdout."""
+    """Return True for a regular file or a link to one, except in a system folder, such as /dev/stdout."""
     is_link = stat.S_ISLNK(path.lstat().st_mode)
     if is_link and path.parent.resolve().is_relative_to("/dev"):
         return False
@@ -62,9 +62,9 @@ def _part_of(folder: Path) -> tuple[BinaryIO, Path]:
 
 
 def append(path: Path, text: str) -> None:
-    """Add text to the end of a file, which is made for its owner only: all of it, or none where that is refused.
+    """Append the whole text to a file, or nothing after an error. A new file is for its owner only.
 
-    Folders above it are made; a symbolic link of that name is refused. Raises `OSError`.
+    Missing folders are created. A symbolic link is refused. Raises `OSError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -82,7 +82,7 @@ def append(path: Path, text: str) -> None:
 
 
 def remove_abandoned(folder: Path) -> int:
-    """Remove the parts in a folder whose writers have gone. Returns the bytes of the other parts."""
+    """Remove the unfinished files of ended writers in a folder. Returns the bytes of all other unfinished files."""
     written_bytes = 0
     for part in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with suppress(OSError):  # its writer, or another process that looks, was faster
@@ -101,9 +101,9 @@ def remove_abandoned(folder: Path) -> int:
 
 
 def remove_first(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
-    """Remove files, each given with its size, in this order, until `over_bytes` are gone. Returns those removed.
+    """Remove files in the given order until `over_bytes` are freed. Each file comes with its size.
 
-    A file that another process removes meanwhile counts as gone; a file of another user stays.
+    Returns the removed files. A file that another process removes counts as removed. Files of other users remain.
     """
     removed = []
     for path, size_bytes in files:

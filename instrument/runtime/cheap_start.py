@@ -37,7 +37,7 @@ ten instances."""
 
 
 class LazyModule:
-    """Replaces a module by its name. Not for hot paths: each access looks the module up."""
+    """A proxy that imports a module at its first use. Each access looks the module up, so it is not for hot paths."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -48,7 +48,7 @@ class LazyModule:
 
 @contextmanager
 def late_patterns() -> Iterator[None]:
-    """Let modules that are imported meanwhile compile their patterns for the first use. Only where one thread runs."""
+    """Make modules imported in the block compile their patterns at first use. Only for processes with one thread."""
     compile_now = re.compile
     re.compile = late_pattern
     try:
@@ -188,7 +188,7 @@ else:
 
 
 def members(thing: Any) -> list[tuple[str, Field[Any]]]:
-    """Return names and facts of the fields of a dataclass, or of its class; nothing of other things."""
+    """Return the fields of a dataclass or its object, by name. Return an empty list for anything else."""
     cls: Any = thing if isinstance(thing, type) else type(thing)
     facts: Any = vars(cls).get("_all_members")
     if facts is None:
@@ -200,7 +200,7 @@ def members(thing: Any) -> list[tuple[str, Field[Any]]]:
 
 
 class _LateFields:
-    """The fields of a class as `dataclasses` knows them, made for the first reader."""
+    """The fields of a class in the form of `dataclasses`, created for the first reader."""
 
     def __init__(self, cls: Any, name: str, frozen: bool, kw_only: bool) -> None:
         self._cls, self._name = cls, name
@@ -225,7 +225,7 @@ class _LateFields:
 
 
 def _first_init(cls: Any, kw_only: bool) -> Any:
-    """Return an `__init__` for the first calls. After some calls, or at a wrong call, the compiled one replaces it."""
+    """Return an `__init__` for the first calls. A compiled one replaces it after some calls or an invalid call."""
     calls = 0
 
     def fill(self: Any, *values: Any, **options: Any) -> None:
@@ -243,7 +243,7 @@ def _first_init(cls: Any, kw_only: bool) -> Any:
 
 
 def _set_all(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Set all fields, also of a frozen class. Return False if a field has no value, or is not set by `__init__`."""
+    """Set all fields, also of a frozen class. Return False if a field has no value or is not set by `__init__`."""
     for name, fact in facts.items():
         value = arguments.get(name, MISSING)
         if isinstance(fact, Field):
@@ -263,7 +263,7 @@ def _set_all(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
 
 def _init_of(cls: Any, kw_only: bool) -> Any:
-    """Compile `__init__`, which sets fields past the `__setattr__` of a frozen class."""
+    """Compile an `__init__`. It sets fields without the `__setattr__` of a frozen class."""
     names: dict[str, Any] = {"_set": object.__setattr__, "_missing": MISSING}
     parameters, lines = ["self", *["*"][:kw_only]], []
     for name, member in members(cls):

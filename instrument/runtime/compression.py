@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Protocol
 
 ISAL_LEVEL = 1
-"""ISA-L's level. At 0 files are a quarter larger, at 2 and 3 no smaller."""
+"""ISA-L's level. Files are a quarter larger at 0, and no smaller at 2 and 3."""
 
 MEMORY = 9
-"""zlib's memory level: the highest one, which takes half a MiB while a file is written."""
+"""zlib's highest memory level, which takes half a MiB while a file is written."""
 
 
 class Compressor(Protocol):
-    """A packer of a stream, piece by piece."""
+    """A compressor of a stream, chunk by chunk."""
 
     def compress(self, data: bytes, /) -> bytes:
-        """Return some of the packed stream, often none."""
+        """Return the next compressed bytes, often none."""
 
     def flush(self) -> bytes:
-        """Return the end of the packed stream."""
+        """Return the last compressed bytes."""
 
 
 def compressor(zlib_level: int) -> Compressor:
-    """Return a packer of one gzip stream. `zlib_level` is for zlib alone."""
+    """Return a compressor of one gzip stream. `zlib_level` is for zlib alone."""
     try:
         from isal import isal_zlib
     except ImportError:
@@ -39,7 +39,7 @@ def compressor(zlib_level: int) -> Compressor:
 
 
 def raw_compressor(zlib_level: int) -> Compressor:
-    """Return a packer of one stream as zip archives have it, without head and checksum."""
+    """Return a compressor of one raw deflate stream, as in zip archives, without header and checksum."""
     try:
         from isal import isal_zlib
     except ImportError:
@@ -49,7 +49,7 @@ def raw_compressor(zlib_level: int) -> Compressor:
 
 
 def opened(path: Path) -> gzip.GzipFile:
-    """Open a gzip file for its unpacked text. Reading it raises one of `damages()` for a file that is not whole."""
+    """Open a gzip file for decompressed reading. Reading raises one of `damages()` for an incomplete file."""
     try:
         from isal import igzip
     except ImportError:
@@ -58,7 +58,7 @@ def opened(path: Path) -> gzip.GzipFile:
 
 
 def damages() -> tuple[type[Exception], ...]:
-    """Return the exceptions that reading a damaged gzip file raises."""
+    """Return the exceptions that the reading of a damaged gzip file raises."""
     of_zlib: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         from isal import isal_zlib

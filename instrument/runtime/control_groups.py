@@ -13,7 +13,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 def cores(pid: int | None = None) -> float:
     """Return the number of cores that this process, or process `pid`, may use by its affinity and control groups.
 
-    The other process is assumed to be in the same container.
+    Process `pid` must be in the same container.
     """
     try:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
@@ -23,7 +23,7 @@ def cores(pid: int | None = None) -> float:
 
 
 def memory_bytes() -> int | None:
-    """Return the memory that the process may use: the machine's, or that of its control groups; None if unknown."""
+    """Return the bytes of memory that the process may use, by the machine and its control groups, None if unknown."""
     try:
         machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, OSError, ValueError):  # not on every system
@@ -38,9 +38,9 @@ def memory_bytes() -> int | None:
 
 
 def memory_waits_us(pid: int | None = None) -> int | None:
-    """Return the time so far in which a thread of the process's group waited for memory, in us; None if unknown.
+    """Return the us so far in which threads of the process's control group waited for memory, None if unknown.
 
-    Without such a number of the group it is that of the machine.
+    If the group has no number, return the machine's.
     """
     groups = [group / "memory.pressure" for controller, group in _groups(pid) if controller == ""]
     for file in (*groups[:1], PROC / "pressure/memory"):
@@ -59,7 +59,7 @@ def _memory_of(file: Path) -> list[int]:
 
 
 def _groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield the control groups of the process and those above them, with the controller, "" in version 2."""
+    """Yield the control groups of the process and their ancestors, each with its controller, "" in version 2."""
     try:
         lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -73,7 +73,7 @@ def _groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
 
 
 def _limits(pid: int | None) -> list[float]:
-    """Return the cores that each control group allows: in version 2 every group above the process limits it, too."""
+    """Return the numbers of cores that control groups allow. In version 2 all ancestors limit the process, too."""
     limits = []
     for controller, group in _groups(pid):
         if controller == "":
@@ -84,7 +84,7 @@ def _limits(pid: int | None) -> list[float]:
 
 
 def _quota(*files: Path) -> list[float]:
-    """Return the cores of one group, nothing where it has no limit or is not visible."""
+    """Return the number of cores of one group in a list, empty if it has no visible limit."""
     try:
         quota, period = " ".join(file.read_text("ascii") for file in files).split()
         return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []

@@ -11,7 +11,7 @@ CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
 """The variable by which `instrument check` asks the processes of a command to report to it."""
 
 INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
-"""The variable by which `instrument init` asks the processes of a command for a report."""
+"""The variable by which `instrument init` asks the processes of a command to report to it."""
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 METRICS_EXPORTER = "OTEL_METRICS_EXPORTER"
@@ -19,7 +19,7 @@ TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 
 
 def given() -> dict[str, str]:
-    """Return the environment that the process began with; the present one where the system has no record."""
+    """Return the environment with which the process began, or the current one if the system has no record."""
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -30,9 +30,9 @@ def given() -> dict[str, str]:
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return the environment for settings, without the protocol variable that OpenTelemetry's distribution sets itself.
+    """Return the environment for settings, without the protocol variable if OpenTelemetry's distribution set it.
 
-    The distribution sets it to gRPC for its own exporters, if the user has not set it.
+    The distribution sets it to gRPC for its own exporters.
     """
     if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in given():
         return environ
@@ -40,7 +40,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
 
 
 def asked_of_metrics() -> dict[str, str]:
-    """Return the variables of this process that shape its metrics."""
+    """Return this process's variables that change its metrics."""
     return {name: os.environ[name] for name in (TEMPORALITY, METRICS_EXPORTER) if name in os.environ}
 
 

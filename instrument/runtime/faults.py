@@ -15,7 +15,7 @@ from instrument.runtime.unpatched import RLock
 logger = logging.getLogger("instrument")
 
 KINDS_NAMED, OTHER_KINDS = 20, "others"
-"""The most kinds that are named at a place, and the name of the rest."""
+"""The most kinds of values that are named per place, and the name of all further kinds."""
 
 
 class Faults:
@@ -34,7 +34,7 @@ class Faults:
         return "FAULTS"
 
     def note(self, place: str, fault: BaseException) -> None:
-        """Count one fault at `place` (a short noun phrase such as ``"import hook"``)."""
+        """Count a fault at `place`, a short noun phrase such as ``"import hook"``."""
         with self._lock:
             first = place not in self._counts
             self._counts[place] = self._counts.get(place, 0) + 1
@@ -51,16 +51,16 @@ class Faults:
                 pass  # a log handler of the service that raises; the summary has the fault
 
     def attempt(self, place: str, action: Callable[[], object]) -> None:
-        """Run one of several actions, of which none may prevent the others."""
+        """Run an action. Count an exception as our fault, so that later actions still run."""
         try:
             action()
         except Exception as fault:
             self.note(place, fault)
 
     def note_of_rule(self, place: str, words: str, kind: str = "") -> None:
-        """Count a value that a rule of the profile asks for and that is not there; `place` is the rule's. Never raises.
+        """Count a missing value of a rule of the profile.
 
-        It is no fault of ours: the log gets one line per place and kind, without a traceback.
+        `place` is the rule's place. Never raises. It is no fault of ours: the log gets one line per place and kind.
         """
         with self._lock:
             _, kinds = self._of_rules.setdefault(place, (words, Counter()))
@@ -79,12 +79,12 @@ class Faults:
             return dict(self._counts)
 
     def counts_of_rules(self) -> Mapping[str, int]:
-        """Return the number of values that each rule did not get, by its place."""
+        """Return the number of missing values of each rule, by its place."""
         with self._lock:
             return {place: sum(kinds.values()) for place, (_, kinds) in self._of_rules.items()}
 
     def notes_of_rules(self) -> list[str]:
-        """Return sentences on the values that rules did not get, with the first of each place."""
+        """Return sentences on the missing values of rules, with the first value of each place."""
         with self._lock:
             return [
                 f"{place}: not read: {sum(kinds.values())} times{_counts_of(kinds)}; {first}"
@@ -92,14 +92,14 @@ class Faults:
             ]
 
     def clear(self) -> None:
-        """Forget all counts (tests, and a forked child)."""
+        """Reset all counts, for tests and forked children."""
         self._lock = RLock()
         self._counts = {}
         self._of_rules = {}
 
 
 def _counts_of(kinds: Counter[str]) -> str:
-    """Return the kinds with their counts as text in brackets, "" for a single kind."""
+    """Return the kinds with their counts as a text in brackets, "" for a single kind."""
     return f" ({', '.join(f'{kind} {count}' for kind, count in kinds.most_common())})" if len(kinds) > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""Import hooks: calls right after a module's own code has run, before its importer goes on.
+"""Import hooks: calls right after a module's own code has run, before its importer continues.
 
 The real finders and loaders do all the work; a module that is not wanted passes through untouched.
 """
@@ -25,7 +25,7 @@ rest. Otherwise CPython maps and unmaps 16 KiB at each call across a border: 1,2
 
 
 class _Loader:
-    """Replaces a module's loader until the module's code runs, and then restores it in the spec."""
+    """A loader that replaces a module's own, and restores it in the spec before the module's code runs."""
 
     def __init__(self, spec: Any, loader: Any, finder: Finder, is_wanted: bool) -> None:
         self._spec = spec
@@ -76,7 +76,7 @@ class _Loader:
 
 
 class Finder:
-    """The first finder on `sys.meta_path`: asks the others, and wraps the loaders of wanted modules."""
+    """The first finder on `sys.meta_path`. It asks all other finders, and wraps the loaders of wanted modules."""
 
     def __init__(
         self,
@@ -105,12 +105,12 @@ class Finder:
             self._imported(module)
 
     def asked_for_code(self, asker: FrameType) -> None:
-        """Report that a module's code is read by `runpy`, which is `python -m` and will run it at once."""
+        """Report that `runpy`, as for `python -m`, reads a module's code and is about to run it."""
         if self.listens and asker.f_globals.get("__name__") == "runpy":
             self._asked_for_code()
 
     def pause_trace(self) -> Callable[[], object]:
-        """Stop the trace of the main module's body on this thread. Return its resumption."""
+        """Stop the trace of the main module's body on this thread. Return a call that resumes it."""
         return self._watch_of_main.pause() if self._watch_of_main is not None else bool
 
     def watch(self, spec: Any, is_wanted: bool = True) -> None:
@@ -149,7 +149,7 @@ class Finder:
             self._busy.name = before
 
     def _move_to_front(self) -> None:
-        """Move before a finder that was put in front of us, such as the one that rewrites pytest's test modules."""
+        """Move back to the front of `sys.meta_path`, before a later finder such as pytest's."""
         order = list(sys.meta_path)
         if self in order:
             order.remove(self)
@@ -165,8 +165,8 @@ def install(
 ) -> Undo:
     """Call `begins(name)` before and `imported(module)` after each import of a module for which `wants(name)` is true.
 
-    All run on the importing thread, under that module's import lock. `asked_for_code()` is called when `runpy` is
-    about to run such a module, as for `python -m`. Imports pause the trace of `watch`. Returns the undo.
+    They run on the importing thread, under the module's import lock. `asked_for_code()` is called when `runpy` is about
+    to run such a module, as for `python -m`. Imports pause the trace of `watch`. Returns the undo.
     """
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)

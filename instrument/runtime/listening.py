@@ -18,17 +18,17 @@ from instrument.runtime.cheap_start import NamedTuple
 _INTERNET = (_socket.AF_INET, _socket.AF_INET6)
 
 LISTENS, HAS_BEEN_CLOSED = "0A", "06"
-"""States of a socket (TCP_LISTEN, TCP_TIME_WAIT in the kernel's `tcp_states.h`). A closed one has no descriptor."""
+"""States of a socket (TCP_LISTEN, TCP_TIME_WAIT in the kernel's `tcp_states.h`). A closed socket has no descriptor."""
 
 CLOSED_FOR_S = 60
 """Seconds for which the system keeps a closed connection (TCP_TIMEWAIT_LEN in the kernel's `tcp.h`)."""
 
 
 class Connections(NamedTuple):
-    """The ports of a process with connections that are `open`, or were `closed` since the process started.
+    """A process's ports with `open` connections, or with connections `closed` since its start.
 
-    Another process with the same listening socket may have accepted the closed ones. `listens` are the ports at which
-    the process listens, `sockets` the inodes of the sockets that do.
+    Another process with the same listening socket may have accepted closed connections. `listens` are the ports at
+    which the process listens, `sockets` the inodes of its listening sockets.
     """
 
     open: frozenset[int]
@@ -40,10 +40,10 @@ class Connections(NamedTuple):
 def connections_of(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
-    """Return the connections of a process, by its folder in `/proc`; none where the system does not show them.
+    """Return the connections of a process, by its folder in `/proc`.
 
-    `listened` are ports at which it listened before. `table` has the sockets of its network, and `start_ticks` the time
-    of its start, for one that has ended.
+    Return none if the system does not show them. `listened` are ports at which it listened before. For an ended process
+    `table` has the sockets of its network, and `start_ticks` its start.
     """
     least_left = _least_ticks_left(start_ticks or clock.start_ticks(process / "stat"))
     inodes = sockets_of(process)
@@ -63,7 +63,7 @@ def connections_of(
 
 
 def listens() -> bool:
-    """Return True if this process listens at a port. Its own sockets cost less to read than those of its network."""
+    """Return True if this process listens at a port. Reads its own sockets, as its network's would cost more."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
@@ -73,7 +73,7 @@ def listens() -> bool:
 
 
 def _is_listening(descriptor: int) -> bool:
-    """Return True if a descriptor is of a socket that listens. Closes the descriptor."""
+    """Return True if a descriptor is a listening socket's. Closes the descriptor."""
     try:
         opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file
@@ -106,9 +106,9 @@ def sockets_of(process: Path) -> frozenset[str]:
 
 
 class TcpRow(NamedTuple):
-    """A socket of a network. It `is_local` where both ends have one address.
+    """A socket of a network.
 
-    After `ticks_left` the system forgets one that was closed.
+    It `is_local` if both ends have the same address. The system forgets a closed socket after `ticks_left`.
     """
 
     port: int
@@ -120,9 +120,9 @@ class TcpRow(NamedTuple):
 
 
 def _least_ticks_left(start_ticks: int) -> int:
-    """Return the time for which the system keeps a connection closed now, less the age of a process, in ticks.
+    """Return the ticks left of a connection that was closed at a process's start.
 
-    A connection with less time left was closed before the process began, perhaps by an earlier server.
+    A connection with less time left was closed earlier, perhaps by an earlier server.
     """
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either

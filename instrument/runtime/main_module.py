@@ -27,7 +27,7 @@ else:
     ast, linecache = LazyModule("ast"), LazyModule("linecache")
 
 MAINS = ("__main__", "__mp_main__")
-"""The values of `__name__` in a module that runs as the main one."""
+"""The values of `__name__` in a module that runs as the main module."""
 
 RUNNERS = frozenset(
     ("coverage", "cProfile", "debugpy", "kernprof", "memray", "pdb", "profile", "pyinstrument", "scalene", "trace")
@@ -35,16 +35,16 @@ RUNNERS = frozenset(
 """Modules that `-m` runs to run another script as the main module, in the same process."""
 
 TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
-"""Programs that trace the script that they run. Before Python 3.12 a script has one tracer only."""
+"""Programs that trace the script that they run. Before Python 3.12 a script can have only one tracer."""
 
 _WATCHED = ("<module>", "_bootstrap")
-"""The names of code whose start matters: a module's body, and the work of a child of multiprocessing."""
+"""The names of code whose start is watched: a module's body, and the work of a child of multiprocessing."""
 
 
 def names_of(module: ModuleType) -> tuple[str, ...]:
     """Return the names by which a rule may refer to a module.
 
-    A main module has the name `__main__`, in a spawned child too, and first its own name if `-m` gave it one.
+    A main module has its own name first, if `-m` gave one, and then `__main__`, also in a spawned child.
     """
     names = object.__getattribute__(module, "__dict__")
     name: str = names["__name__"]
@@ -55,12 +55,12 @@ def names_of(module: ModuleType) -> tuple[str, ...]:
 
 
 def is_main(module: ModuleType) -> bool:
-    """Return True for a module that runs as the main one."""
+    """Return True for a module that runs as the main module."""
     return object.__getattribute__(module, "__dict__")["__name__"] in MAINS
 
 
 def script_name() -> str:
-    """Return the name that the main script would have as a module; empty without one.
+    """Return the name that the main script would have as a module, "" without a script.
 
     It is read from `sys.argv`, because `__file__` is missing once the script's body has ended.
     """
@@ -76,13 +76,13 @@ def _runner() -> str:
 
 
 def tracer_of_main() -> str:
-    """Return the runner that traces the main thread, if the watch needs a trace function; else ""."""
+    """Return the runner that traces the main thread, if the watch needs a trace function, else ""."""
     runner = _runner() if sys.version_info < (3, 12) else ""
     return runner if runner in TRACERS else ""
 
 
 class MainNames(ModuleType):
-    """A module that shares the names of a script: one that a runner runs, or the main one of a spawned child."""
+    """A module that shares the namespace of a script that a runner runs, or of a spawned child's main module."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -107,7 +107,7 @@ class MainNames(ModuleType):
 
 
 def spawned_main() -> MainNames | None:
-    """Return the names that functions of a spawned child's main module look up: its module has a copy of them."""
+    """Return the namespace of functions in a spawned child's main module, which has a copy of it."""
     module = sys.modules.get(MAINS[1])
     if module is None:
         return None
@@ -123,7 +123,7 @@ def spawned_main() -> MainNames | None:
 
 
 class Plan(NamedTuple):
-    """The lines of a module's body before which new names are reported, and the last line that defines something."""
+    """The lines of a module's body before which new names are reported, and the line of its last definition."""
 
     stops: frozenset[int]
     last: int
@@ -153,7 +153,7 @@ def plan_of(body: ast.Module) -> Plan:
 
 
 def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield the statements that run in the module's own frame, in order, with True for those in another's block."""
+    """Yield the statements that run in the module's own frame, in order, with True for nested ones."""
     for statement in block:
         yield statement, nested
         for inner in _blocks(statement):
@@ -161,7 +161,7 @@ def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.st
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the blocks of a statement such as `if` or `with`; none of a definition, whose body has its own frame."""
+    """Return the blocks of a statement such as `if` or `with`. A definition has none, as its body has its own frame."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
@@ -170,7 +170,7 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[str]:
-    """Yield the names that the definition of a function or class looks up, not its call."""
+    """Yield the names that a function or class looks up when it is defined, not when it is called."""
     parts: list[ast.AST] = list(statement.decorator_list)
     if isinstance(statement, ast.ClassDef):
         parts += [*statement.bases, *statement.keywords, *statement.body]
@@ -183,7 +183,7 @@ def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast
 
 
 def _defines(value: ast.expr | None, names: set[str]) -> bool:
-    """Return True for a function that is made of another: a lambda, or `decorate(function)`."""
+    """Return True for an expression that makes a function: a lambda, or `decorate(function)`."""
     if isinstance(value, ast.Lambda):
         return True
     return isinstance(value, ast.Call) and any(
@@ -192,13 +192,13 @@ def _defines(value: ast.expr | None, names: set[str]) -> bool:
 
 
 def _is_inert(statement: ast.stmt) -> bool:
-    """Return True for a statement that calls nothing, with any names. An import has its own hook."""
+    """Return True for a statement that calls nothing, whatever its names mean. An import has its own hook."""
     inert = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global)
     return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
 
 
 def _parsed(code: CodeType, names: dict[str, Any]) -> Plan | None:
-    """Return the plan for a module's code, None without its source."""
+    """Return the plan for a module's code, None if its source is missing."""
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
         return plan_of(ast.parse(source)) if source else None
@@ -207,9 +207,9 @@ def _parsed(code: CodeType, names: dict[str, Any]) -> Plan | None:
 
 
 class Watch:
-    """Waits for the main module's body, or finds it as it runs, and reports its names until the last is defined.
+    """A watch of the main module's body, which reports new names until the last is defined.
 
-    `wants(name)` is True for a module of interest; `defined(module)` is called on the thread that runs its body.
+    `wants(name)` is True for a module of interest. `defined(module)` is called on the thread that runs its body.
     """
 
     def __init__(self, wants: Callable[[str], bool], defined: Callable[[ModuleType], object]) -> None:
@@ -225,7 +225,7 @@ class Watch:
         self._means: _Monitoring | _Tracing | None = None
 
     def begin(self) -> None:
-        """Watch the main module's body that runs above this call; wait for it where none does yet."""
+        """Watch the main module's body that called this code, or wait for the body if it does not run yet."""
         frames = list(_upwards(sys._getframe(1)))
         for frame in frames:
             if self._is_main(frame.f_code, frame.f_globals):
@@ -243,7 +243,7 @@ class Watch:
             self._wait()
 
     def expect(self) -> None:
-        """Expect a wanted module as the next to run on this thread, perhaps as the main one."""
+        """Expect a wanted module to run next on this thread, perhaps as the main module."""
         self._is_next = True
         self._wait()
 
@@ -262,7 +262,7 @@ class Watch:
         return type(self._means) is _Tracing and self._means.is_on()
 
     def pause(self) -> Callable[[], object]:
-        """Stop the trace function of this thread for the time of an import. Return its resumption."""
+        """Stop the trace function of this thread during an import. Return a call that resumes it."""
         means = self._means
         if not isinstance(means, _Tracing) or not means.is_on():
             return bool
@@ -284,7 +284,7 @@ class Watch:
         return module is not None and any(map(self._wants, names_of(module)))
 
     def _module_of(self, names: dict[str, Any]) -> ModuleType | None:
-        """Return the module that has these names, or one made for those of a runner's script."""
+        """Return the module with this namespace, or a new module for the namespace of a runner's script."""
         module = _module_of(names)
         if module is not None or not self._runner:
             return module
@@ -293,7 +293,7 @@ class Watch:
         return self._of_runner
 
     def started(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Return True for code that is the body to follow. End the watch once no such code can run."""
+        """Return True if code is the body to watch. End the watch if such code can no longer run."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
@@ -322,7 +322,7 @@ class Watch:
         self.end()
 
     def report(self) -> None:
-        """Report the module if it has other names than before."""
+        """Report the module if its names have changed."""
         module = self._module_of(self._names)
         if module is None or _snapshot(self._names) == self._seen:
             return
@@ -344,15 +344,14 @@ def _snapshot(names: dict[str, Any]) -> dict[str, int]:
 
 
 def _module_of(names: dict[str, Any]) -> ModuleType | None:
-    """Return the module that has these names."""
+    """Return the module with this namespace, None if there is none."""
     module = sys.modules.get(names.get("__name__", ""))
     is_it = issubclass(type(module), ModuleType) and object.__getattribute__(module, "__dict__") is names
     return module if is_it else None
 
 
 class _Tracing:
-    """The interpreter's trace function, up to Python 3.11: it slows calls down during the main module's definitions,
-    except in what those import."""
+    """The interpreter's trace function, up to Python 3.11. It slows calls during the main module's definitions."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -376,12 +375,12 @@ class _Tracing:
         return sys.gettrace() == self._called
 
     def resume(self) -> None:
-        """Set the trace function again, after a pause, unless the import has set another or the watch is over."""
+        """Set the trace function again after a pause, unless the import has set another one or the watch has ended."""
         if self._watch._means is self and sys.gettrace() is None:
             sys.settrace(self._called)
 
     def _is_over(self) -> bool:
-        """Return True after the watch's end, and unset the trace function, which another thread cannot."""
+        """Return True after the watch's end, and unset the trace function, as no other thread can do so."""
         if self._watch._means is self:
             return False
         self.release()
@@ -409,7 +408,7 @@ class _Tracing:
 if sys.version_info >= (3, 12):
 
     class _Monitoring:
-        """The interpreter's monitoring, from Python 3.12 on: it costs the code that is watched, and no other."""
+        """The interpreter's monitoring, from Python 3.12 on. Only the watched code becomes slower."""
 
         def __init__(self, watch: Watch) -> None:
             self._watch = watch

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PACKET_BYTES = 128 << 10
-"""The longest packet; the system's own limit is somewhat above it."""
+"""The longest packet in bytes. The system's own limit is slightly higher."""
 
 DESCRIPTORS = 2
 """The most descriptors of a packet."""
@@ -28,20 +28,20 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class PacketError(ValueError):
-    """The data is no packet of ours."""
+    """An error for data that is no packet of ours."""
 
 
 def send(connection: _socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send one packet, whole. Raises `OSError`: `BlockingIOError` if there is no room for it now."""
+    """Send one complete packet. Raises `OSError`, in particular `BlockingIOError` if the socket is full."""
     data = json.dumps(message, separators=(",", ":")).encode()
     rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([data], rights, _socket.MSG_NOSIGNAL)
 
 
 def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the next packet and its descriptors, which the caller closes; None if the other end has closed.
+    """Return the next packet and its descriptors, which the caller must close. Return None if the peer has closed.
 
-    Raises `BlockingIOError` if none has come, another `OSError` for a connection that is broken, and `PacketError`.
+    Raises `BlockingIOError` without a packet, another `OSError` for a broken connection, and `PacketError`.
     """
     room = _socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
     data, rights, flags, _ = connection.recvmsg(PACKET_BYTES, room, _socket.MSG_CMSG_CLOEXEC)
@@ -72,9 +72,9 @@ def _parsed(data: bytes, flags: int) -> Message:
 
 
 def peer_of(connection: _socket.socket) -> tuple[int, int]:
-    """Return pid and user of the other end: of the caller, or of the last listener; -1 for an unknown user.
+    """Return the peer's pid and user: the caller's, or the last listener's.
 
-    A pid of 0 is one of another namespace.
+    An unknown user is -1, and a pid of another namespace is 0.
     """
     try:
         credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -42,7 +42,7 @@ _lock = Lock()
 
 
 class _Published:
-    """The published context of this process: the address of its header, and the buffer of its payload."""
+    """This process's published context: the address of its header, and the buffer of its payload."""
 
     def __init__(self, address: int) -> None:
         self.pid = os.getpid()
@@ -54,9 +54,9 @@ _published: _Published | None = None
 
 
 def publish(payload: bytes) -> str:
-    """Publish an encoded `ProcessContext`, in place of one that this process has published before.
+    """Publish an encoded `ProcessContext`, in place of an earlier one of this process.
 
-    Returns why it cannot, "" where it is done, or another SDK of the process has done it.
+    Returns the reason why it cannot, "" after success, or if another SDK of the process has published.
     """
     global _published
     if len(payload) > PAYLOAD_LIMIT:
@@ -88,13 +88,13 @@ def withdraw() -> None:
 
 
 def after_fork_in_child() -> None:
-    """Forget the parent's context, and its lock, which another thread may have."""
+    """Drop the parent's context, and its lock, which another thread may have locked."""
     global _lock, _published
     _lock, _published = Lock(), None
 
 
 def _put(context: _Published, payload: bytes) -> None:
-    """Write the context so that readers find it whole, or marked as changing."""
+    """Write the context so that readers find it complete, or marked as changing."""
     before, context.payload = context.payload, ctypes.create_string_buffer(payload, len(payload))
     address, at = ctypes.addressof(context.payload), context.address
     # A lock that is taken and released is a barrier between the writes before and after it.
@@ -115,7 +115,7 @@ def _store(address: int, data: bytes) -> None:
 
 
 def _mapped(libc: ctypes.CDLL) -> int:
-    """Map a page for the context, which no forked child inherits. Raises `OSError`."""
+    """Map a page for the context that forked children do not inherit. Raises `OSError`."""
     try:
         fd = _memfd()
     except (OSError, AttributeError):

@@ -25,24 +25,24 @@ SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
 UNSEEN_SUFFIX = ".unseen"
-"""The suffix that the file of notes on unseen processes adds to the socket's name. `sitecustomize` has it, too."""
+"""The suffix of the file of notes on unrecorded processes, after the socket's name. `sitecustomize` repeats it."""
 
 ADDRESS_BYTES = 107
 """The longest path that a Unix socket can have."""
 
 WAITING = 512
-"""The most processes that wait to join while the agent is busy."""
+"""The most processes that may wait to join while the agent is busy."""
 
 ANSWER_S = 5.0
-"""The longest wait for an answer of an agent, which may be stopped."""
+"""The longest wait in seconds for an agent's answer. An agent may be suspended."""
 
 _RUN = late_pattern(r"[\w.-]{1,64}")
 
 
 def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file of that name by which the run's processes share results; None without such a run.
+    """Return the file with a name for results that the run's processes share, None without a run.
 
-    It is of one build of Python, and in the run's own folder, never in one that agents of several runs share.
+    Each build of Python has its own file. It is in the run's own folder, never in one of several runs.
     """
     folder = Path(environ.get(VARIABLE, "")).parent
     is_own = folder.name == environ.get("INSTRUMENT_RUN") and folder.is_dir()
@@ -50,14 +50,14 @@ def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
 
 
 def homes() -> list[Path]:
-    """Return the folders that may have runs of this user, first the one for new runs."""
+    """Return the folders that may have this user's runs. New runs go into the first folder."""
     paths = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
     folders = [Path(name) for name in [*paths, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
     return list(dict.fromkeys(folder / f"instrument-{os.geteuid()}" for folder in folders))
 
 
 def make(run: str) -> Path:
-    """Make the folder of a run, for its owner only. Raises `OSError`."""
+    """Create the folder of a run, for its owner only. Raises `OSError`."""
     problem: OSError = FileNotFoundError("no folder for runs")
     for home in homes():
         if len(os.fsencode(home / run / SOCKET)) > ADDRESS_BYTES:
@@ -75,7 +75,7 @@ def make(run: str) -> Path:
 
 
 def refuse_shared(folder: Path) -> None:
-    """Raise `PermissionError` for a folder that is not this user's own, or that others may enter."""
+    """Raise `PermissionError` for a folder of another user, or one that other users may enter."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise PermissionError(
@@ -85,7 +85,7 @@ def refuse_shared(folder: Path) -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """Make an agent's socket at a path, in place of one without a listener. Raises `OSError`."""
+    """Create an agent's socket at a path, in place of a socket without a listener. Raises `OSError`."""
     holder = holder_of(path)
     if holder is not None:
         raise FileExistsError(
@@ -110,7 +110,7 @@ def is_heard(path: Path) -> bool:
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the pid of the process, even a stopped one, that listens on a socket; 0 if unknown, None for none."""
+    """Return the pid of the process, perhaps suspended, that listens on a socket, 0 if unknown, None for none."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.setblocking(False)
         try:
@@ -123,7 +123,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return the identity of the socket at a path, None without one."""
+    """Return the identity (device, inode) of the socket at a path, None without a socket."""
     try:
         facts = path.stat()
     except OSError:
@@ -132,12 +132,12 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def agent_name(holder: int) -> str:
-    """Name an agent, by its pid where that is known."""
+    """Return a text that names an agent, by its pid if known."""
     return f"an agent (process {holder})" if holder else "an agent"
 
 
 def unanswered(holder: int) -> str:
-    """Describe an agent that listens and does not answer."""
+    """Return a sentence on an agent that listens but does not answer."""
     advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
     return f", and does not answer{advice}"
 
@@ -151,7 +151,7 @@ def _answers(path: Path) -> bool:
 
 
 def found() -> list[Path]:
-    """Return the folders of this user's runs, the oldest first; also those whose agent has gone."""
+    """Return the folders of this user's runs, the oldest first, also those without an agent."""
     folders = []
     for home in homes():
         with suppress(OSError):
@@ -161,25 +161,25 @@ def found() -> list[Path]:
 
 
 def first_process(run: str) -> int:
-    """Return the pid of the process that began a run, by the run's name; 0 if it has none."""
+    """Return the pid of the process that began a run, from the run's name, 0 if the name has none."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def paths_in(folder: Path, pattern: str) -> list[Path]:
-    """Return the paths in a folder that match, in order; none where it cannot be read."""
+    """Return the matching paths in a folder, sorted. Return none for an unreadable folder."""
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []
 
 
 def note_of(folder: Path, pid: int, started: int) -> Path:
-    """Return the file by which agents know of a process of the run that records."""
+    """Return the file that marks a recording process of the run for agents."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
 def unreported(folder: Path) -> list[int]:
-    """Return the processes of the run that recorded and have ended, and that no agent has reported."""
+    """Return the pids of the run's recorded processes that have ended and that no agent has reported."""
     pids = []
     for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
         pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
@@ -189,7 +189,7 @@ def unreported(folder: Path) -> list[int]:
 
 
 def unsent(folder: Path) -> int:
-    """Return the number of spans of ended processes that the agent may not have sent, by its note."""
+    """Return the number of ended processes' spans that may be unsent, from the agent's note."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -197,7 +197,7 @@ def unsent(folder: Path) -> int:
 
 @contextmanager
 def registered(path: Path) -> Iterator[None]:
-    """Link to an agent's socket from a folder of runs, so that commands find it. Skip it where there is no home."""
+    """Link to an agent's socket from the folder of runs within the block, so that commands find it."""
     link = None
     with suppress(OSError):
         link = make(f"by-hand-{os.getpid()}") / SOCKET
@@ -221,7 +221,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of runs whose first process and agent have both gone."""
+    """Remove the folders of runs whose first process and agent have both ended."""
     for folder in found():
         pid = first_process(folder.name)
         lives = pid and pid != os.getpid() and Path(f"/proc/{pid}").exists()  # ours is not there yet

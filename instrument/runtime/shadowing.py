@@ -24,7 +24,7 @@ _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
 
 
 def guard(folders: Iterable[str] = ()) -> None:
-    """Have our imports skip the modules of `folders`, and those of folders that come first on `sys.path`."""
+    """Make our imports skip modules in `folders`, and in folders that come first on `sys.path`."""
     before = []
     for entry in sys.path:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):
@@ -49,7 +49,7 @@ def _names_in(folder: str) -> list[str]:
 
 
 def folder_of_main() -> str:
-    """Return the folder that Python puts first on `sys.path` for the program that it is about to run."""
+    """Return the folder that Python puts first on `sys.path` for the program to run."""
     words = iter(sys.orig_argv[1:])
     for word in words:
         if word in ("-X", "-W"):
@@ -62,7 +62,7 @@ def folder_of_main() -> str:
 
 
 class Loaded:
-    """Loads a module that has been loaded before: its code does not run again."""
+    """A loader of an already loaded module, whose code does not run again."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -76,7 +76,7 @@ class Loaded:
 
 
 class _Guard:
-    """Finds the shadowed modules in the standard library where our code imports them. First on `sys.meta_path`."""
+    """A finder, first on `sys.meta_path`, of shadowed standard modules for imports by our code."""
 
     def __init__(self, shadowed: set[str]) -> None:
         self._shadowed = shadowed
@@ -116,7 +116,7 @@ class _Guard:
 
 
 def release() -> None:
-    """Give the names that our imports have taken so far back to the service's modules."""
+    """Remove the standard modules that our imports put in place of the service's own modules."""
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
             finder.release()
@@ -125,7 +125,7 @@ def release() -> None:
 
 
 def _is_own_import(frame: FrameType | None) -> bool:
-    """Return True if the import comes from one of our modules, directly or indirectly."""
+    """Return True if one of our modules makes the import, directly or indirectly."""
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
         is_machinery = file.startswith("<frozen ")  # and our hook, which calls itself so

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 RESTORED = (signal.SIGINT, signal.SIGHUP)
-"""Signals that get our handler if the service resets a handler of its own to the default. Without that their default
-stays, because it also ends a program whose main thread runs C."""
+"""Signals that get our handler only if the service resets its own handler to the default. Otherwise they keep the
+default, which also ends a program whose main thread runs C."""
 
 
 class Termination:
@@ -38,10 +38,10 @@ class Termination:
         self._handler = self._handle  # one object, for comparisons
         self._is_active = False
         self._address: int | None = None
-        """The function of CPython that the system calls for each handler in Python."""
+        """The address of CPython's function that the system calls for every handler in Python."""
 
     def install(self) -> Callable[[], None]:
-        """Take over SIGTERM where it has the default, now or later. On the main thread alone. Returns the uninstall."""
+        """Handle SIGTERM while it has the default, now or later. Call it on the main thread. Returns the undo."""
         if not _is_main_thread():
             return lambda: None
         bare_set, bare_get = self._set, self._get
@@ -74,17 +74,17 @@ class Termination:
         return undo
 
     def _set_handler(self, number: int) -> Any:
-        """Set our handler. Returns the one before it."""
+        """Set our handler for a signal. Returns the earlier handler."""
         before = self._set(number, self._handler)
         self._address = _address_of_handler(number)
         return before
 
     def _is_native(self, number: int) -> bool:
-        """Return True if native code has taken the signal since ours was set."""
+        """Return True if native code has replaced our handler."""
         return _address_of_handler(number) != self._address
 
     def _takes(self, number: Any, handler: Any) -> bool:
-        """Return True if our handler replaces this one."""
+        """Return True if our handler must replace a handler."""
         if not (self._is_active and isinstance(handler, int) and handler == signal.SIG_DFL):
             return False
         if number in RESTORED:
@@ -99,9 +99,9 @@ class Termination:
 
 
 def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
-    """Have `action` called with the exit code as the process leaves by `os._exit`. Returns the undo.
+    """Call `action` with the exit code before the process exits by `os._exit`. Returns the undo.
 
-    Workers that are forked for a job leave so, without Python's own end. The action must not wait.
+    Forked workers exit so, without Python's exit handling. The action must not wait.
     """
     bare_exit = os._exit
 
@@ -121,7 +121,7 @@ def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
 
 
 def _address_of_handler(number: int) -> int | None:
-    """Return the address of the C function that the system calls for a signal; None if it is not known."""
+    """Return the address of the C function that the system calls for a signal, None if unknown."""
     try:
         from ctypes import c_void_p, pythonapi
 

@@ -16,18 +16,18 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import Event, get_ident, is_patched, sleep, start_new_thread
 
 RESTART_S = 0.2
-"""Seconds before a thread that died begins anew."""
+"""Seconds after which a dead thread starts again."""
 
 WORK_S, REST_S = 0.001, 0.0005
-"""Seconds of the longest stretch of work on our threads, and of the rest after it. A thread waits 5 ms for Python's
-lock while another works on, and a server's threads need it several times per request."""
+"""The most seconds of uninterrupted work on our threads, and the seconds of the pause after it. A thread waits 5 ms for
+the GIL while another thread works, and a server needs it several times per request."""
 
 _ours: dict[int, tuple[str, int]] = {}
 """The name and the process id of each of our threads, by the thread's identity."""
 
 
 class Thread:
-    """A daemon thread that runs `run`, and runs it again where it ends while `is_needed()`.
+    """A daemon thread that runs `run`, and runs it again if it ends while `is_needed()`.
 
     An unexpected end is a fault: an error, or a `SystemExit` that the service has thrown into all threads.
     """
@@ -42,7 +42,7 @@ class Thread:
         self._listed: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin. Raises RuntimeError if no thread can: there are too many, or the interpreter is ending.
+        """Start the thread. Raises RuntimeError for too many threads, or if the interpreter is ending.
 
         `threading.enumerate()` lists the thread, unless `threading` is patched.
         """
@@ -66,7 +66,7 @@ class Thread:
         return self._ident == get_ident() and self.is_alive()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread's end, for `timeout_s` at most."""
+        """Wait up to `timeout_s` seconds for the thread's end."""
         if self.is_current() or self._pid != os.getpid():
             return
         if self._ended.wait(timeout_s) and self._listed is not None and not is_patched():
@@ -100,20 +100,20 @@ class Thread:
 
 
 class Pace:
-    """The stretches and rests of a long piece of work on a thread of ours."""
+    """A pacer of long work on our threads, which inserts pauses."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + WORK_S
 
     def rest(self) -> None:
-        """Rest after each stretch."""
+        """Pause if the thread has worked for `WORK_S` since the last pause."""
         if time.monotonic() > self._until:
             sleep(REST_S)
             self._until = time.monotonic() + WORK_S
 
 
 def start_unlisted(run: Callable[[], object], name: str) -> None:
-    """Begin a thread that `threading.enumerate()` does not list. Raises RuntimeError if no thread can begin."""
+    """Start a thread that `threading.enumerate()` does not list. Raises RuntimeError if it cannot start."""
 
     def run_named() -> None:
         ident = get_ident()
@@ -127,12 +127,12 @@ def start_unlisted(run: Callable[[], object], name: str) -> None:
 
 
 _of_libraries: dict[int, int] = {}
-"""The number of threads that our libraries have begun, by pid."""
+"""The number of threads that our libraries have started, by pid."""
 
 
 @contextmanager
 def adopting() -> Iterator[None]:
-    """Count the threads that libraries begin in the block as ours, such as those of OpenBLAS as numpy is imported."""
+    """Count the threads that libraries start in the block as ours, such as OpenBLAS's at the import of numpy."""
     before = _count_tasks()
     try:
         yield
@@ -148,13 +148,13 @@ def _count_tasks() -> int:
 
 
 class _ForkWarning:
-    """Matches Python's warning that a process with threads forks. A match removes the filter of this warning.
+    """A pattern for Python's warning on a fork with threads.
 
-    Python 3.12 warns before the hooks of a fork in its parent, later versions after them.
+    A match removes the warning's filter. Python 3.12 warns before the parent's fork hooks, later versions after them.
     """
 
     def match(self, text: str) -> bool:
-        """Return True for that warning."""
+        """Return True for the warning."""
         is_it = text.startswith("This process ") and "is multi-threaded" in text
         if is_it:
             end_quiet_fork()
@@ -166,7 +166,7 @@ _PYTHON_WARNS = sys.version_info >= (3, 12)
 
 
 def quiet_fork() -> None:
-    """Keep Python from warning of threads at the next fork, where all except the calling one are ours."""
+    """Suppress Python's warning on threads at the next fork if all threads except the calling one are ours."""
     ours = sum(pid == os.getpid() for _, pid in list(_ours.values())) + _of_libraries.get(os.getpid(), 0)
     if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
         # Not by `filterwarnings`, which would make Python forget its warnings.
@@ -174,7 +174,7 @@ def quiet_fork() -> None:
 
 
 def end_quiet_fork() -> None:
-    """Undo `quiet_fork`, if it did anything."""
+    """Undo `quiet_fork`, if it suppressed the warning."""
     with suppress(ValueError):
         warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
@@ -184,7 +184,7 @@ _child_begins: Callable[[], None] | None = None
 
 
 def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
-    """Have functions called around each fork, also where C code forks, which calls no hooks of Python."""
+    """Call functions around each fork, also around forks by C code, which call no Python hooks."""
     global _child_begins
 
     def begin_child() -> None:
@@ -207,9 +207,9 @@ def catch_up_with_fork() -> None:
 
 
 def are_to_wait() -> bool:
-    """Return True if a server in C is still to fork its workers, and does so without Python's lock.
+    """Return True if a server in C has not forked its workers yet, and will do so without the GIL.
 
-    A thread that has the lock in that moment leaves it locked in the child for ever, which then hangs.
+    A thread that has the GIL at that moment would leave it locked in the child, which then hangs.
     """
     uwsgi = sys.modules.get("uwsgi")
     try:
@@ -226,6 +226,6 @@ def _note(name: str, fault: BaseException | None) -> None:
 
 
 def current_name() -> str | None:
-    """Return the name of the calling thread, None for one of the service."""
+    """Return the name of the calling thread if it is ours, else None."""
     name, pid = _ours.get(get_ident(), ("", 0))
     return name if pid == os.getpid() else None

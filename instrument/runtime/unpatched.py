@@ -1,4 +1,4 @@
-"""The operating system's locks, waits, threads and sockets, which gevent and eventlet replace by their own.
+"""The operating system's locks, waits, threads and sockets, unpatched by gevent and eventlet.
 
 A service may call `gevent.monkey.patch_all()` at any time. A thread of ours that then waits on a patched lock would
 wait for a hub that never runs. So our threads take locks, queues and sockets from here: from C modules, which are never
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _original(module: str, name: str) -> Any:
-    """Return an attribute of an imported module, as it was before gevent or eventlet replaced it."""
+    """Return an attribute of an imported module from before gevent or eventlet replaced it."""
     monkey, patcher = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     if monkey is not None and monkey.is_object_patched(module, name):
         return monkey.get_original(module, name)
@@ -76,7 +76,7 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the event is set, for `timeout_s` at most. Returns True if it is."""
+        """Wait up to `timeout_s` seconds for the event. Returns True if it is set."""
         if self._is_set:
             return True
         waiter = Lock()
@@ -94,7 +94,7 @@ class Event:
 
 
 class Socket(_socket.socket):
-    """A socket of the operating system, with what `socket.socket` adds and we use."""
+    """A socket of the operating system, with the methods of `socket.socket` that we use."""
 
     def accept(self) -> tuple[Socket, Any]:
         """Return the next connection and its address."""
@@ -111,7 +111,7 @@ class Socket(_socket.socket):
 
 
 def connect(host: str, port: int, timeout_s: float) -> Socket:
-    """Connect by TCP to the first of the host's addresses that accepts. Raises OSError."""
+    """Connect by TCP to the first address of the host that accepts. Raises OSError."""
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM):
         sock = None
