@@ -185,7 +185,7 @@ _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
 """The least time, in microseconds, that must be a time since 1970. Such a time makes slices at time 0 invalid. Up to
-`MOST_AT_ZERO` slices at 0 are held back until then."""
+`MOST_AT_ZERO` slices at 0 wait until then."""
 
 
 class _Facts(NamedTuple):
@@ -280,7 +280,7 @@ class ForeignSlices:
                 self._add_allocation(event, number)
 
     def without_zeros(self, slices: list[TraceEvent], numbers: list[int]) -> list[TraceEvent]:
-        """Return the slices except those at time 0, which are held back until a time shows that times are absolute."""
+        """Return the slices except those at time 0, which wait until a time shows that times are absolute."""
         if not slices or self._at_zero is None:
             return slices
         starts_us = [event.ts for event in slices]
@@ -298,7 +298,7 @@ class ForeignSlices:
         return zeros + slices
 
     def zeros(self) -> list[TraceEvent]:
-        """Return the slices at time 0 that were held back."""
+        """Return the waiting slices at time 0."""
         return [event for _, event in self._at_zero or ()]
 
     def _add_name(self, event: TraceEvent, number: int) -> None:

@@ -440,7 +440,7 @@ class _Chooser:
             yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[words])
 
     def _blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
-        """Propose the functions that have blocked an event loop, whatever their share of time."""
+        """Propose the functions that have blocked an event loop, also those with little time."""
         for label, (stretches, longest_ns) in self._observation.blockers.items():
             nodes = [node for node in self._observation.nodes() if node.called.label == label and self._is_kept(node)]
             if not nodes:

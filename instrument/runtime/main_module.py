@@ -192,7 +192,7 @@ def _defines(value: ast.expr | None, names: set[str]) -> bool:
 
 
 def _is_inert(statement: ast.stmt) -> bool:
-    """Return True for a statement that calls nothing, whatever its names mean. An import has its own hook."""
+    """Return True for a statement that can call nothing. An import has its own hook."""
     inert = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global)
     return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
 
