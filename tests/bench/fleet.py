@@ -1,8 +1,11 @@
 """The dataset of a simulated fleet: its cost, its size, and the answers of engines, compared with `instrument report`.
 
-`python tests/bench/fleet.py --hosts 20` writes the recordings of so many hosts, at once and each by a process of its
-own, through the S3 protocol of moto's server. Then DuckDB, Polars, pyarrow, chDB, Spark and Ray answer the questions of
-`examples/fleet`, as far as they are installed, and each answer is compared with the numbers of the report.
+`python tests/bench/fleet.py --hosts 2 20` writes the recordings of 2 hosts, then of 20, by two processes at once,
+through the S3 protocol of moto's server. Then DuckDB, Polars, pyarrow, chDB, Spark and Ray answer the questions of
+`examples/fleet`, as far as they are installed, and each answer is compared with the numbers of the report. Ten hosts
+are simulated. Each further one has the spans of one of them, with a host, run and ids of its own.
+
+`--folder data --hosts 1 10 100 1000 --seconds 23 --engines duckdb` writes 100 million spans to a local folder.
 
 `--rates 10000 50000` measures `export: {parquet: }` instead: the exporter of a service with so many spans a second,
 which sends them to a collector, with and without the dataset.
@@ -47,6 +50,10 @@ from instrument.trace.trace import Trace  # noqa: E402
 PARTS = {"queue": "queue_ns", "waiting in batches": "waiting_ns", "stall": "stall_ns", "share of batches": "share_ns"}
 
 
+SIMULATED = 10
+"""The number of hosts with spans of their own."""
+
+
 def trace_of(host: int, seconds: float) -> Trace:
     """Return the recording of a host: two versions, three tenants, and some requests that block the loop."""
     rng = random.Random(host)
@@ -69,15 +76,20 @@ def trace_of(host: int, seconds: float) -> Trace:
     return replace(trace, origin=origin, spans=spans)
 
 
-def write(host: int, seconds: float, url: str) -> tuple[int, float, int]:
-    """Write the recording of a host. Return spans, seconds of the processor, and memory beyond the trace."""
-    saved = Saved(trace_of(host, seconds), None)
+def write(hosts: range, seconds: float, url: str) -> tuple[int, float, int]:
+    """Write the spans of the first host for each. Return spans, seconds of the processor, and memory beyond them."""
+    trace = trace_of(hosts[0] % SIMULATED, seconds)
+    saved = Saved(trace, None)
     with tempfile.TemporaryDirectory() as place:
         written(saved, Folder(place), "warm")  # loads what the first write loads
     Path("/proc/self/clear_refs").write_text("5", "ascii")  # forgets the peak
     before_bytes, began_s = memory_bytes("VmRSS"), time.process_time()
-    written(saved, Folder(url), f"host-{host}")
-    return len(saved.trace.columns), time.process_time() - began_s, memory_bytes("VmHWM") - before_bytes
+    folder = Folder(url)
+    for host in hosts:
+        origin = replace(trace.origin, host=f"host-{host}", boot=f"boot-{host}", run=f"run-{host}")
+        written(Saved(replace(trace, origin=origin), None), folder, f"host-{host}")
+    used_s, used_bytes = time.process_time() - began_s, memory_bytes("VmHWM") - before_bytes
+    return len(trace.columns) * len(hosts), used_s, used_bytes
 
 
 def written(saved: Saved, folder: Folder, name: str) -> None:
@@ -96,7 +108,8 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
     """Return the answers by the functions of the report."""
     requests: list[tuple[Any, ...]] = []
     blocked = [0, 0]
-    for host in range(hosts):
+    copies = max(hosts // SIMULATED, 1)
+    for host in range(min(hosts, SIMULATED)):
         recording = Recording.of_saved(graft(Saved(trace_of(host, seconds), None)))
         trace, joined = recording.columns, recording.once(joined_requests)
         ledger, device = recording.once(request_ledger), recording.once(request_device_ledger)
@@ -111,6 +124,7 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
         is_blocked = trace.of_sites([site.name == "loop blocked" for site in trace.sites])
         blocked[0] += int(is_blocked.sum())
         blocked[1] += int(trace.total_ns[is_blocked].sum())
+    requests *= copies
     groups: dict[Any, list[int]] = {}
     tenants: dict[Any, list[int]] = {}
     for version, name, total_ns, tenant, device_ns, tokens, _ in requests:
@@ -120,7 +134,7 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
     return {
         "p99 by version": sorted((*key, len(v), sorted(v)[_rank(0.99, len(v)) - 1]) for key, v in groups.items()),
         "device time and tokens by tenant": sorted((tenant, *sums) for tenant, sums in tenants.items()),
-        "loop blockers of the fleet": tuple(blocked),
+        "loop blockers of the fleet": (blocked[0] * copies, blocked[1] * copies),
         "slowest requests": sorted((row[2] for row in requests), reverse=True)[:10],
         "parts": {column: sum(row[6][column] for row in requests) for column in PARTS.values()},
     }
@@ -351,7 +365,9 @@ def rows_of(files: list[Path]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, default=20)
+    parser.add_argument("--hosts", type=int, nargs="*", default=[2, 20], help="growing; above 10 in tens")
+    parser.add_argument("--folder", help="write there, not through moto's S3; it is left")
+    parser.add_argument("--processes", type=int, default=2, help="that write at once")
     parser.add_argument("--seconds", type=float, default=5, help="of each host")
     parser.add_argument("--port", type=int, default=25801)
     parser.add_argument("--engines", nargs="*", default=["pyarrow", "polars", "duckdb", "chdb", "spark", "ray"])
@@ -361,19 +377,23 @@ def main() -> int:
         measure_writer(rate, options.seconds, options.port)
     if options.rates:
         return 0
+    if options.folder:
+        run(options, options.folder, lambda: options.folder)
+        return 0
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{options.port}", "AWS_ACCESS_KEY_ID": "x",
                    "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}  # fmt: skip
     words = [sys.executable, "-m", "moto.server", "-p", str(options.port)]
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(words, **quiet) as server, tempfile.TemporaryDirectory() as place:
         try:
-            run(options, place)
+            run_by_s3(options, place)
         finally:
             server.kill()
     return 0
 
 
-def run(options: argparse.Namespace, place: str) -> None:
+def run_by_s3(options: argparse.Namespace, place: str) -> None:
+    """Write through the S3 protocol."""
     from pyarrow import fs
 
     endpoint = f"127.0.0.1:{options.port}"
@@ -385,18 +405,28 @@ def run(options: argparse.Namespace, place: str) -> None:
             break
         except OSError:
             time.sleep(0.2)
-    url = f"s3://fleet/dataset?endpoint_override={endpoint}&scheme=http&region=us-east-1"
-    for hosts in sorted({max(options.hosts // 10, 1), options.hosts}):
-        with ProcessPoolExecutor(2, max_tasks_per_child=1) as pool:
-            rows = list(pool.map(partial(write, seconds=options.seconds, url=url), range(hosts)))
+
+    def copy() -> str:
+        fs.copy_files("fleet/dataset", place, source_filesystem=store)
+        return place
+
+    run(options, f"s3://fleet/dataset?endpoint_override={endpoint}&scheme=http&region=us-east-1", copy)
+
+
+def run(options: argparse.Namespace, url: str, copy: Callable[[], str]) -> None:
+    """Write the hosts in steps, and ask all engines after each. `copy` returns a local folder with the dataset."""
+    before = spans = 0
+    for hosts in sorted(options.hosts):
+        pieces = [range(first, hosts, SIMULATED) for first in range(before, min(before + SIMULATED, hosts))]
+        with ProcessPoolExecutor(options.processes, max_tasks_per_child=1) as pool:
+            rows = list(pool.map(partial(write, seconds=options.seconds, url=url), pieces))
         counts, costs_s, uses_bytes = zip(*rows, strict=True)
-        spans, cost_s, used_bytes = sum(counts), sum(costs_s), max(uses_bytes)
-        folder = f"{place}/{hosts}"
-        fs.copy_files("fleet/dataset", folder, source_filesystem=store)
+        cost_us = sum(costs_s) / sum(counts) * 1e6
+        before, spans, folder = hosts, spans + sum(counts), copy()
         size_bytes = sum(path.stat().st_size for path in Path(folder, "spans").rglob("*.parquet"))
-        print(f"{hosts} hosts: {spans} spans, {cost_s / spans * 1e6:.2f} us of processor a span")
+        print(f"{hosts} hosts: {spans} spans, {cost_us:.2f} us of processor a span")
         print(
-            f"  {size_bytes / spans:.1f} bytes a span, {used_bytes / 1e6:.0f} MB of a writer beyond its trace",
+            f"  {size_bytes / spans:.1f} bytes a span, {max(uses_bytes) / 1e6:.0f} MB of a writer beyond its trace",
             flush=True,
         )
         ask(options.engines, url, folder, reported(hosts, options.seconds))
