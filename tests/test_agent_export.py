@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from engine_service import beside_engine
 from otlp_collectors import Collector, Handler, be_slow, collecting, refuse_with, swallow, take
+from sent_spans import converted
 from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
@@ -950,3 +951,69 @@ def test_engine_work_of_a_slow_request_is_kept_with_it(collector: Collector, emi
     assert {step.parent_span_id for step in steps} == {b""}
     assert len({span.trace_id for span in spans}) == 4
     assert all(span.parent_span_id in own for span in spans if span.name not in ("serve", "step"))
+
+
+LAUNCHED = """
+import instrument
+from engine import serve, step
+
+other = {"traceparent": "00-" + "b" * 32 + "-" + "2" * 16 + "-01"}
+
+if __name__ == "__main__":
+    step(1)
+    with instrument.scope("load"):
+        step(2)
+        headers = {}
+        instrument.inject(headers)
+        print(headers["traceparent"], headers["tracestate"])
+    serve(1)
+    with instrument.scope("job", kind="request", carrier=other):
+        pass
+    step(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "later"),
+    [("", {"serve": 1, "step": 10}), ("agent: off\ncapture: {sample: 0}", {})],
+    ids=["by the agent", "by the process"],
+)
+def test_what_began_before_the_first_request_is_below_the_span_that_the_environment_names(
+    folder: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, more: str, later: Mapping[str, int]
+) -> None:
+    launcher, other = bytes.fromhex("a" * 32), bytes.fromhex("b" * 32)
+    monkeypatch.setenv("TRACEPARENT", f"00-{launcher.hex()}-{'1' * 16}-01")
+    monkeypatch.setenv("TRACESTATE", "vendor=7")
+    more += (
+        "\nexport: {recording: {path: traces/a.npz}, parquet: {path: data/}, otlp: {endpoint: 'http://127.0.0.1:%d'}}"
+    )
+    profile(collector)
+    text = Path("profile.yaml").read_text().partition("export:")[0]
+    Path("profile.yaml").write_text(text + more % collector.server_port)
+    done = run(LAUNCHED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0].split("-")[1] == launcher.hex()
+    assert done.stdout.split()[1] == "vendor=7"
+    until(lambda: not run_folder.found())
+    (spans,) = collector.spans.values()
+    by_trace: dict[bytes, list[Any]] = {}
+    for span in spans:
+        by_trace.setdefault(span.trace_id, []).append(span)
+    below = by_trace.pop(launcher)
+    assert sorted(span.name for span in below if span.parent_span_id.hex() == "1" * 16) == ["load", "step"]
+    assert len(below) == 3
+    assert {span.trace_state for span in below} == {"vendor=7"}
+    (job,) = by_trace.pop(other)
+    assert (job.name, job.parent_span_id.hex()) == ("job", "2" * 16)
+    others = [span for spans in by_trace.values() for span in spans]
+    assert Counter(span.name for span in others) == later
+    assert len(by_trace) == len(later)
+    of_file = [span for span in converted(Path("traces")) if span.trace == launcher.hex()]
+    assert sorted(span.name for span in of_file if span.parent == "1" * 16) == ["load", "step"]
+    assert len(of_file) == 3
+    ids = {(span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()) for span in spans}
+    from pyarrow import dataset
+
+    rows = dataset.dataset("data/spans").to_table(["trace_id", "span_id", "parent_span_id"]).to_pylist()
+    assert {tuple((value or b"").hex() for value in row.values()) for row in rows} == ids

@@ -19,6 +19,7 @@ from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacke
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Columns, DeviceIntervals, Int64s, device_intervals
+from instrument.trace.of_recording import first_request_ns, origin_of
 from instrument.trace.tail_sampling import TailSampler
 from instrument.trace.unsettled import Details, UnsettledRows
 
@@ -53,6 +54,9 @@ class RecordingReader:
         """Rows that were read since the last round of settling."""
         sampler = TailSampler(facts.capture, lambda: self.totals(merged=True))
         self.rows = UnsettledRows(facts.ids, self._site_of_node, sampler, facts.spans_per_request)
+        self.rows.caller = origin_of(mapped.header).remote
+        if self.rows.caller is not None:
+            self.rows.served_from_ns = first_request_ns(mapped)
         self._details_at = 0
         self._marks: set[int] = set()
         self._watched: list[Row] | None = None

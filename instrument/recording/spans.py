@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sys import intern
 from typing import Any, ClassVar
 
-from instrument.recording.remote_parents import LinkedSpan, RemoteParent
+from instrument.recording.remote_parents import LinkedSpan, RemoteParent, remote_of
 from instrument.runtime.cheap_start import Field, NamedTuple, dataclass, field, fields
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
@@ -192,7 +192,8 @@ class Origin:
     monotonic clock. `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 if nobody knew. `run` is the
     run in which keys name requests: that of `instrument run`, or a name for several hosts, "" for none. `start_ticks`
     is when the system made the process, in ticks since boot (0: not known): two containers may use one process number.
-    `version` is the service's own, "" for none.
+    `version` is the service's own, "" for none. `caller` is the `traceparent` of its environment, with a space and the
+    `tracestate` after it, "" for none.
     """
 
     pid: int
@@ -209,6 +210,12 @@ class Origin:
     run: str = ""
     start_ticks: int = 0
     version: str = ""
+    caller: str = ""
+
+    @property
+    def remote(self) -> RemoteParent | None:
+        """The span of `caller`, None for none."""
+        return remote_of(tuple(self.caller.split(" ", 1)))
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Wall-clock nanoseconds since 1970 of a monotonic reading."""

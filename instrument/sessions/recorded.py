@@ -36,6 +36,7 @@ from instrument.recording.spans import (
     Site,
     Span,
     Startup,
+    is_request,
 )
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
@@ -81,6 +82,8 @@ class Recorded:
         self.digest = profile.digest
         self.ticks = Ticks(RECORDER)
         self._ids: otlp.Ids | None = None
+        self._caller = _caller_in_environment()
+        self._remote = remote_of(tuple(self._caller.split(" ", 1)))
         self.selection = Selection(profile)
         # To ask for the current span is to begin recording on a thread: not where nothing has been recorded.
         self.imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
@@ -176,12 +179,14 @@ class Recorded:
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
         """Return trace id, span id, flags and state of a span, in the caller's trace or else in our own."""
         ids, remote = self.ids(), remote_of(remote_value)
+        if remote is None and not (root_id & REQUEST_BIT or any(RECORDER.paths().by_site(is_request))):
+            remote = self._remote
         if remote is not None:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
         trace_id, sample = ids.trace_id(root_id), self.profile.capture.sample
         is_kept = is_sampled(trace_id, sample)
         parent = RemoteParent(trace_id, 0, OF_OURS ^ (not is_kept), state=state_of_share(sample) if is_kept else "")
-        if ids.run:  # its exporter must keep the trace id, which others know now
+        if ids.run or self._remote is not None:  # its exporter must keep the trace id, which others know now
             annotate = RECORDER.annotate_request if root_id & REQUEST_BIT else RECORDER.annotate_innermost
             annotate({REMOTE: noted(parent)})
         return trace_id, ids.span_id(span_id), parent.flags, parent.state
@@ -217,6 +222,7 @@ class Recorded:
             run=files.run_of_keys(),
             start_ticks=clock.start_ticks(clock.STAT),
             version=str(environment.given_attributes().get("service.version", "")),
+            caller=self._caller,
         )
 
     # ---------------------------------------------------------------- the readings
@@ -271,7 +277,7 @@ class Recorded:
         mapped = RECORDER.mapped()
         threads = mapped.threads()
         writing = frozenset(thread_id for thread_id, name in threads.items() if name == WINDOWS_THREAD)
-        snapshot = RowSnapshot.of(mapped, start_ns, writing)
+        snapshot = RowSnapshot.of(mapped, start_ns, writing, remote=self._remote)
         return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
@@ -420,6 +426,15 @@ def _totals(merged: bool) -> Tally:
     """Return the totals without their histograms, at less cost than the tally."""
     totals = RECORDER.mapped().totals()
     return totals.merged() if merged else totals
+
+
+def _caller_in_environment() -> str:
+    """Return the caller of the process as `Origin` has it, "" for none."""
+    if not {"TRACEPARENT", "OTEL_PROPAGATORS"} & os.environ.keys():
+        return ""
+    from instrument.instrumentors.requests.propagation import in_environment
+
+    return in_environment()
 
 
 def taken_for_first(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:

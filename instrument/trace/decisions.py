@@ -25,7 +25,7 @@ from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import numbered
 from instrument.trace.joined import grafted, join
 from instrument.trace.of_recording import numbers_in
-from instrument.trace.tail_sampling import EndedRequest, are_sampled
+from instrument.trace.tail_sampling import EndedRequest
 from instrument.trace.unsettled import ADOPTED, NO_DETAIL, PASSED, SETTLED, WAITING, UnsettledRows, detail_of_open
 
 OPEN_NS = 1 << 61
@@ -144,6 +144,10 @@ class Gathered:
                 self._attributes[first + at] = detail.attributes
             if detail.remote is not None:
                 self._remote[first + at] = detail.remote
+        if member.caller is not None:
+            is_root = (part["own"] == part["root"]) & (part["own"] & REQUEST_BIT == 0)
+            for at in np.flatnonzero(is_root & (part["start_ns"] < member.served_from_ns)).tolist():
+                self._remote.setdefault(first + at, member.caller)
 
     def _ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
         """Return the ids of parents and of roots. Absent ones get ids that no row here has."""
@@ -304,6 +308,15 @@ class Decisions:
         if remote is not None:
             return remote.trace_id
         return self.member(root).ids.trace_id(int(self.gathered.own[root]))
+
+    def caller_of_absent(self, row: int) -> RemoteParent | None:
+        """Return the caller of a row's tree, whose root has been settled and released."""
+        member, root_id = self.member(row), int(self.gathered.own_root[row])
+        decided = member.decided.get(root_id)
+        if decided is not None:
+            return decided.remote
+        is_early = not root_id & REQUEST_BIT and int(self.found.start_ns[row]) < member.served_from_ns
+        return member.caller if is_early else None
 
     def span_id(self, row: int) -> int:
         return self.member(row).ids.span_id(int(self.gathered.own[row]))
@@ -488,8 +501,8 @@ class Decisions:
         are_of_share = np.zeros(len(self.unit), np.bool_)
         for number, member in enumerate(self.members):
             rows = self.gathered.member == number
-            lows = member.ids.trace_lows(self.gathered.own_root[rows].astype(np.uint64))
-            are_of_share[rows] = are_sampled(lows, member.sampler.capture.sample)
+            roots = self.gathered.own_root[rows].astype(np.uint64)
+            are_of_share[rows] = member.are_sampled(roots, self.gathered.trace.start_ns[rows])
         return are_of_share
 
     @cached_property

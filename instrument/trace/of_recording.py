@@ -14,7 +14,8 @@ from instrument.recording.mapped import ROWS, Mapped, details_in
 from instrument.recording.mapped_facts import Detail, Header, OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.paths import CallTree
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.spans import Origin, OwnNotes, Site
+from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.spans import BATCH_KEYS, KEY, Origin, OwnNotes, Site, is_request
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s, device_intervals
 from instrument.trace.forest import NONE
 from instrument.trace.layout import GatheredAttributes, written
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 OPEN = "instrument.open"
 """The attribute of a span that had not ended when its recording was read: true."""
+
+NEVER_NS = 1 << 62
+"""The time at which a process serves that does not."""
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
@@ -41,7 +45,8 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     of a dead process.
     Raises `TraceError` for a damaged recording.
     """
-    header, snapshot = mapped.header, RowSnapshot.of(mapped, since_ns)
+    header = mapped.header
+    snapshot = RowSnapshot.of(mapped, since_ns, remote=origin_of(header).remote)
     intervals, samples = mapped.intervals(), mapped.samples(since_ns)
     if end_ns is None:
         newest = [int(ring.rows["end_ns"].max()) for ring in snapshot.rings if len(ring.rows)]
@@ -81,6 +86,13 @@ def _own_notes(header: Header) -> OwnNotes:
         return OwnNotes()
 
 
+def first_request_ns(mapped: Mapped) -> int:
+    """Return the begin of the first request of a recording that has ended, `NEVER_NS` if there is none."""
+    tree = mapped.tree()
+    begins = [begin_ns for node, (begin_ns, _) in mapped.firsts().items() if is_request(tree.site(node))]
+    return min(begins, default=NEVER_NS)
+
+
 def origin_of(header: Header) -> Origin:
     """Return the description of the process, with the fields that its header has."""
     values: dict[str, Any] = {}
@@ -109,7 +121,8 @@ class RowSnapshot:
     """A copy of the rows and open spans of a recording at one moment, at about 10 ns a row.
 
     `details` are as `Mapped.copied_details` returns them. Rows after the begin are missing of the threads in `wrapped`,
-    whose rings have wrapped, and in `given_up`, which have ended.
+    whose rings have wrapped, and in `given_up`, which have ended. Trees that began before the process served are below
+    `remote`, if it is given.
     """
 
     tree: CallTree
@@ -119,10 +132,17 @@ class RowSnapshot:
     wrapped: frozenset[int]
     given_up: frozenset[int]
     read_ns: int
+    remote: RemoteParent | None = None
+    served_from_ns: int = NEVER_NS
 
     @classmethod
     def of(
-        cls, mapped: Mapped, since_ns: int = 0, leave_out: frozenset[int] = frozenset(), details_from: int = 0
+        cls,
+        mapped: Mapped,
+        since_ns: int = 0,
+        leave_out: frozenset[int] = frozenset(),
+        details_from: int = 0,
+        remote: RemoteParent | None = None,
     ) -> RowSnapshot:
         """Copy the rows that ended after a time and the open spans, without rows of the threads in `leave_out`.
 
@@ -134,7 +154,8 @@ class RowSnapshot:
         has_details = any(bool(has_more(ring.rows).any()) for ring in rings) or open_spans
         details, _ = mapped.copied_details(details_from) if has_details else ([], 0)
         wrapped, given_up = map(frozenset, mapped.overwritten_since(since_ns))
-        return cls(mapped.tree(), rings, open_spans, details, wrapped, given_up, read_ns)
+        served_from_ns = NEVER_NS if remote is None else first_request_ns(mapped)
+        return cls(mapped.tree(), rings, open_spans, details, wrapped, given_up, read_ns, remote, served_from_ns)
 
     @property
     def size(self) -> int:
@@ -213,7 +234,7 @@ class RowSnapshot:
         for row, own_ns in further.active:
             active_ns[row] = min(own_ns, int(active_ns[row]))
         self_ns = np.clip(active_ns - children_ns, 0, ends - starts)
-        clipped = np.arange(len(span_id)) >= count
+        begins, clipped = starts, np.arange(len(span_id)) >= count
         ends[count:] = np.maximum(np.minimum(ends[count:], end_ns), starts[count:])
         if start_ns is not None:
             clipped |= (starts < start_ns) | (ends > end_ns)
@@ -241,6 +262,13 @@ class RowSnapshot:
             attributes=further.attributes.packed(np.arange(len(span_id), dtype=np.int32)),
             remote=further.remote,
         )
+        if self.remote is not None:
+            serves = snapshot.root_id & REQUEST_BIT != 0
+            for name in (KEY, BATCH_KEYS):
+                serves[snapshot.attributes.having(name)] = True
+            is_first = begins < min([self.served_from_ns, *begins[serves].tolist()])
+            first = np.flatnonzero(is_first & ~serves & (span_id == snapshot.root_id))
+            further.remote.update({row: self.remote for row in first.tolist() if row not in further.remote})
         cut = np.flatnonzero(clipped) if start_ns is not None else ()
         if len(cut):
             snapshot.self_ns[cut] = np.minimum(snapshot.self_ns[cut], self_times_of(snapshot, np.asarray(cut)))

@@ -106,8 +106,10 @@ class SentRows:
             decided = self._decisions.member(int(rows[at])).decided.get(int(root_id[at]))
             if decided is not None:
                 root_id[at], caller[at] = decided.root_id, NONE
-                if decided.remote is not None:
-                    caller[at], callers = len(callers), [*callers, decided.remote]
+            remote = self._decisions.caller_of_absent(int(rows[at]))
+            if remote is not None:
+                caller[at] = len(callers)
+                callers.append(remote)
         alone = is_apart[rows] & (piece == NONE) & ~((above != NONE) & self._out[above])
         for row, (root, remote) in self._remotes_of_unknown().items():
             if piece[at := int(np.searchsorted(rows, row))] == NONE:

@@ -152,10 +152,9 @@ def _absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
 
 def _callers_of_absent(decisions: Decisions) -> Mapping[int, RemoteParent]:
     """Return the callers of requests that were settled and released before their last rows came, by their ids here."""
-    gathered, trace = decisions.gathered, decisions.found
+    trace = decisions.found
     callers: dict[int, RemoteParent] = {}
     for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():
-        decided = decisions.member(row).decided.get(int(gathered.own_root[row]))
-        if decided is not None and decided.remote is not None:
-            callers[int(trace.root_id[row])] = decided.remote
+        if (remote := decisions.caller_of_absent(row)) is not None:
+            callers[int(trace.root_id[row])] = remote
     return callers

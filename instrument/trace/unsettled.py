@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.rows import REQUEST_BIT, is_sampled
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.trace.tail_sampling import EndedRequest, TailSampler, are_sampled
 
@@ -145,6 +145,10 @@ class UnsettledRows:
         """Rows that an earlier reader had read and not settled."""
         self.adopted_until_ns = 0
         """The time up to which the earlier reader had settled requests."""
+        self.caller: RemoteParent | None = None
+        """The span above the trees that began before the process served, None for none."""
+        self.served_from_ns = 1 << 62
+        """The begin of the first request, or of the first span with keys, as far as `caller` needs it."""
         self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Details that wait for their rows."""
         self._early_bytes = 0
@@ -191,6 +195,8 @@ class UnsettledRows:
             )
         if self.has_keys:
             self.unpack()
+        if self.caller is not None:
+            self._note_service(rings, details)
         pieces: list[tuple[NDArray[np.void], int]] = []
         for ring in rings:
             rows = ring.rows[self._are_kept(ring.rows)]
@@ -202,6 +208,31 @@ class UnsettledRows:
         if len(self.rows) + self.packed > MOST_ROWS:
             self.unpack()
             self._make_room()
+
+    def _note_service(self, rings: Sequence[RingRows], details: Details) -> None:
+        """Note when the process began to serve, by newly read rows and the open spans."""
+        keyed = [span_id for span_id, (_, text) in details.items() if _KEY in text or _BATCH_KEYS in text]
+        begins = [
+            span.start_ns
+            for span in self.opened.values()
+            if span.root_id & REQUEST_BIT or KEY in span.attributes or BATCH_KEYS in span.attributes
+        ]
+        for ring in rings:
+            serves = (ring.rows["root_id"] & np.uint64(REQUEST_BIT) != 0) | np.isin(ring.rows["span_id"], keyed)
+            begins += ring.rows["start_ns"][serves].tolist()
+        self.served_from_ns = min([self.served_from_ns, *begins])
+
+    def are_sampled(self, root_ids: NDArray[np.uint64], start_ns: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return True for rows of the random share, by the trees that they are in and their begins.
+
+        The caller decides about what began before the process served.
+        """
+        capture, caller = self.sampler.capture, self.caller
+        are_of_share = are_sampled(self.ids.trace_lows(root_ids), capture.sample)
+        if caller is not None:
+            is_kept = is_sampled(caller.trace_id, capture.sample) or (caller.flags & 1 and not capture.is_off)
+            are_of_share[start_ns < self.served_from_ns] = is_kept
+        return are_of_share
 
     def _append(self, pieces: Sequence[tuple[NDArray[np.void], int]]) -> None:
         """Add rows that wait for a decision, each piece with its thread."""
@@ -253,6 +284,8 @@ class UnsettledRows:
         `undecided` are the roots of the requests that ended later or are open.
         """
         self.opened, self.adopted_until_ns = opened, settled_ns
+        if self.caller is not None:
+            self._note_service(rings, details)
         self.has_keys = self.has_keys or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())
         for ring in rings:
             rows = ring.rows
@@ -290,7 +323,7 @@ class UnsettledRows:
         if self.has_keys:
             is_kept[:] = True
         else:
-            is_kept |= are_sampled(self.ids.trace_lows(roots), self.sampler.capture.sample)
+            is_kept |= self.are_sampled(roots, rows["start_ns"])
             self.passed += int(np.count_nonzero(~is_kept))
         below = np.flatnonzero(is_request & (rows["span_id"] != roots))
         if len(below):

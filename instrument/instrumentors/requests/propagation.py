@@ -19,7 +19,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, noted, state_of
+from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, noted, remote_of, state_of
 from instrument.runtime.faults import FAULTS
 
 MODULE = "opentelemetry.trace"
@@ -71,6 +71,16 @@ def extractor() -> Extract:
         FAULTS.note_of_rule("OTEL_PROPAGATORS", str(problem))
         return w3c
     return configured
+
+
+def in_environment() -> str:
+    """Return the caller in the variables of this process (`TRACEPARENT`, `TRACESTATE`) as `Origin` has it."""
+    headers = {
+        name.lower().replace("_", "-").encode(): os.fsencode(value)
+        for name, value in os.environ.items()
+        if name.isupper()
+    }
+    return " ".join((noted(remote_of(extractor()(headers))) or ())[:2])
 
 
 def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
