@@ -353,7 +353,7 @@ LINES_AND_FILES = {
     "otlp": (5_348, 20),
     "profile": (2_615, 8),
     "proposal": (1_403, 5),
-    "recorder": (2_644, 11),
+    "recorder": (2_649, 11),
     "recording": (4_190, 20),
     "report": (14_715, 50),
     "runtime": (2_821, 18),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +119,12 @@ def test_numbers_beyond_the_room_are_counted_and_those_within_go_on(session: Non
     assert len(newest()) == most
     assert newest()["t.0"] == 7
     assert RECORDER.counts()[numbers.REFUSED] == 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda number: pickle.loads(pickle.dumps(number))])
+def test_a_copy_of_a_number_is_the_number(copied: Callable[[object], object]) -> None:
+    for number in (instrument.gauge("a"), instrument.counter("a", "By"), instrument.histogram("a", "s")):
+        assert copied(number) is number
 
 
 def test_a_forked_child_counts_from_zero_in_its_own_recording(session: None) -> None:

@@ -25,12 +25,17 @@ REFUSED = "metrics not kept: no number, or too many names"
 class Number(core.Number):
     """A number by its name, unit and kind: `set` is for gauges, `add` for counters, `record` for histograms."""
 
-    __slots__ = ("_kind", "name")
+    __slots__ = ("_kind", "_settings", "name")
 
     def __init__(self, kind: str, name: str, unit: str, every_ns: int) -> None:
         is_sound = isinstance(name, str) and isinstance(unit, str) and fits(name, unit)
         super().__init__(RECORDER, cell_name(name, unit, kind) if is_sound else b"", every_ns)
         self.name, self._kind = name if is_sound else "", kind
+        self._settings = name, unit, every_ns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the number of that name for a copy, and in the process that unpickles it."""
+        return _number, (self._kind, *self._settings)
 
     def refuse(self, value: object) -> None:
         """Count a value that is not kept, and log the first of its kind."""
