@@ -20,6 +20,7 @@ from otlp_receiver import receiver
 
 import instrument
 from instrument import chrome
+from instrument.cli import help_verb, main
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.trace.trace import Trace
@@ -650,14 +651,35 @@ def test_report_shows_the_views_in_the_order_asked(folder: Path, asked: list[str
         assert "torch.Tensor.to  h2d        1      16  4       1     4     device  pageable  async*" in done.stdout
 
 
-def test_report_into_a_closed_pipe_is_quiet(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("output", "codes", "message"),
+    [
+        ("pipe", {141}, ""),  # as of `| head`; never the 1 of a regression
+        ("closed", {0, 3}, ""),
+        ("/dev/full", {2}, "instrument: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_an_output_that_nobody_reads_is_no_verdict(folder: Path, output: str, codes: set[int], message: str) -> None:
     write(folder / "main.py", "from work import step\nstep(1)\n")
     run("run", "--profile", "profile.yaml", "--", "main.py")
     (path,) = traces()
-    piped = subprocess.run(
-        f"{sys.executable} -m instrument report {path} | true", shell=True, capture_output=True, text=True, check=False
-    )
-    assert piped.stderr == ""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with Path(output if output == "/dev/full" else os.devnull).open("w") as file:
+        stdout = writer if output == "pipe" else file
+        for words in (f"report {path}", f"compare {path} {path} --fail-over 3%", f"query {path} 'select 1'", "help"):
+            command = f"{sys.executable} -m instrument {words} {'>&-' if output == 'closed' else ''}"
+            done = subprocess.run(command, shell=True, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+            assert (done.returncode in codes, done.stderr) == (True, message), (words, done.returncode)
+    os.close(writer)
+
+
+def test_an_unexpected_exception_of_ours_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(help_verb, "show", lambda *_: 1 // 0)
+    assert main(["help"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_help_names_the_verbs() -> None:

@@ -1,8 +1,9 @@
 """The `instrument` command: write a first profile, run a service under a profile, check or reload one, see what a run
 is doing, report on saved traces, convert, merge and query them.
 
-It alone turns errors into exit codes: 0 for success, 2 for errors of ours (a bad profile or trace, a rule that matches
-nothing), 1 for a failed gate, else the exit code of the service. Each verb is a module.
+It alone turns errors into exit codes. 0 is success, and 1 is a failed gate. 2 is an error of ours: a bad profile or
+trace, a rule that matches nothing, an unexpected exception. 141 means that the reader of the output went away. Another
+code is that of the service. Each verb is a module.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TextIO
 
 from instrument.errors import InstrumentError, ProfileError
@@ -35,16 +38,24 @@ VERBS: Mapping[str, str] = {
 """The module of each verb, in the order in which help lists them."""
 
 
+READER_GONE = 128 + 13
+"""The exit code of a shell's command that SIGPIPE ended. No gate returns it."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code, except for `run`, which becomes the host process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # it was closed before
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "backslashreplace":
         sys.stdout.reconfigure(errors="backslashreplace")  # for names on an ASCII terminal
     try:
-        own_words, host = _split(words)
-        options = _read(own_words)
-        code: int = options.verb(options, host)
-        flush(sys.stdout)
+        try:
+            own_words, host = _split(words)
+            options = _read(own_words)
+            code: int = options.verb(options, host)
+        finally:
+            flush(sys.stdout)
     except ProfileError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
@@ -53,11 +64,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InstrumentError as error:
         print(f"instrument: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader (`| head`) has gone; point stdout elsewhere so that the interpreter's last flush does not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:  # such as of `| head`
+        _discard_output()
+        return READER_GONE
+    except OSError as error:
+        print(f"instrument: {error}", file=sys.stderr)
+        try:
+            flush(sys.stdout)
+        except OSError:
+            _discard_output()
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 2
     return code
+
+
+def _discard_output() -> None:
+    """Point standard output elsewhere, so that the interpreter's last flush does not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def flush(stream: TextIO | None) -> None:
