@@ -10,8 +10,9 @@ from simulated_engine import Request, Service
 
 from instrument.recording.histogram import percentiles_of
 from instrument.report.neighbours_view import NeighbourBill, Without, neighbours
-from instrument.report.request_groups import request_groups, request_ledger
+from instrument.report.request_groups import joined_requests, request_groups, request_ledger, request_turns
 from instrument.report.view import Options, Recording
+from instrument.trace.bill import Account
 
 KINDS = ("many requests", "bursts", "long prompts", "huge prompts", "long answers", "blocked loop")
 SECONDS = 10
@@ -90,15 +91,22 @@ def workload(seed: int, seconds: float = SECONDS) -> tuple[NeighbourBill, bool]:
 
 
 def is_placebo_free(seed: int, seconds: float = SECONDS) -> bool:
-    """Return True if a placebo is charged no more than the difference of two groups that are alike."""
+    """Return True if a placebo is charged no more than by chance."""
     rng, requests = random.Random(seed), arrivals(seed, KINDS[0], seconds)
     for request in requests:
         request.tenant = rng.choice(("a", "b", "placebo"))
-    return is_free(bill_of(recorded(seed, requests)))
+    return is_free(recorded(seed, requests), seed)
 
 
-def is_free(bill: NeighbourBill) -> bool:
-    """Return True if the tenant `placebo` is charged no more than the difference of `a` and `b`, which are alike."""
-    groups = {row.name: row for row in bill.groups}
-    first, second, placebo = (groups[name].inflicted_ns / groups[name].requests for name in ("a", "b", "placebo"))
-    return placebo - max(first, second) <= 2 * abs(first - second) + 0.05 * first
+def is_free(recording: Recording, seed: int) -> bool:
+    """Return True if the tenant `placebo` is charged as groups by chance are, within three standard deviations."""
+    grouped = request_groups(recording, BY_TENANT)
+    charged = {row.name: row.inflicted_ns / row.requests for row in bill_of(recording).groups}
+    rng, joined, each = np.random.default_rng(seed), recording.once(joined_requests), []
+    is_charged = np.ones(len(joined.rows), dtype=np.bool_)
+    for _ in range(20):
+        group = rng.permutation(grouped.group)
+        account = Account(recording.columns, joined, recording.once(request_turns), group, 3, is_charged)
+        inflicted = account.bill(recording.once(request_ledger)).charged_ns.sum(axis=(0, 1))[:-1]
+        each += (inflicted / np.bincount(group, minlength=3)).tolist()
+    return bool(charged["placebo"] <= np.mean(each) + 3 * np.std(each))

@@ -343,7 +343,7 @@ LINES_AND_FILES = {
     "": (323, 4),
     "agent": (4_610, 17),
     "chrome": (3_180, 9),
-    "cli": (2_967, 16),
+    "cli": (2_994, 16),
     "compat": (1_181, 6),
     "device": (3_711, 11),
     "docs": (0, 0),
@@ -355,10 +355,10 @@ LINES_AND_FILES = {
     "proposal": (1_403, 5),
     "recorder": (2_649, 11),
     "recording": (4_190, 20),
-    "report": (14_715, 50),
+    "report": (14_734, 50),
     "runtime": (2_821, 18),
     "sessions": (6_791, 25),
-    "trace": (10_736, 37),
+    "trace": (10_737, 37),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -22,11 +22,12 @@ from simulated_engine import Service
 import instrument
 from instrument import chrome
 from instrument.cli import main
-from instrument.recording.spans import KEY
+from instrument.recording.spans import KEY, Origin, Site, Span
 from instrument.report.comparison import COLOURS, FASTER, GONE, INCONCLUSIVE, NEW, SAME, SLOWER, Comparison, compare
 from instrument.report.effects import CallSample, effect, p99_limits
 from instrument.report.view import Options, Recording
 from instrument.trace import file
+from instrument.trace.trace import Trace
 
 BEFORE = Service(1, requests=450)
 
@@ -170,6 +171,21 @@ def test_short_recordings_are_inconclusive() -> None:
     found = compared(replace(BEFORE, requests=10), replace(BEFORE, seed=5, requests=10))
     assert set(verdicts(found).values()) == {INCONCLUSIVE}
     assert "Inconclusive" in found.sentences()[0]
+
+
+def test_times_that_vary_by_more_than_twice_are_inconclusive_and_no_unchanged_work() -> None:
+    site, sides = Site("work", "op", "app", "work"), []
+    for seed in (1, 2):
+        rng, spans = np.random.default_rng(seed), []
+        for number, took_ns in enumerate(rng.lognormal(10, 4, 300).astype(int).tolist(), 1):
+            spans.append(
+                Span(site, number, 0, number, 1, 0, number * 10**9, number * 10**9 + took_ns, took_ns, took_ns)
+            )
+        sides.append(Recording.of_trace(Trace(Origin(seed, "noisy", 0, 0), 10**9, 400 * 10**9, spans)))
+    comparison = replace(compare(sides[:1], sides[1:], Options()), limit=0.03)
+    assert verdicts(comparison) == {"work": INCONCLUSIVE}
+    assert comparison.sentences()[0] == "Inconclusive: 1 call path has times that vary too much to compare them."
+    assert comparison.sentences()[1].startswith("A change beyond 3.0% is not ruled out for 1 of 1 call paths")
 
 
 def test_an_empty_recording_compares_to_nothing() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,26 @@ def test_the_example_runs_cell_by_cell_and_shows_tables(folders: Path) -> None:
     sizes = batches.aggregate("sum(members), bool_and(list_sum(shares_ns) = total_ns), bool_and(len(keys) = members)")
     served = sum(len(span.attributes[BATCH_KEYS]) for span in trace.saved.trace.spans if BATCH_KEYS in span.attributes)
     assert sizes.fetchall() == [(served, True, True)]
+
+
+KERNEL = """
+import sys, types
+sys.modules["IPython"] = types.ModuleType("IPython")
+sys.modules["IPython"].get_ipython = lambda: types.SimpleNamespace(config={"IPKernelApp": {}})
+import instrument
+for frames in ("pyarrow", "pandas", "polars"):
+    try:
+        __import__(frames)
+    except ImportError:
+        continue
+    trace = instrument.load("traces", frames=frames)
+    print(frames, *trace.requests.shape, trace.batches.shape[1], trace.spans.shape[1])
+"""
+
+
+def test_data_frames_are_made_in_a_kernel_without_widgets(folders: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stderr, done.stdout.splitlines()[0]) == ("", "pyarrow 150 17 12 25")
 
 
 def test_names_cannot_break_the_markup_of_a_cell() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -118,6 +119,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     with within_memory("compare", files, options.memory):
         before = [run for side in befores for run in _runs(side, options)]
         comparison = compare_runs(before, _runs(options.sides[-1], options), view_options)
+    comparison = replace(comparison, limit=options.fail_over)
     code = _verdict(comparison, options.fail_over)
     if options.html:
         write_page(options.html, comparison)
@@ -200,5 +202,5 @@ def _junit(comparison: Comparison, limit: float | None) -> ElementTree.Element:
         if change in over:
             ElementTree.SubElement(case, "failure", message=f"{change.change()} ({change.limits()})")
         elif change in unsure:
-            ElementTree.SubElement(case, "skipped", message=change.verdict)
+            ElementTree.SubElement(case, "skipped", message=f"not ruled out: {change.limits()}")
     return suite

@@ -72,6 +72,9 @@ NOTEWORTHY = 0.05
 MOSTLY = 0.5
 """The least share of time with matched work for a verdict on the load."""
 
+CLEAR = 1.0
+"""The largest detectable change of a call path without a change. With a larger one its path is inconclusive."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -158,7 +161,10 @@ class SlowestRequests:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(View):
-    """The comparison: call paths by the cost of their change, and the load before and after."""
+    """The comparison: call paths by the cost of their change, and the load before and after.
+
+    `limit` is the largest slowdown that a gate allows, None without a gate.
+    """
 
     changes: tuple[Change, ...]
     loads: tuple[LoadChange, ...]
@@ -166,6 +172,7 @@ class Comparison(View):
     members_before: float | None
     members_after: float | None
     has_requests: bool
+    limit: float | None = None
     _options: Options = field(default_factory=Options)
 
     TITLE = "Comparison"
@@ -206,16 +213,26 @@ class Comparison(View):
         ]
         if len(self.changed) > 3:
             lines.append(f"Call paths that changed besides: {len(self.changed) - 3}.")
-        looked_at = [change for change in self.changes if change.ratio is not None]
+        looked_at = [change for change in self.changes if change.verdict == SAME]
         if not lines and looked_at:
             lines.append(
                 f"No call path of {len(looked_at)} changed on like work. On average a change of "
                 f"{self.detectable_ratio or 0:.1%} would have been detected."
             )
-        unsure = sum(change.verdict == INCONCLUSIVE for change in self.changes)
-        if unsure:
-            paths = "1 call path has" if unsure == 1 else f"{unsure} call paths have"
-            lines.append(f"Inconclusive: {paths} fewer than {LEAST_CALLS} calls on each side that are alike.")
+        unsure = [change for change in self.changes if change.verdict == INCONCLUSIVE]
+        for why, count in (
+            (f"fewer than {LEAST_CALLS} calls on each side that are alike", sum(row.ratio is None for row in unsure)),
+            ("times that vary too much to compare them", sum(row.ratio is not None for row in unsure)),
+        ):
+            if count:
+                paths = "1 call path has" if count == 1 else f"{count} call paths have"
+                lines.append(f"Inconclusive: {paths} {why}.")
+        if self.limit is not None and (unsure := self.unsure(self.limit)):
+            first = max(unsure, key=lambda row: row.share_ratio)
+            lines.append(
+                f"A change beyond {self.limit:.1%} is not ruled out for {len(unsure)} of {len(self.changes)} call "
+                f"paths, most of all {first.name} ({first.limits()})."
+            )
         for verdict in (NEW, GONE):
             rows = sorted((row for row in self.changes if row.verdict == verdict), key=Change.summed_ns)
             lines += [
@@ -375,16 +392,18 @@ def _change(path: tuple[str, ...], sides: tuple[_Side, _Side], level: float) -> 
 
 def _with_effect(change: Change, work: Effect, after: CallSample, side: _Side, level: float) -> Change:
     low, high = work.interval(level)
+    detectable = work.detectable(level)
+    unchanged = SAME if detectable <= CLEAR else INCONCLUSIVE
     spent_ns = float(after.values_ns.sum())
     each_ns = spent_ns / (side.requests or len(after.values_ns))
     return replace(
         change,
-        verdict=SLOWER if low > LEAST_CHANGE else FASTER if high < -LEAST_CHANGE else SAME,
+        verdict=SLOWER if low > LEAST_CHANGE else FASTER if high < -LEAST_CHANGE else unchanged,
         ratio=work.ratio,
         low_ratio=low,
         high_ratio=high,
-        detectable_ratio=work.detectable(level),
-        cost_ns=each_ns * work.ratio / (1 + work.ratio) if work.ratio > -1 else None,
+        detectable_ratio=detectable,
+        cost_ns=round(each_ns * work.ratio / (1 + work.ratio), 3) if work.ratio > -1 else None,
         matched_ratio=work.matched_ratio,
     )
 

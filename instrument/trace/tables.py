@@ -68,7 +68,8 @@ def opened(facts: Trace, *, attributes: bool = True) -> Any:
     """Return a connection to a database with the tables of `query`. `attributes` is empty unless asked for."""
     connection = duckdb().connect(":memory:")
     try:
-        connection.execute("set enable_progress_bar = false")
+        if connection.execute("select current_setting('enable_progress_bar')").fetchall()[0][0]:
+            connection.execute("set enable_progress_bar = false")  # it fails in notebooks without a bar
         for name, columns in _given(facts).items():
             connection.register(f"given_{name}", dict(columns))
             if name not in ("intervals", "spans"):
