@@ -16,7 +16,7 @@ from simulated_engine import ENGINE_THREAD, INCIDENTS, Lives, Service
 import instrument
 from instrument.cli import main
 from instrument.profile.model import FunctionRule, Profile, RequestKeys
-from instrument.recording.spans import Origin, Site, Span
+from instrument.recording.spans import KEY, Origin, Site, Span
 from instrument.report.causes import CAUSES, CauseTimes
 from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Explanation, RequestChoice, explain
 from instrument.report.requests_view import joined_requests
@@ -24,6 +24,7 @@ from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.apart import unmerged
 from instrument.trace.merge import merge
+from instrument.trace.request_facts import CACHED_TOKENS, PREEMPTIONS
 from instrument.trace.trace import Trace
 
 FEW = 170
@@ -51,6 +52,32 @@ def test_the_cause_of_a_slow_request_is_named_with_its_time_and_its_rows(inciden
     }  # fmt: skip
     assert notes.get(incident, "") in lead.note
     assert {cause.name for cause in (*explanation.causes, *explanation.rivals)} <= set(CAUSES)
+
+
+@pytest.mark.parametrize(
+    ("incident", "note"),
+    [
+        ("preemption", "(the engine counted 2 preemptions, 0 of"),
+        ("another request's prefill", "(for r10000, the engine counted 0 preemptions, 0 of"),
+    ],
+)
+def test_preemptions_and_cached_prefixes_are_in_the_evidence_as_the_engine_counted_them(
+    incident: str, note: str
+) -> None:
+    trace, key, _ = Lives(3, incident, size_ms=60, requests=FEW).planted()
+    spans = [
+        replace(
+            span,
+            attributes={**span.attributes, PREEMPTIONS: 2 * (span.attributes.get(KEY) == key), CACHED_TOKENS: 0},
+        )
+        if span.site.kind == "request"
+        else span
+        for span in trace.spans
+    ]
+    lead = explained(replace(trace, spans=spans), RequestChoice(request=key)).causes[0]
+    assert lead.name == incident
+    assert note in lead.note
+    assert "prompt tokens were cached" in lead.note
 
 
 def test_the_slowest_request_of_a_service_without_an_incident_is_typical() -> None:

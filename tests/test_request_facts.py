@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections import UserDict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,18 @@ from typing import Any
 import pytest
 from otlp_collectors import collecting, take
 from readback import spans_in
+from simulated_engine import Service
 
 from instrument.errors import ProfileError
 from instrument.instrumentors.arguments import FactReader, KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
-from instrument.recording.spans import FACT_KEYS, FACTS, KEY, Site
+from instrument.recording.histogram import percentiles_of
+from instrument.recording.spans import BATCH_KEYS, FACT_KEYS, FACTS, KEY, Site, Span
+from instrument.report.requests_view import requests
+from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS
+from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
 
 
 class Reason(enum.IntEnum):
@@ -210,3 +216,36 @@ def test_facts_of_another_process_are_attributes_of_the_request_in_files_reports
     by = ["--view", "batches", "--by", "gen_ai.response.finish_reasons", "--json"]
     (group,) = json.loads(ask("report", "traces", *by))["views"]["batches"]["shares"]
     assert (group["name"], group["requests"], group["output_tokens"]) == ("stop, length", 4, 20)
+
+
+def test_the_view_of_requests_has_times_by_tokens_and_by_the_cached_part_of_prompts() -> None:
+    trace = Service(1, requests=80).run()
+    steps: dict[str, list[Span]] = {}
+    for span in sorted(trace.spans, key=lambda span: span.start_ns):
+        for key in span.attributes.get(BATCH_KEYS, ()):
+            steps.setdefault(str(key), []).append(span)
+    facts = {
+        key: {OUTPUT_TOKENS: len(steps[key]), INPUT_TOKENS: 100, CACHED_TOKENS: 100 if int(key[1:]) % 2 else 0}
+        for key in steps
+    }
+    spans = [
+        replace(span, attributes={**span.attributes, **facts[str(span.attributes[KEY])]})
+        if span.site.kind == "request"
+        else span
+        for span in trace.spans
+    ]
+    view = requests(Recording.of_trace(replace(trace, spans=spans)), Options())
+    rows = {(row.by, row.range): row for row in view.tokens}
+    of_cached = {range_: row.requests for (by, range_), row in rows.items() if by == CACHED_TOKENS}
+    assert of_cached == {"below 1%": 40, "from 90%": 40}
+    all_of_them = rows[INPUT_TOKENS, "64 to 255"]
+    assert (all_of_them.requests, all_of_them.input_tokens, all_of_them.cached_ratio) == (80, 8_000, 0.5)
+    few = [at for at in steps.values() if len(at) < 16]
+    tokens_ns = sorted((at[-1].end_ns - at[0].end_ns) // (len(at) - 1) for at in few if len(at) > 1)
+    prefills_ns = sorted(at[0].end_ns - at[0].start_ns for at in steps.values() if len(at) > 1)
+    by_tokens = rows[OUTPUT_TOKENS, "below 16"]
+    assert by_tokens.requests == len(few)
+    assert (by_tokens.token_p50_ns, by_tokens.token_p99_ns) == tuple(percentiles_of(tokens_ns, (0.5, 0.99)))
+    assert (all_of_them.prefill_p50_ns, all_of_them.prefill_p99_ns) == tuple(percentiles_of(prefills_ns, (0.5, 0.99)))
+    text = "\n".join(view.lines())
+    assert all(title in text for title in ("By output tokens", "By input tokens", "By cached prompt"))

@@ -24,6 +24,7 @@ from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import firsts_of
 from instrument.trace.intervals import union_by_group
 from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, phase_of, turns_of, waits_for_lock
+from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, PREEMPTIONS
 from instrument.trace.step_costs import Floats, StepCosts, cells_of, step_costs
 from instrument.trace.trace import Trace
 
@@ -409,7 +410,8 @@ class CauseTimes:
             return self._steps(place, cause, path, most)
         if cause == PREEMPTED:
             steps, spent_ns = self.meetings(place, STALL)
-            return self._largest(self.costs.rows[steps], spent_ns, most)
+            proofs = self._largest(self.costs.rows[steps], spent_ns, most)
+            return [proof._replace(note=self.facts_of(place)) for proof in proofs[:1]] + proofs[1:]
         names = {TRANSPORTED: TRANSPORT, EXECUTOR: EXECUTOR_QUEUE, FILL: QUEUE}
         if cause in names and names[cause] in self.names:
             at = np.flatnonzero(turns.part == self.names.index(names[cause]))
@@ -421,7 +423,18 @@ class CauseTimes:
             return self._largest(rows, trace.total_ns[rows].astype(np.float64), most)
         return []
 
+    def facts_of(self, place: int) -> str:
+        """Return a request's preemptions and cached tokens, as the engine counted them; "" if no rule read them."""
+        facts = self.trace.attributes[int(self.joined.rows[place])] if place != NONE else {}
+        texts = []
+        if isinstance(preemptions := facts.get(PREEMPTIONS), int):
+            texts.append(f"the engine counted {preemptions} preemptions")
+        if isinstance(cached := facts.get(CACHED_TOKENS), int):
+            texts.append(f"{cached} of {facts.get(INPUT_TOKENS, 'its')} prompt tokens were cached")
+        return ", ".join(texts)
+
     def _steps(self, place: int, cause: str, path: str, most: int) -> list[Proof]:
+        trace = self.trace
         queued, queued_ns = self.meetings(place, QUEUE)
         served, served_ns = self.batches_of(place)
         steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
@@ -436,7 +449,9 @@ class CauseTimes:
             proofs = self._largest(self.costs.rows[steps], spent_ns, most)
             heavy = self.costs.heavy[steps[np.argsort(-spent_ns, kind="stable")[: len(proofs)]]]
             return [
-                proof._replace(note=f"for {called(self.trace, self.joined, request)}")
+                proof._replace(
+                    note=", ".join(filter(None, (f"for {called(trace, self.joined, request)}", self.facts_of(request))))
+                )
                 for proof, request in zip(proofs, heavy.tolist(), strict=True)
             ]
         elif cause in (FIRST, DEVICE):

@@ -35,6 +35,8 @@ from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
+from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
+from instrument.trace.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +165,16 @@ class Answers:
             sum(streamed.items.tolist()),
             first_p50_ns,
             first_p99_ns,
-            *_item_percentiles(np.sort(per_item_ns).tolist()),
+            *_percentiles_of_known(per_item_ns),
             None if longest_ns == NONE else longest_ns,
         )
 
 
-def _item_percentiles(times: Sequence[int]) -> tuple[int | None, int | None]:
-    if not times:
+def _percentiles_of_known(times: Int64s) -> tuple[int | None, int | None]:
+    sorted_ns = np.sort(times[times != NONE]).tolist()
+    if not sorted_ns:
         return None, None
-    p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
+    p50_ns, p99_ns = percentiles_of(sorted_ns, (0.5, 0.99))
     return p50_ns, p99_ns
 
 
@@ -383,6 +386,86 @@ class CompleteRequests:
         first, last = np.searchsorted(self.request, [number, number + 1])
         times = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.parts[part]: [time_ns] for part, time_ns in times}
+
+
+TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50, 90)
+"""The begins of ranges: of tokens, and of the cached part of a prompt in percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """The requests of an endpoint whose fact `by` is in a `range`: a number of tokens, or the cached part of a prompt.
+
+    Prefill is over the requests with such a stage, and a token is the time per output token after the first one. The
+    first one is the first item of a streamed answer, else the end of the prefill. None is an unknown time.
+    """
+
+    by: str
+    name: str
+    range: str
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    cached_ratio: float | None
+    p50_ns: int
+    p99_ns: int
+    prefill_p50_ns: int | None
+    prefill_p99_ns: int | None
+    token_p50_ns: int | None
+    token_p99_ns: int | None
+
+
+def token_times(
+    attributes: Attributes, table: CompleteRequests, all_stages: Iterable[Stages], names: Sequence[str]
+) -> tuple[TokenTimes, ...]:
+    """Return the times of the requests of some endpoints, by their output tokens, input tokens and cached tokens."""
+    inputs, outputs, cached = (
+        _numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
+    )
+    prefill_ns, after_ns = np.full((2, len(table.rows)), NONE, dtype=np.int64)
+    at_place = {place: at for at, place in enumerate(table.place.tolist())}
+    for stages in all_stages:
+        at = at_place.get(stages.place, NONE)
+        if at != NONE and stages.prefill is not None and stages.decode is not None:
+            prefill_ns[at], after_ns[at] = (end - begin for begin, end in (stages.prefill, stages.decode))
+    answers = table.answers
+    is_streamed = (answers.first_ns != NONE) & (answers.last_ns != NONE) & (answers.items > 1)
+    after_ns = np.where(is_streamed, answers.last_ns - answers.first_ns, after_ns)
+    token_ns = np.where((after_ns >= 0) & (outputs > 1), after_ns // np.maximum(outputs - 1, 1), NONE)
+    has_both = (cached != NONE) & (inputs > 0)
+    percent = np.where(has_both, cached * 100 // np.maximum(inputs, 1), NONE)
+    rows = []
+    for by, values, edges, unit in (
+        (OUTPUT_TOKENS, outputs, TOKEN_EDGES, ""),
+        (INPUT_TOKENS, inputs, TOKEN_EDGES, ""),
+        (CACHED_TOKENS, percent, CACHED_EDGES, "%"),
+    ):
+        ranges = [f"below {edges[0]}{unit}", *(f"{a}{unit} to {b - 1}{unit}" for a, b in pairwise(edges))]
+        ranges.append(f"from {edges[-1]}{unit}")
+        number = np.searchsorted(edges, values, side="right")
+        groups = np.where(values != NONE, table.endpoint * len(ranges) + number, NONE)
+        members = Groups(groups, len(table.names) * len(ranges)).members()
+        by_endpoint = [(table.names[table.endpoint[places[0]]], places) for places in members]
+        for name in names:
+            for places in (places for endpoint, places in by_endpoint if endpoint == name):
+                of_cached = places[has_both[places]]
+                p50_ns, p99_ns = percentiles_of(np.sort(table.wall_ns[places]).tolist(), (0.5, 0.99))
+                rows.append(
+                    TokenTimes(
+                        by,
+                        name,
+                        ranges[number[places[0]]],
+                        len(places),
+                        sum(inputs[places].clip(0).tolist()),
+                        sum(outputs[places].clip(0).tolist()),
+                        share(sum(cached[of_cached].tolist()), sum(inputs[of_cached].tolist())),
+                        p50_ns,
+                        p99_ns,
+                        *_percentiles_of_known(prefill_ns[places]),
+                        *_percentiles_of_known(token_ns[places]),
+                    )
+                )
+    return tuple(rows)
 
 
 def request_outcome(trace: Columns, row: int) -> str:

@@ -513,7 +513,11 @@ class _Evidence:
             values = values_of(self._recording.columns, self._arrived_rows, self._by)
             group = _largest_group(values, self._by)
             note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where {usual}"
-        elif share.name in (listed.BLOCKED, listed.PREFILL, listed.LOCK) and proofs and proofs[0].note:
+        elif share.path.startswith(MORE_STEPS) and (facts := self._times.facts_of(self._slowest)):
+            note = f"{note} ({facts})"
+        elif (
+            share.name in (listed.BLOCKED, listed.PREFILL, listed.PREEMPTED, listed.LOCK) and proofs and proofs[0].note
+        ):
             note = f"{note} ({proofs[0].note})"
         elif share.name in STOPPED and proofs and proofs[0].time_ns >= MOSTLY * share.accounted_ns:
             unseen = [] if self._assesses(listed.CONTENTION) else [listed.CONTENTION]

@@ -23,11 +23,10 @@ from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import DeviceLedger, Ledger, Turns, device_ledger, ledger, turns_of
+from instrument.trace.request_facts import INPUT_TOKENS, OUTPUT_TOKENS
 
 ENDPOINT = "endpoint"
 """The value of `requests_by` for groups by endpoint, the default of views that need groups."""
-
-TOKENS = {"input_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai.usage.output_tokens"}
 
 
 def joined_requests(recording: Recording) -> Joined:
@@ -148,7 +147,7 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
         times = recording.once(request_device_ledger)
         on_device = times.own_ns + times.shared_ns
     batches_ns, device_ns = of_places.sums(in_batches[places]), of_places.sums(on_device[places])
-    tokens = [_tokens(trace, whole, of_places, name, count) for name in TOKENS.values()]
+    tokens = [_tokens(trace, whole, of_places, name, count) for name in (INPUT_TOKENS, OUTPUT_TOKENS)]
     sizes = of_places.sizes().tolist()
     all_batches_ns, all_device_ns = int(batches_ns.sum()), int(device_ns.sum())
     rows = [

@@ -35,9 +35,11 @@ from instrument.report.endpoint_times import (
     CompleteRequests,
     EndpointTimes,
     PhaseTime,
+    TokenTimes,
     blocked_loops,
     phase_times,
     request_outcome,
+    token_times,
 )
 from instrument.report.function_times import topmost_by_name
 from instrument.report.request_groups import (
@@ -70,6 +72,8 @@ from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import UNKNOWN
+from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
+from instrument.trace.stages import stages
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 
@@ -150,6 +154,7 @@ class RequestTimes(View):
     blocked: BlockedLoops | None
     device_shares: tuple[EndpointShare, ...]
     shares: tuple[GroupShare, ...]
+    tokens: tuple[TokenTimes, ...]
     _served_ns: int
     """The time from the begin of the first request to the end of the last request."""
     _options: Options
@@ -171,6 +176,7 @@ class RequestTimes(View):
                 "+wall_ns=Sum|ratio=Of all",
             ),
             self._answers(),
+            *self._tokens(),
             Section(
                 "Streamed answers", [endpoint for endpoint in self.endpoints if endpoint.streams],
                 "name=Request|streams.count=Streams|streams.items=Items|streams.first_p50_ns=First p50|"
@@ -223,6 +229,30 @@ class RequestTimes(View):
             ("A second: requests per second, from the first begin to the last end. 4xx is no error.",),
         )
 
+    def _tokens(self) -> list[Section]:
+        """Return the tables of times by output tokens, by input tokens, and by the cached part of prompts."""
+        notes = (
+            "A token: the time after the first output token / the output tokens after it. The first one is the first",
+            "item of a stream, else the end of the prefill. Prefill: from the first batch to the first token.",
+        )
+        whole = "name=Request|range={}|requests=Requests|p50_ns=p50|p99_ns=p99|"
+        prompt = "input_tokens=Tokens in|cached_ratio=Cached|prefill_p50_ns=Prefill p50|prefill_p99_ns=Prefill p99"
+        columns = {
+            OUTPUT_TOKENS: ("By output tokens", "Tokens", "output_tokens=Tokens out|"
+                            "token_p50_ns=A token p50|token_p99_ns=A token p99"),
+            INPUT_TOKENS: ("By input tokens", "Tokens", prompt),
+            CACHED_TOKENS: ("By cached prompt", "Cached part", prompt),
+        }  # fmt: skip
+        return [
+            Section(
+                title,
+                [row for row in self.tokens if row.by == by],
+                whole.format(heading) + of_tokens,
+                notes * (by == OUTPUT_TOKENS),
+            )
+            for by, (title, heading, of_tokens) in columns.items()
+        ]
+
     @property
     def late(self) -> str:
         """A clause on requests that failed after their answer, "" without any."""
@@ -274,6 +304,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
+    shown_rows = bounded(endpoints, options, lambda row: row.wall_ns, lambda rows: table.rest(rows, options))
     return RequestTimes(
         coverage=coverage,
         requests=len(whole),
@@ -282,13 +313,14 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         errors=sum(errors for _, errors in of_all),
         late_failures=int(trace.of_sites([is_late_failure(site) for site in trace.sites]).sum()),
         wall_ns=sum(table.wall_ns.tolist()),
-        endpoints=bounded(endpoints, options, lambda row: row.wall_ns, lambda rows: table.rest(rows, options)),
+        endpoints=shown_rows,
         groups=table.groups(trace, options),
         devices=_devices(recording, options),
         slowest=_slowest_requests(table, recording, options),
         blocked=blocked_loops(trace, options),
         device_shares=tuple(_device_shares(recording, whole, options)),
         shares=group_shares(recording, options),
+        tokens=_token_times(recording, table, [row.name for row in shown_rows if not row.remaining]),
         _served_ns=int(trace.end_ns[whole].max() - trace.start_ns[whole].min()) if len(whole) else 0,
         _options=options,
     )
@@ -318,6 +350,13 @@ def request_table(recording: Recording) -> CompleteRequests:
     whole, _ = recording.once(complete_requests)
     joined, ledger = recording.once(joined_requests), recording.once(request_ledger)
     return CompleteRequests.of(recording.columns, joined, ledger, whole)
+
+
+def _token_times(recording: Recording, table: CompleteRequests, names: list[str]) -> tuple[TokenTimes, ...]:
+    trace = recording.columns
+    if not any(len(trace.attributes.having(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
+        return ()
+    return token_times(trace.attributes, table, stages(trace, recording.once(joined_requests)), names)
 
 
 def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:

@@ -31,6 +31,7 @@ from instrument.trace.joined import THOUSANDTHS, Joined, grafted, join
 from instrument.trace.ledger import SUB_REQUESTS, DeviceLedger, Ledger, device_ledger, ledger
 from instrument.trace.merge import Merged
 from instrument.trace.metadata import Sites
+from instrument.trace.request_facts import INPUT_TOKENS, OUTPUT_TOKENS
 from instrument.trace.stages import stages
 from instrument.trace.tables import PARTS
 from instrument.trace.text import clean, encode_numbers, safe
@@ -243,7 +244,7 @@ def span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: Int64s) 
 
 
 _PARTS = {**PARTS, SUB_REQUESTS: "sub_requests"}
-_TOKENS = {"input_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai.usage.output_tokens"}
+_TOKENS = {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS}
 
 
 def request_columns(

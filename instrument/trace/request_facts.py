@@ -17,6 +17,10 @@ from instrument.recording.spans import ATTRIBUTE_LIMIT, FACT_KEYS, FACTS, Attrib
 from instrument.trace.columns import Columns, Int64s, changed
 from instrument.trace.forest import NONE
 
+INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
+CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.preemptions"
+"""The names of facts that views know. The presets of engines read them."""
+
 
 def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
     """Return the trace whose requests have the facts that spans of theirs read. Facts of no request here stay.
