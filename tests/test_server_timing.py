@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from readback import columns_in
 
 import instrument
 from instrument import scope
+from instrument.instrumentors.requests import server_timing
 from instrument.profile import keys
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
@@ -406,3 +408,19 @@ def test_a_call_of_grpc_has_its_timings_in_the_metadata_after_its_answer(kind: s
 def test_a_profile_asks_for_timings(text: str, value: str) -> None:
     (rule,) = keys.loads(f"requests: {{server_timing: {text}}}").requests
     assert rule.server_timing == value
+
+
+def test_the_answer_to_a_request_among_very_many_spans_has_its_total_alone_and_is_counted() -> None:
+    with session():
+        frame = RECORDER.open(Site("GET /", "request"), {})
+        try:
+            for _ in range(server_timing.MOST_ROWS + 1):
+                with instrument.scope("work"):
+                    pass
+            method = SimpleNamespace(recorder=RECORDER)
+            exchange = SimpleNamespace(frame=frame, method=method, stream=None)
+            text = server_timing.AnswerTimings(RECORDER).text(exchange)
+        finally:
+            RECORDER.close(frame)
+        assert list(durations(text)) == ["total"]
+        assert RECORDER.counts()[server_timing.WITHOUT_PARTS] == 1

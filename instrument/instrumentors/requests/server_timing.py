@@ -30,6 +30,11 @@ from instrument.trace.ledger import QUEUE, STALL, ledger
 from instrument.trace.of_recording import RowSnapshot, has_more
 from instrument.trace.stages import LATENCIES, stages
 
+MOST_ROWS, MOST_DETAIL_BYTES = 10_000, 128 << 10
+"""The most rows, and bytes of attributes, since a request's begin that the service's thread reads for its answer."""
+
+WITHOUT_PARTS = "Server-Timing without parts: too many spans since the begin of the request"
+
 EVENTS, ENDS = "text/event-stream", (b"\n\n", b"\r\n\r\n", b"\r\r")
 _TIMES = frozenset(name for names in LATENCIES.values() for name in names.values())
 
@@ -53,7 +58,7 @@ class AnswerTimings:
             return ", ".join([*_durations(recorder, frame, self._details_from), *_traceparent(recorder, frame)])
         except Exception as fault:
             FAULTS.note("server timing", fault)
-            return f"total;dur={_milliseconds(recorder.now_ns() - recorder.begun_ns(frame))}"
+            return _total(recorder, frame)
 
     def begin_parts(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
         """Note the headers of the answer and the method of the request."""
@@ -81,12 +86,27 @@ def _traceparent(recorder: Recorder, frame: Any) -> list[str]:
     return [f'traceparent;desc="00-{trace_id:032x}-{span_id:016x}-{flags & 0xFF:02x}"']
 
 
+def _total(recorder: Recorder, frame: Any) -> str:
+    return f"total;dur={_milliseconds(recorder.now_ns() - recorder.begun_ns(frame))}"
+
+
 def _milliseconds(time_ns: int) -> str:
     return f"{time_ns / 1e6:.6f}".rstrip("0").rstrip(".")
 
 
+def _is_too_much(recorder: Recorder, frame: Any, details_from: int) -> bool:
+    """Return True if more has been recorded since the begin of a request than may be read on the service's thread."""
+    mapped, details = recorder.mapped(), recorder.room_for("details")
+    heads, firsts = mapped.heads(), mapped.first_after(recorder.begun_ns(frame))
+    detail_bytes = 0 if details is None else details.used() - details_from
+    return sum(heads.values()) - sum(firsts.values()) > MOST_ROWS or detail_bytes > MOST_DETAIL_BYTES
+
+
 def _durations(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
     """Return the parts of an open request's time, its total and its stages, in ms."""
+    if _is_too_much(recorder, frame, details_from):
+        recorder.count(WITHOUT_PARTS)
+        return [_total(recorder, frame)]
     trace = _trace_so_far(recorder, frame, details_from)
     joined = join(trace)
     place = joined.rows.tolist().index(int(np.flatnonzero(trace.span_id == frame.span_id)[0]))
