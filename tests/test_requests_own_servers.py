@@ -244,6 +244,19 @@ def websockets_service(refuse: Any = None) -> contextlib.AbstractContextManager[
     return in_loop(serve)
 
 
+def routed_websockets_service() -> contextlib.AbstractContextManager[int]:
+    router = pytest.importorskip("websockets.asyncio.router")
+    routing = pytest.importorskip("werkzeug.routing")
+    rules = routing.Map([routing.Rule("/talk/<name>", endpoint=lambda socket, name: talk(socket))])
+
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[int]:
+        async with router.route(rules, "127.0.0.1", 0) as serving:
+            yield serving.sockets[0].getsockname()[1]
+
+    return in_loop(serve)
+
+
 @contextlib.contextmanager
 def threaded_websockets_service(refuse: Any = None) -> Iterator[int]:
     server = importlib.import_module("websockets.sync.server")
@@ -401,12 +414,14 @@ ROUTES = {
     "litestar": {"talk": "/talk/{room:str}"},
     "quart": {"talk": "/talk/<room>"},
     "blacksheep": {"talk": "/talk/{room}"},
+    "websockets.asyncio.router": {"talk": "/talk/<name>"},
     "http.server": {},
 }
 TALKING: dict[str, Service] = {
     "tornado": tornado_service,
     "sanic": sanic_service,
     "websockets.asyncio": websockets_service,
+    "websockets.asyncio.router": routed_websockets_service,
     "websockets.sync": threaded_websockets_service,
     "websockets.legacy": older_websockets_service,
     "litestar": litestar_service,

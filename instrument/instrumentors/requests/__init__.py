@@ -243,8 +243,11 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "grpclib.server": ("grpclib", lambda: {"grpclib.server": grpclib.attach}),
     **dict.fromkeys(("tornado.web", "tornado.websocket"), ("tornado", lambda: tornado.TORNADO)),
     **{
-        f"websockets.{name}.server": ("websockets", lambda: websockets.WEBSOCKETS)
-        for name in ("asyncio", "sync", "trio", "legacy")
+        f"websockets.{name}": ("websockets", lambda: websockets.WEBSOCKETS)
+        for name in (
+            *("asyncio.server", "sync.server", "trio.server", "legacy.server"),
+            *("asyncio.router", "sync.router"),
+        )
     },
     "sanic": ("sanic", lambda: sanic.SANIC),
     "http.server": ("http_server", lambda: {"http.server": http_server.attach}),

@@ -23,6 +23,10 @@ from instrument.instrumentors.requests.exchange import (
     Exchanges,
     reads,
 )
+from instrument.runtime.faults import FAULTS
+
+ROUTE = "__instrument_route__"
+"""The attribute of a connection with the rule of its router."""
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -104,6 +108,8 @@ def _begin(arrivals: Any, connection: Any) -> Exchange | None:
     if exchange is not None:
         exchange.begin_answer(101, None)
         setattr(connection, EXCHANGE, exchange)
+        if (route := getattr(connection, ROUTE, None)) is not None:
+            exchange.found(route)
     return exchange
 
 
@@ -211,6 +217,27 @@ READS = reads(
     _client,
 )
 
+
+def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Name the connections that a router accepts by its rules, which are of werkzeug."""
+    route_request = module.Router.route_request
+
+    @replaces(module.Router, "route_request")
+    def undo(self: Any, connection: Any, request: Any) -> Any:
+        response = route_request(self, connection, request)
+        if response is None:
+            try:
+                adapter = self.url_map.bind(self.get_server_name(connection, request), url_scheme=self.url_scheme)
+                path, _, query = request.path.partition("?")
+                setattr(connection, ROUTE, adapter.match(path, query_args=query, return_rule=True)[0].rule)
+            except Exception as fault:
+                FAULTS.note("route of websockets", fault)
+        return response
+
+    return [undo]
+
+
 WEBSOCKETS: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    f"websockets.{name}.server": attach for name in ("asyncio", "sync", "trio", "legacy")
+    **{f"websockets.{name}.server": attach for name in ("asyncio", "sync", "trio", "legacy")},
+    **{f"websockets.{name}.router": attach_router for name in ("asyncio", "sync")},
 }
