@@ -348,17 +348,17 @@ LINES_AND_FILES = {
     "device": (3_711, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
-    "instrumentors": (12_859, 51),
-    "native": (9_217, 29),
+    "instrumentors": (12_961, 51),
+    "native": (9_220, 29),
     "otlp": (5_348, 20),
     "profile": (2_615, 8),
     "proposal": (1_403, 5),
     "recorder": (2_649, 11),
     "recording": (4_190, 20),
-    "report": (14_734, 50),
+    "report": (14_874, 50),
     "runtime": (2_821, 18),
     "sessions": (6_791, 25),
-    "trace": (10_737, 37),
+    "trace": (10_742, 37),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

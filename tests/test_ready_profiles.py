@@ -278,7 +278,10 @@ def test_mosec_shows_the_batches_of_its_workers_by_the_numbers_of_its_front(tmp_
     expected, answers, served = serve_twice("mosec", words, tmp_path, asked("/inference", bodies), ready="/metrics")
     assert {answer.status for answer in answers} == {200}
     assert answers == expected
-    assert not len(served.joined.rows)  # its front is no Python
+    assert sorted(served.joined.keys) == list(range(80))
+    whole = served.document("--view", "requests")["views"]["requests"]["endpoints"]
+    assert [(one["name"], one["requests"], one["errors"]) for one in whole] == [("mosec", 80, 0)]
+    assert "share of batches" in {phase["name"] for phase in whole[0]["phases"]}
     rows = {one["name"]: one for one in served.document("--view", "batches")["views"]["batches"]["rows"]}
     assert {name: row["items"] for name, row in rows.items()} == {"mosec Prepare_1": 80, "mosec Predict_2": 80}
     assert rows["mosec Prepare_1"]["max_size"] == 1

@@ -208,7 +208,7 @@ def test_ray_serve_has_one_request_for_each_that_a_replica_takes_and_none_for_th
 
 @pytest.mark.slow
 @needs("mosec")
-def test_mosecs_workers_report_their_batches_and_no_requests(tmp_path: Path) -> None:
+def test_mosecs_workers_report_their_batches_and_requests(tmp_path: Path) -> None:
     command = [str(SERVED / "mosec_app.py"), "{port}"]
     asks = [Ask("/inference", {"item": "one"}), Ask("/inference", {}), Ask("/inference", {"item": "stone"})]
 
@@ -224,7 +224,8 @@ def test_mosecs_workers_report_their_batches_and_no_requests(tmp_path: Path) -> 
         answers = ask_at_once(port)
     assert answers == expected
     assert Counter(status for status, _ in answers) == {200: TIMES + 10, 422: 10, 500: 10}
-    assert requests_in(tmp_path) == []
+    of_requests = Counter((span.attributes["http.response.status_code"], span.error) for span in requests_in(tmp_path))
+    assert of_requests == {(200, None): TIMES + 10, (422, None): 10, (500, "500"): 10}
     traces = [chrome.load(path)[0] for path in (tmp_path / "traces").glob("*.json")]
     batches = [span for trace in traces for span in trace.spans if span.site.kind == "step"]
     served: Counter[tuple[str, Any, Any]] = Counter()

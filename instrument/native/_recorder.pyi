@@ -98,6 +98,7 @@ class Core:
         attributes: dict[Any, Any] | None,
         pair: Any = None,
         has_no_self: bool = False,
+        error: str | None = None,
         /,
     ) -> None: ...
     def new_span(self, site: Site, /) -> Scope: ...

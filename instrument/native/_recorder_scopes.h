@@ -585,8 +585,8 @@ static PyTypeObject ScopeType = {
 
 static PyObject *Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs < 3 || nargs > 5) {
-        PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes, pair=None, has_no_self=False)");
+    if (nargs < 3 || nargs > 6) {
+        PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes, pair=None, has_no_self=False, error=None)");
         return NULL;
     }
     int64_t end_ns = read_clock(self);
@@ -605,13 +605,15 @@ static PyObject *Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs
         return lose(self) < 0 ? NULL : Py_NewRef(Py_None);
     }
     identify(self, ring, current, &frame, args[0], NULL, OPEN);
+    if (frame.node->is_request && !is_open_request(frame.request))
+        frame.root_id = frame.span_id |= REQUEST_BIT;
     frame.pair = nargs > 3 && args[3] != Py_None ? Py_NewRef(args[3]) : NULL;
     frame.start_ns = frame.counted_from_ns = start_ns;
     Py_INCREF(ring);
     count_against_above(current, &frame, ring, end_ns);
     if (nargs > 4 && args[4] == Py_True)
         frame.children_ns = end_ns - start_ns;
-    store(self, ring, &frame, end_ns, -1, 0, NULL);
+    store(self, ring, &frame, end_ns, -1, 0, nargs > 5 && args[5] != Py_None ? args[5] : NULL);
     int failed = frame.pair != NULL ? end_on_device(ring, &frame, end_ns) : 0;
     Py_DECREF(ring);
     Py_XDECREF(frame.request);

@@ -43,7 +43,7 @@ SERVERS: Mapping[str, str] = {
     "http_server": "handlers of http.server",
     "ray_serve": "replicas of Ray Serve",
     "litserve": "batches of LitServe's workers",
-    "mosec": "batches of mosec's workers",
+    "mosec": "requests and batches of mosec's workers",
     "triton": "models of Triton's Python backend",
     "bentoml": "adaptive batches of BentoML",
     "gradio": "events of Gradio's queue",

@@ -5,9 +5,10 @@ the service's `decode_request`, `predict` and `encode_response`. Each such call 
 requests. A stream is computed while its parts are read, so the span of its last call ends with the stream. Loops of
 coroutines serve many requests at a time on one thread. They are not recorded, as the requests of a call are unknown.
 
-mosec takes requests in a front that is not Python, which hands batches to each worker process over a socket. So its
-requests are not recorded, nor their paths or callers' traces. Each batch of a worker is, from its arrival to the
-answers, with the numbers that the front gives its requests as keys.
+mosec takes requests in a front that is not Python, which hands batches to each worker process over a socket. Each batch
+of a worker is recorded from its arrival to the answers, with the numbers that the front gives its requests as keys. A
+request is recorded from its arrival at a worker of the first stage to its answer by the last. Its path, its caller's
+trace and its wait for the first stage are unknown.
 
 A request of Ray Serve is a span from the call of the deployment to its last answer. It begins when a replica hands the
 accepted request to the deployment's code: a rejected try is no request. Requests over HTTP are named by method and
@@ -21,8 +22,11 @@ import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from mmap import mmap
+from struct import Struct
 from typing import Any
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests import asgi
@@ -30,6 +34,7 @@ from instrument.instrumentors.requests.exchange import Arrival, Exchanges, Stepp
 from instrument.recorder.outcomes import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.run_folder import shared_file
 
 STREAMED_CALL = "encode_response"
 """The function of LitServe's API whose span, if its answer is a stream, ends with the last item."""
@@ -120,6 +125,9 @@ LITSERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
 BATCH_SIZE = "requests"
 """The attribute with the count of a batch's requests."""
 
+INGRESS, EGRESS, OK = 1, 2, 200
+"""The bits of mosec's state of a request at its first and its last stage, and the status of an answer in order."""
+
 MOSEC_STATUSES: Mapping[str, int] = {
     "OK": 200,
     "BAD_REQUEST": 400,
@@ -130,6 +138,37 @@ MOSEC_STATUSES: Mapping[str, int] = {
 """The HTTP status of mosec's answer, by the flag that its worker sends."""
 
 
+BEGUN_SLOTS = 1 << 14
+"""The most requests of one server whose begin is known at a time."""
+
+_BEGUN = Struct("<qq")
+_MOSEC_REQUEST = Site("mosec", "request")
+
+
+class _Begins:
+    """The begins of a server's requests, by the front's numbers, in memory that the processes of a run share."""
+
+    def __init__(self, folder: str) -> None:
+        self._memory: Any = bytearray(BEGUN_SLOTS * _BEGUN.size)
+        path = shared_file(f"mosec-{crc32(folder.encode()):08x}")
+        if path is not None:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.ftruncate(file, len(self._memory))
+                self._memory = mmap(file, len(self._memory))
+            finally:
+                os.close(file)
+
+    def note(self, number: int, at_ns: int) -> None:
+        """Note the begin of a request."""
+        _BEGUN.pack_into(self._memory, number % BEGUN_SLOTS * _BEGUN.size, number, at_ns)
+
+    def begin_ns(self, number: int, otherwise_ns: int) -> int:
+        """Return the begin of a request, `otherwise_ns` for an unknown one."""
+        noted_number, at_ns = _BEGUN.unpack_from(self._memory, number % BEGUN_SLOTS * _BEGUN.size)
+        return at_ns if noted_number == number and 0 < at_ns <= otherwise_ns else otherwise_ns
+
+
 class _Batches:
     """The batches of one worker, which handles one batch at a time."""
 
@@ -137,31 +176,44 @@ class _Batches:
         self._recorder = exchanges.recorder
         # The protocol has the coordinator's name, such as <Inference_1|2> for the second worker of a stage.
         self._site = Site(f"mosec {protocol.name.strip('<>').partition('|')[0]}", "step")
+        self._begins = _Begins(getattr(protocol, "addr", "").rpartition("/")[0])
         self._frame: Any = None
-        self._events = 0
+        self._events = self._begin_ns = 0
 
-    def begin(self, ids: Sequence[bytes]) -> None:
+    def begin(self, ids: Sequence[bytes], states: Sequence[int]) -> None:
         """Begin a batch of requests, by the front's numbers for them. Ends an earlier unanswered batch."""
-        self.end(None)
+        self.end(None, (), ())
         self._events = 0
-        keys = tuple(str(int.from_bytes(request_id, "big")) for request_id in ids[:BATCH_LIMIT])
+        numbers = [int.from_bytes(request_id, "big") for request_id in ids]
+        keys = tuple(map(str, numbers[:BATCH_LIMIT]))
+        self._begin_ns = self._recorder.now_ns()
+        for number, state in zip(numbers, states, strict=False):
+            if state & INGRESS:
+                self._begins.note(number, self._begin_ns)
         self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
 
     def event(self, count: int) -> None:
         """Count parts of streamed answers. Another thread sends them."""
         self._events += count
 
-    def end(self, flag: Any) -> None:
-        """End the batch after its answers have been sent to the front. `flag` is their status."""
+    def end(self, flag: Any, ids: Sequence[bytes], states: Sequence[int]) -> None:
+        """End the batch after its answers have been sent to the front, and each request that this answers.
+
+        `flag` is the status of the answers. Errors of a stage answer at once.
+        """
         frame, self._frame = self._frame, None
         if frame is None:
             return
         status = MOSEC_STATUSES.get(getattr(flag, "name", None) or "")
         facts: dict[Any, Any] = {} if status is None else {STATUS: status}
-        if self._events:
-            facts[ITEMS] = self._events
-        self._recorder.annotate(frame, facts)
-        self._recorder.close(frame, str(status) if status is not None and status >= FIRST_OF_SERVER else None, True)
+        error = str(status) if status is not None and status >= FIRST_OF_SERVER else None
+        self._recorder.annotate(frame, {**facts, ITEMS: self._events} if self._events else facts)
+        self._recorder.close(frame, error, True)
+        for request_id, state in zip(ids, states, strict=False):
+            if state & EGRESS or status != OK:
+                number = int.from_bytes(request_id, "big")
+                begin_ns = self._begins.begin_ns(number, self._begin_ns)
+                self._recorder.record(_MOSEC_REQUEST, begin_ns, {KEY: str(number), **facts}, None, False, error)
 
 
 def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -174,22 +226,22 @@ def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
         task = receive(self)
         if exchanges.is_on and exchanges.recorder.on:
             try:
-                (of.get(self) or of.setdefault(self, _Batches(exchanges, self))).begin(task[1])
+                (of.get(self) or of.setdefault(self, _Batches(exchanges, self))).begin(task[1], task[2])
             except Exception as fault:
                 FAULTS.note("batch of mosec", fault)
         return task
 
     @replaces(protocol, "send")
-    def undo_send(self: Any, flag: Any, ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def undo_send(self: Any, flag: Any, ids: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return send(self, flag, ids, *args, **kwargs)
+            return send(self, flag, ids, states, *args, **kwargs)
         finally:
             try:
                 batches = of.get(self)
                 if batches is not None and flag == event:
                     batches.event(len(ids))
                 elif batches is not None:
-                    batches.end(flag)
+                    batches.end(flag, ids, states)
             except Exception as fault:
                 FAULTS.note("batch of mosec", fault)
 
