@@ -19,6 +19,7 @@ import duckdb
 import pytest
 from otlp_collectors import collecting, take
 from test_agent import agents, begin, children_of, folder, run, until
+from test_agent_export import recordings
 from test_grafted import saved
 from test_settling import ENGINE, FRONT, Run, S, Told, run_of, with_nested, with_slots, with_strays
 
@@ -131,6 +132,8 @@ for line in sys.stdin:
             ask(20)
             sys.exit(0)
         os.wait()
+    elif word == "scrape":
+        open("metrics", "w").write(instrument.prometheus())
     print(word, flush=True)
 """
 
@@ -193,6 +196,56 @@ def test_a_dataset_grows_while_services_run_and_a_killed_exporter_loses_what_it_
     assert len({process for (process,) in read("processes", "process")}) == 2
     assert not [path for path in Path("data").rglob("*") if path.suffix == ".part"]
     assert {path.stat().st_mode & 0o777 for path in Path("data").rglob("*.parquet")} == {0o600}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sends", [True, False], ids=["with a collector", "alone"])
+def test_lost_rows_of_a_dataset_are_in_the_metrics_of_the_process_and_none_counts_as_lost_by_otlp(
+    *, sends: bool
+) -> None:
+    Path("data").write_text("a file")
+    with collecting(take) as collector:
+        otlp = f"  otlp: {{endpoint: 'http://127.0.0.1:{collector.server_port}'}}" if sends else ""
+        profile(
+            "path: data/, every: 1s",
+            f"  prometheus: {{listen: '127.0.0.1:0'}}\n  summary: {{to: stderr}}\n{otlp}\nrequests: auto",
+        )
+        Path("main.py").write_text(SERVICE)
+        service = begin(SERVICE)
+        say(service, "ask")
+        until(lambda: [place.read().fates["unstored"] > 500 for place, _ in recordings()] == [True])
+        say(service, "scrape")
+        _, errors = service.communicate(timeout=100)
+        until(lambda: not agents())
+    values = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in Path("metrics").read_text().splitlines()
+        if not line.startswith("#")
+    }
+    losses = {name: value for name, value in values.items() if name.startswith("instrument_losses_total{") and value}
+    reason = 'instrument_losses_total{instrument_reason="rows of the dataset that were not written"}'
+    unwritten = 'instrument_losses_total{instrument_reason="spans that could not be written to files"}'
+    assert set(losses) == {reason, *([] if sends else [unwritten])}
+    assert losses[reason] > 500
+    assert "rows of the dataset that were not written" in errors
+    assert "OTLP" not in errors
+
+    def of_sdk(name: str, component: str = "", error: str = "") -> float:
+        labels = {"error_type": error, "otel_component_name": f"{component}/0", "otel_component_type": component}
+        if not component:
+            return values[f"otel_sdk_{name}"]
+        return values[f"otel_sdk_{name}{{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"]
+
+    # A long garbage collection is a span, too.
+    assert of_sdk("span_live") == 0
+    assert of_sdk("span_started_total") >= 500
+    assert of_sdk("processor_span_processed_total", "instrument.tail_sampler") >= 500
+    assert of_sdk("processor_span_processed_total", "instrument.tail_sampler", "queue_full") == 0
+    exporter = "otlp_http_span_exporter" if sends else "instrument.file_span_exporter"
+    inflight = f'{{otel_component_name="{exporter}/0",otel_component_type="{exporter}"}}'
+    succeeded, failed = (of_sdk("exporter_span_exported_total", exporter, error) for error in ("", "failed"))
+    assert (succeeded >= 500, failed >= 500) == (sends, not sends)
+    assert values[f"otel_sdk_exporter_span_inflight{inflight}"] == 0
 
 
 @contextmanager

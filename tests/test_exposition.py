@@ -175,7 +175,7 @@ def test_a_scrape_before_any_loss_has_the_usual_losses_as_0() -> None:
     with instrument.scope("work"):
         pass
     losses = of("instrument_losses_total")
-    assert len(losses) == 4
+    assert len(losses) == 6
     assert set(losses.values()) == {0}
 
 

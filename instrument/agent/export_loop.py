@@ -78,7 +78,6 @@ class ExportLoop:
         self._scrapes: scrapes.Scrapes | None = None
         self._datasets: dict[tuple[str, str], dataset_export.DatasetExport] = {}
         """The dataset of each run, by the settings as text."""
-        self._unstored = 0
         """The lost rows of datasets that the agent knows of."""
         self._folder: Path | None = None
         self._ends_at = 0.0
@@ -216,10 +215,8 @@ class ExportLoop:
         except Exception as problem:
             self.faults += 1
             self._agent.send({"said": f"export.parquet: {problem!s:.500}"})
-        unstored = sum(dataset.unstored for dataset in self._datasets.values())
-        if unstored > self._unstored:
-            self._agent.send({"dataset": unstored - self._unstored})
-            self._unstored = unstored
+        if lost := sum(dataset.take_lost() for dataset in self._datasets.values()):
+            self._agent.send({"dataset": lost})
 
     def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
         """Return the exporter for a collector. None asks for one that has nowhere to send and is never started."""
@@ -315,7 +312,11 @@ class ExportLoop:
                 if export.dataset is not None:
                     self._attempt_dataset(partial(export.dataset.forget, export))
                 ended = export.finish() if export.has_ended else {}
-                fates = dict(ended) if is_sent or export.files is not None else {}  # nothing was to go anywhere
+                # Without a collector or files nothing was to go anywhere. A dataset writes rows after the end.
+                if is_sent or export.files is not None:
+                    fates = dict(ended)
+                elif export.dataset is not None:
+                    fates = {fate: ended[fate] for fate in ("missed", "unread", "unstored") if ended.get(fate)}
         except Exception as fault:
             problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
         try:

@@ -112,7 +112,7 @@ class DatasetExport:
         self._local = self._folder if self._uploads is None else Folder(str(self._spool))
         self._name = f"{digest[:8]}{os.urandom(4).hex()}"
         self._waiting: dict[str, list[Any]] = {}
-        self._rows = self._number = 0
+        self._rows = self._number = self._reported = 0
         self._writer: DatasetWriter | None = None
         self._due_at = 0.0
         self._problem = ""
@@ -172,7 +172,6 @@ class DatasetExport:
         if member.source is not None:
             self.put_window(member)
         self._windows.pop(member, None)
-        self.unwritten.pop(member, None)
 
     def put(self, tables: Iterable[tuple[str, Any]]) -> None:
         """Take rows of tables."""
@@ -216,10 +215,10 @@ class DatasetExport:
         with suppress(OSError), atomic.replacing(self._spool / JOURNAL) as file:
             file.write(json.dumps({"rows": self._rows, "parts": parts}).encode())
 
-    @property
-    def unstored(self) -> int:
-        """The number of lost rows."""
-        return self.counts["unstored"]
+    def take_lost(self) -> int:
+        """Return the number of rows that were lost since the last call."""
+        before, self._reported = self._reported, self.counts["unstored"]
+        return self._reported - before
 
     @property
     def is_due(self) -> bool:

@@ -132,6 +132,11 @@ class Exporter:
         self.thread_ns = 0
         """Processor time of the export thread so far."""
 
+    @property
+    def component(self) -> str:
+        """The type of this exporter by OpenTelemetry's conventions."""
+        return f"otlp_{'grpc' if self._settings.protocol == 'grpc' else 'http'}_span_exporter"
+
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
         """Return the metrics of a process with this environment, for the same collector."""
         endpoint = self._settings.endpoint

@@ -17,8 +17,15 @@ from instrument.otlp.metrics import DELAY_NS
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Ended, Meter
-from instrument.recording.distributions import UPDOWN, Metric, Snapshot
-from instrument.recording.export_checkpoint import DAMAGED, NO_LOSSES, ExportCheckpoint, MeterState
+from instrument.recording.distributions import COUNTER, UPDOWN, Labels, Metric, Snapshot
+from instrument.recording.export_checkpoint import (
+    DAMAGED,
+    ENDS,
+    NO_LOSSES,
+    ExportCheckpoint,
+    MeterState,
+    losses_by_name,
+)
 from instrument.recording.mapped import Mapped, numbers_in
 from instrument.recording.numbers import metrics_of
 from instrument.recording.rows import Row, is_request_root
@@ -44,6 +51,22 @@ GROUPS: dict[tuple[str, str], set[str]] = {}
 """The names of groups of requests, by service and grouping attribute. All processes of a service share them."""
 
 
+_EXPORT_ERRORS = {
+    "": ["exported"],
+    "rejected": ["rejected"],
+    "failed": ["failed", "unwritten"],
+    "queue_full": ["dropped"],
+}
+_PROCESSOR_ERRORS = {"": ["kept"], "queue_full": ["missed", "beyond"], "already_shutdown": ["abandoned", "unanswered"]}
+"""The counters of spans by OpenTelemetry's `error.type`, "" for success: of an exporter, and of what is before it."""
+
+
+def _by_error(component: str, counts: Mapping[str, float]) -> dict[Labels, float]:
+    """Return the series of a component, one for each `error.type`."""
+    labels: Labels = (("otel.component.name", f"{component}/0"), ("otel.component.type", component))
+    return {(*labels, *([("error.type", error)] if error else [])): count for error, count in counts.items()}
+
+
 @dataclass(eq=False)
 class Metering:
     """Counts the metrics of one generation of a recording and hands them to its exporter.
@@ -57,6 +80,9 @@ class Metering:
     _place: ExportCheckpoint
     _reader: RecordingReader
     _source: Source
+    _fates: Mapping[str, int]
+    """The counts of the recording's spans by fate, as its export writes them."""
+    _sends: bool
 
     def __post_init__(self) -> None:
         facts, exporter = self._facts, self._exporter
@@ -190,14 +216,36 @@ class Metering:
         snapshot = self._meter.snapshot(
             requests=facts.requests,
             marks=facts.calls,
-            losses={**NO_LOSSES, **facts.losses},
+            losses={**NO_LOSSES, **facts.losses, **losses_by_name(self._fates)},
             costs_ns=facts.costs_ns,
             queued=facts.queued,
         )
         used_bytes = 0 if self._meter.has_ended else self._mapped.header.memory_bytes
         about = "Memory that the recordings of living processes take."
         memory = Metric("instrument.recording.memory", "By", UPDOWN, about, {(): used_bytes})
-        return replace(snapshot, metrics=(*snapshot.metrics, memory, *numbers))
+        return replace(snapshot, metrics=(*snapshot.metrics, memory, *self._of_sdk(), *numbers))
+
+    def _of_sdk(self) -> list[Metric]:
+        """Return the metrics that OpenTelemetry's conventions have for SDKs, of what was recorded and exported."""
+        fates, live = self._fates, 0 if self._meter.has_ended else len(self._mapped.open_spans())
+        started = sum(self._mapped.heads().values()) + self._mapped.ended_rows + live
+        processed, exported = "processor.span.processed", "exporter.span.exported"
+        counts = {
+            name: self._meter.rising(name, {error: sum(map(fates.__getitem__, lost)) for error, lost in of.items()})
+            for name, of in ((processed, _PROCESSOR_ERRORS), (exported, _EXPORT_ERRORS))
+        }
+        exporter = self._exporter.component if self._sends else "instrument.file_span_exporter"
+        waiting = max(fates["kept"] - sum(fates[fate] for fate in ENDS), 0)
+        series: tuple[tuple[str, str, str, dict[Labels, float]], ...] = (
+            ("span.live", UPDOWN, "Recorded spans that are open.", {(): live}),
+            ("span.started", COUNTER, "Recorded spans that have begun.", {(): started}),
+            (processed, COUNTER, "Spans that sampling kept, or that were lost before.",
+             _by_error("instrument.tail_sampler", counts[processed])),
+            ("exporter.span.inflight", UPDOWN, "Kept spans that wait for their export.",
+             _by_error(exporter, {"": waiting})),
+            (exported, COUNTER, "Kept spans whose export has finished.", _by_error(exporter, counts[exported])),
+        )  # fmt: skip
+        return [Metric(f"otel.sdk.{name}", "{span}", kind, about, values) for name, kind, about, values in series]
 
     def metered(self) -> Metered | None:
         """Return the present metrics for a scrape. The collector gets nothing of them."""

@@ -26,8 +26,8 @@ from instrument.otlp.recording_reader import DeviceTimes, RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recording.export_checkpoint import (
     DERIVED_LOST,
+    ENDS,
     METRICS_LOST,
-    SENT,
     UNQUEUED,
     ExportCheckpoint,
     Progress,
@@ -230,7 +230,13 @@ class RecordingExport:
     def note_written(self, count: int, *, is_written: bool) -> None:
         """Count kept spans that are in whole files of the dataset, or lost."""
         if (reading := self._reading) is not None:
-            reading.source.counts["exported" if is_written else "failed"] += count
+            reading.source.counts["exported" if is_written else "unwritten"] += count
+            self.note_settled()
+
+    def note_unstored(self, rows: int) -> None:
+        """Count lost rows of the dataset."""
+        if rows and (reading := self._reading) is not None:
+            reading.base["unstored"] += rows
             self.note_settled()
 
     @property
@@ -276,12 +282,14 @@ class RecordingExport:
         elif progress.is_reported:
             self._reported_fates, progress.is_reported = Counter(progress.fates), False
         unsettled, unanswered = progress.unsettled, progress.unanswered
-        reading = _Reading(self._mapped, progress, facts, _origin_now(header), self._exporter, self._place)
+        reading = _Reading(
+            self._mapped, progress, facts, _origin_now(header), self._exporter, self._place, sends=self._sends
+        )
         with self._lock:
             self._progress, self._reading = progress, reading
         give_up(reading.base)
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
-            reading.base["kept"] = sum(progress.fates[fate] for fate in SENT)
+            reading.base["kept"] = sum(progress.fates[fate] for fate in ENDS)
             reading.base["unanswered"] += unanswered
             reading.left_over = unsettled - unanswered
         self.note_read()
@@ -315,11 +323,12 @@ class RecordingExport:
             reading = self._reading
             if not self.is_ours or reading is None:
                 return
-            for fate in SENT:
+            for fate in ENDS:
                 self._progress.fates[fate] = reading.base[fate] + reading.source.counts[fate]
+            self._progress.fates["unstored"] = reading.base["unstored"]
             self._progress.fates["sending"] = reading.source.counts["sending"]
             counts = reading.derived.counts
-            lost = sum(counts[fate] for fate in SENT if fate != "exported")
+            lost = sum(counts[fate] for fate in ENDS if fate != "exported")
             self._progress.fates[DERIVED_LOST] = reading.base[DERIVED_LOST] + lost
             self._progress.fates["deriving"] = counts["pending"]
             self._progress.fates[UNQUEUED], self._progress.fates["queueing"] = (
@@ -520,11 +529,12 @@ class ExportedRun:
     def close_datasets(self, *, at_once: bool = False) -> None:
         """Close the files of datasets that are due, or all `at_once`, with the facts of their processes."""
         for dataset in self.datasets:
+            members = [member for member in self.members.values() if member.dataset is dataset]
             if at_once or dataset.is_due:
-                for member in self.members.values():
-                    if member.dataset is dataset:
-                        dataset.put_window(member)
+                for member in members:
+                    dataset.put_window(member)
                 dataset.close_files()
+            members[0].note_unstored(dataset.take_lost())
 
 
 class _Reading:
@@ -538,6 +548,8 @@ class _Reading:
         origin: Origin,
         exporter: Exporter,
         place: ExportCheckpoint,
+        *,
+        sends: bool,
     ) -> None:
         self.facts = facts
         self.threads: Mapping[int, str] = {}
@@ -550,7 +562,7 @@ class _Reading:
         self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self.facts.resource)
         self.derived = replace(self.source, counts=Counter())
         """The source of spans of this process that it did not record itself: stages."""
-        self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source)
+        self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source, progress.fates, sends)
 
     def change(self, facts: ExportFacts) -> None:
         """Apply the facts that the process has published now."""

@@ -347,12 +347,14 @@ class Meter:
 
     def _counted(self, name: str, unit: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
         """Return a counter, which never falls, even where a cost is measured anew."""
+        series: dict[Labels, float] = {((label, key),): value for key, value in self.rising(name, values).items()}
+        return Metric(name, unit, COUNTER, about, series)
+
+    def rising(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the largest values so far of a counter, by key."""
         for key, value in values.items():
             self._counters[name, key] = max(value, self._counters.get((name, key), 0))
-        series: dict[Labels, float] = {
-            ((label, key),): value for (of, key), value in self._counters.items() if of == name
-        }
-        return Metric(name, unit, COUNTER, about, series)
+        return {key: value for (of, key), value in self._counters.items() if of == name}
 
 
 def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:

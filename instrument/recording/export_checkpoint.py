@@ -23,17 +23,22 @@ from instrument.runtime.cheap_start import dataclass, field
 EXPORT_COUNTERS = (
     "seen", "intervals", "missed", "untimed",
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
-    "derived lost", "deriving", "unqueued", "queueing",
+    "derived lost", "deriving", "unqueued", "queueing", "unwritten", "unstored",
 )  # fmt: skip
 """The counters of a recording's spans by their fate. `seen` spans were read, `missed` ones were overwritten before. The
 tail sampler dropped `passed` ones, its limits dropped the ones `beyond`, and the others are `kept`. `intervals` are
 those of kept spans on devices, which a collector gets as spans. A kept span is `exported`, `rejected`, `failed`,
-`dropped`, waiting, or in the request that is `sending`. `untimed` ones were exported without their device times. If the
-exporter is killed, its `sending` spans become `unanswered`: the collector may have them. `abandoned` ones had not been
-sent by then, or their request had not ended as its process did. `derived lost` counts lost spans of stages. `unqueued`
-counts requests without a queue time in the metrics. `deriving` and `queueing` count those without a decision yet."""
+`dropped`, waiting, or in the request that is `sending`. Without a collector a span is `exported` as a whole file has
+it, and `unwritten` if none has. `unstored` counts lost rows of a dataset. `untimed` ones were exported without their
+device times. If the exporter is killed, its `sending` spans become `unanswered`: the collector may have them.
+`abandoned` ones had not been sent by then, or their request had not ended as its process did. `derived lost` counts
+lost spans of stages. `unqueued` counts requests without a queue time in the metrics. `deriving` and `queueing` count
+those without a decision yet."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
+"""The fates of kept spans at a collector."""
+
+ENDS = (*SENT, "unwritten")
 """The fates of kept spans."""
 
 UNTIMED = "spans exported before their device times were known"
@@ -73,7 +78,7 @@ class Progress:
     @property
     def unsettled(self) -> int:
         """Return the number of spans that were read and whose fate is not known."""
-        decided = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *SENT))
+        decided = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *ENDS))
         return max(self.fates["seen"] + self.fates["intervals"] - decided, 0)
 
     @property
@@ -89,7 +94,7 @@ class Progress:
         fates["unanswered"] += self.unanswered
         fates["abandoned"] += self.unsettled - self.unanswered
         fates["sending"] = 0
-        fates["kept"] = sum(fates[fate] for fate in SENT)
+        fates["kept"] = sum(fates[fate] for fate in ENDS)
         give_up(fates)
         return fates
 
@@ -225,11 +230,12 @@ _FATE_BY_LOSS = {
     UNREAD: "unread",
     "points of metrics that the collector did not accept": METRICS_LOST,
     "spans of queue, prefill, decode and stalls lost by the OTLP export": DERIVED_LOST,
+    "spans that could not be written to files": "unwritten",
     "rows of the dataset that were not written": "unstored",
     "requests whose time in the queue is missing in the metrics": UNQUEUED,
 }
 """The counter of each loss of an export."""
 
-NO_LOSSES = {name: 0 for name, fate in _FATE_BY_LOSS.items() if fate in (*SENT[1:], "missed")}
+NO_LOSSES = {name: 0 for name, fate in _FATE_BY_LOSS.items() if fate in (*ENDS[1:], "missed", "unstored")}
 """The usual losses of a live export, each 0. Prometheus' `increase` ignores the first value of a series, so a counter
 that begins with its first loss never raises an alert."""

@@ -160,7 +160,7 @@ class SessionDiagnostics:
             self.exporter.counts()  # takes in what was just offered
             sent_counts = self.exporter.own.counts  # the recording counts what it sends
             counts.update({f"spans {name} by the OTLP export": sent_counts.get(name, 0) for name in _UNSENT})
-            counts.update(self.handover.losses())
+        counts.update(self.handover.losses())
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:

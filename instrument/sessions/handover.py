@@ -59,7 +59,6 @@ class OwnExport:
         self.dataset, self._disk_bytes = dataset, disk_bytes
         self._exported: RecordingExport | None = None
         self._run: ExportedRun | None = None
-        self._lost_rows = 0
         self._fates: Mapping[str, int] = {}
         self.is_over = False
         """True if the session has ended, and its recording was released."""
@@ -154,10 +153,7 @@ class OwnExport:
     @property
     def fates(self) -> Mapping[str, int]:
         """The counts of this session's spans by fate."""
-        exported = self._exported
-        fates = self._fates if exported is None else exported.fates
-        lost_rows = self._lost_rows + (0 if exported is None or not exported.dataset else exported.dataset.unstored)
-        return {**fates, "unstored": lost_rows} if lost_rows else fates
+        return self._fates if self._exported is None else self._exported.fates
 
     # ---------------------------------------------------------------- the end
 
@@ -177,7 +173,8 @@ class OwnExport:
         if (dataset := exported.dataset) is not None:
             dataset.forget(exported)
             dataset.end(end)
-            self._lost_rows, exported.dataset = dataset.counts["unstored"], None
+            exported.note_unstored(dataset.take_lost())
+            exported.dataset = None
         return not exported.is_over
 
     def finish(self) -> None:
@@ -320,8 +317,12 @@ class Handover:
 
     def losses(self) -> Mapping[str, int]:
         """Return the losses of the export, by the session or by the agent."""
-        if self.is_here:
-            fates = {} if self.own is None else self.own.fates
+        fates: Mapping[str, int]
+        if self.own is None:  # an agent may write files nevertheless
+            of_files = self.progress().fates
+            fates = {fate: of_files[fate] for fate in ("unwritten", "unstored")}
+        elif self.is_here:
+            fates = self.own.fates
         else:
             progress = self.progress() if self.has_agent else Progress()
             fates = progress.unreported() if self.is_given_up() else progress.fates
