@@ -144,11 +144,11 @@ def main() -> None:
 
 def _is_read(path: Path) -> bool:
     """Return True if a file can be read: then each command has its own answer."""
-    from instrument.cli.inputs import saved_in
+    from instrument.cli.inputs import read_saved
     from instrument.errors import TraceError
 
     with contextlib.suppress(TraceError):
-        saved_in(str(path))
+        read_saved(str(path))
         return True
     return False
 

@@ -74,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     runs = Path("/tmp") / f"instrument-test-{os.getpid()}"  # short: a socket's path has an end
     runs.mkdir(mode=0o700, exist_ok=True)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runs))
-    monkeypatch.setattr(run_folder, "homes", lambda: [runs / f"instrument-{os.geteuid()}"])
+    monkeypatch.setattr(run_folder, "run_parents", lambda: [runs / f"instrument-{os.geteuid()}"])
     monkeypatch.setenv("PYTHONPATH", ".")
     Path("sitecustomize.py").write_text(PATIENT)
     Path("engine.py").write_text(ENGINE)
@@ -125,7 +125,7 @@ def run(source: str, *more: str) -> subprocess.CompletedProcess[str]:
 def agents() -> list[int]:
     """The agents of this test's runs."""
     found = []
-    for path in run_folder.found():
+    for path in run_folder.list_runs():
         try:
             found.append(asked(path, {"ask": "processes"})[-1]["end"]["agent"])
         except OSError:
@@ -149,7 +149,7 @@ def command_name(pid: int) -> str:
 
 def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
     answers = []
-    with run_folder.connected(folder / run_folder.SOCKET, 60) as caller:
+    with run_folder.connect_to_agent(folder / run_folder.SOCKET, 60) as caller:
         packets.send(caller, message)
         while True:
             answer, _ = packets.receive(caller)
@@ -161,7 +161,7 @@ def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
 
 def processes() -> list[dict[str, Any]]:
     """Return the processes of the only run, as its agent reports them."""
-    (folder,) = run_folder.found()
+    (folder,) = run_folder.list_runs()
     return [one["process"] for one in asked(folder, {"ask": "processes"}) if "process" in one]
 
 
@@ -171,7 +171,7 @@ from instrument import chrome
 from instrument.runtime import packets, run_folder
 
 def ask():
-    with run_folder.connected(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 60) as caller:
+    with run_folder.connect_to_agent(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 60) as caller:
         packets.send(caller, {"ask": "processes"})
         found = []
         while True:
@@ -268,7 +268,7 @@ sys.stdin.readline()
 @pytest.mark.slow
 def test_ended_workers_with_many_spans_leave_few_files_while_the_run_goes_on() -> None:
     service = begin(RECYCLED_WITH_MANY_SPANS)
-    left = until(lambda: [path for path in run_folder.found() if run_folder.paths_in(path, "before-*-left.npz")])
+    left = until(lambda: [path for path in run_folder.list_runs() if run_folder.paths_in(path, "before-*-left.npz")])
     until(lambda: len([*left[0].glob("*-left.npz")]) <= ENDED)
     _, errors = service.communicate("\n", timeout=240)
     (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
@@ -327,7 +327,7 @@ def test_a_report_names_processes_that_ended_under_a_killed_agent(goes_on: str) 
     """)
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
-    (run,) = run_folder.found()
+    (run,) = run_folder.list_runs()
     until(lambda: any(run.glob("before-*")) and len([*run.glob("*-left.npz")]) == 20 - ENDED // 2 + 1)
     (agent,) = until(agents)
     os.kill(agent, signal.SIGKILL)
@@ -539,7 +539,7 @@ def test_a_process_is_named_whose_agent_was_killed_before_it_had_saved_what_that
 ) -> None:
     path = folder / "beside" / "agent.sock"
     first = subprocess.Popen([sys.executable, "-c", SLOW_TO_SAVE, path], stderr=subprocess.PIPE, text=True)
-    until(lambda: run_folder.is_heard(path))
+    until(lambda: run_folder.has_listener(path))
     monkeypatch.setenv(run_folder.VARIABLE, str(path))
     Path("main.py").write_text("import engine; engine.step(1); engine.say_and_hang()")
     command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
@@ -584,7 +584,7 @@ def test_the_next_agent_awaits_and_reports_a_capture_that_a_killed_one_had_begun
 ) -> None:
     path = folder / "beside" / "agent.sock"
     first = subprocess.Popen([sys.executable, "-c", SAVES_WHEN_TOLD, path], stderr=subprocess.PIPE, text=True)
-    until(lambda: run_folder.is_heard(path))
+    until(lambda: run_folder.has_listener(path))
     monkeypatch.setenv(run_folder.VARIABLE, str(path))
     service = begin("""
         import engine
@@ -630,7 +630,7 @@ def test_a_report_has_what_was_saved_of_a_process_that_vanished_under_an_agent_b
     """)
     assert service.stderr is not None
     saved = service.stderr.readline().rpartition("; saved as ")[2].strip()
-    (run,) = run_folder.found()
+    (run,) = run_folder.list_runs()
     until(lambda: len(list(run.glob("*.process"))) == 1)
     (agent,) = agents()
     os.kill(agent, signal.SIGKILL)
@@ -844,7 +844,7 @@ def test_a_service_whose_agent_was_killed_begins_another_one_and_leaves_nothing(
     _, errors = service.communicate("\n", timeout=240)
     assert (service.returncode, errors.count("Summary of shop")) == (0, 1)
     assert "agent" not in errors
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
 
 
 def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_next_one() -> None:
@@ -862,7 +862,7 @@ def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_next_one()
     """)
     assert service.stdout is not None
     worker = service.stdout.readline().strip()
-    (home,) = run_folder.found()
+    (home,) = run_folder.list_runs()
     until(lambda: len(list(home.glob("*.process"))) == 2)
     (agent,) = agents()
     os.kill(agent, signal.SIGKILL)
@@ -908,7 +908,7 @@ def test_malformed_packets_are_refused_and_the_agent_goes_on() -> None:
     service = begin("import sys; print('ready', flush=True); sys.stdin.readline()")
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
-    (folder,) = run_folder.found()
+    (folder,) = run_folder.list_runs()
     for data in HOSTILE:
         with socket.socket(packets.FAMILY, packets.KIND) as caller:
             caller.settimeout(60)
@@ -949,12 +949,12 @@ def test_folders_of_runs_that_nobody_looks_after_are_removed() -> None:
     (folder / "left.npz").touch()
     mine = run_folder.make(f"20260101T000000-{os.getppid()}")
     run_folder.remove_abandoned()
-    assert run_folder.found() == [mine]
+    assert run_folder.list_runs() == [mine]
     run_folder.remove(mine)
 
 
 def test_a_home_that_others_may_enter_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    (first,) = run_folder.homes()
+    (first,) = run_folder.run_parents()
     first.mkdir()
     first.chmod(0o755)
     with pytest.raises(PermissionError, match="belong to this user"):
@@ -1006,7 +1006,7 @@ def serve_one(service: subprocess.Popen[str]) -> None:
 
 def done_by(*words: str) -> subprocess.CompletedProcess[str]:
     """A command that knows of this test's run alone."""
-    (folder,) = run_folder.found()
+    (folder,) = run_folder.list_runs()
     environ = {**os.environ, run_folder.VARIABLE: str(folder / run_folder.SOCKET)}
     return subprocess.run([*INSTRUMENT, *words], capture_output=True, text=True, check=False, timeout=240, env=environ)
 
@@ -1062,7 +1062,7 @@ def test_live_redraws_its_screen_until_it_is_interrupted(service: subprocess.Pop
 
 
 def test_each_look_reports_what_came_since_the_one_before(service: subprocess.Popen[str]) -> None:
-    (folder,) = run_folder.found()
+    (folder,) = run_folder.list_runs()
     looking = subprocess.Popen(
         [*INSTRUMENT, "live", folder.name, "--json", "--every", "0.2"], stdout=subprocess.PIPE, text=True
     )
@@ -1094,7 +1094,7 @@ def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subpr
 def test_a_run_that_is_still_going_is_reported_on_by_its_name_its_service_or_none(
     service: subprocess.Popen[str],
 ) -> None:
-    (folder,) = run_folder.found()
+    (folder,) = run_folder.list_runs()
     for words in ([], ["shop"], [str(service.pid)], ["--run", folder.name], [folder.name]):
         shown = command("report", *words)
         assert shown.startswith(f"Run {folder.name} is still going: 1 process\n")
@@ -1330,7 +1330,7 @@ def test_workers_that_leave_past_pythons_end_with_code_0_have_not_died_and_their
         profile.write("  recording:\n  chrome: {path: 'traces/{service}-{run}-{window}.json'}\n")
     done = run(HORSES)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     died = set(re.findall("ended without a goodbye.*; no span was open", done.stderr))
     assert died == {"ended without a goodbye (exit code 3); no span was open"}
     assert re.search(r"\bstep .* 12 ", done.stderr), done.stderr

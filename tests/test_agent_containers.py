@@ -187,7 +187,7 @@ def test_ps_names_the_remedy_for_a_run_that_was_killed_with_its_agent(kept: bool
     service = begin("import engine; engine.step(1); print('ready', flush=True); engine.hang(600)")
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
-    (run,) = run_folder.found()
+    (run,) = run_folder.list_runs()
     until(lambda: list(run.glob(f"*{run_folder.NOTE_SUFFIX}")))
     for pid in (*agents(), service.pid):
         os.kill(pid, signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> N
     assert (process["pid"], process["has_recorded"]) == (service.pid, True)
     _, errors = service.communicate("\n", timeout=240)
     assert errors.count("Summary of shop") == 1
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_commands_report_the_pid_of_a_stopped_agent_that_does_not_answer() -> No
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
     (agent,) = agents()
-    (run,) = run_folder.found()
+    (run,) = run_folder.list_runs()
     refused = subprocess.run([*INSTRUMENT, "agent", "--run", run.name], capture_output=True, text=True, check=False)
     assert f"an agent (process {agent}) already listens there; choose another --socket\n" in refused.stderr
     os.kill(agent, signal.SIGSTOP)
@@ -268,7 +268,7 @@ def test_an_agent_that_goes_on_after_another_has_taken_its_place_prints_and_remo
     assert service.stdout is not None
     assert service.stdin is not None
     assert service.stdout.readline() == "ready\n"
-    (run,) = run_folder.found()
+    (run,) = run_folder.list_runs()
     until(lambda: len([one for one in processes() if one["hears"]]) == 2)
     (before,) = agents()
     stopped = os.pidfd_open(before)
@@ -278,7 +278,7 @@ def test_an_agent_that_goes_on_after_another_has_taken_its_place_prints_and_remo
     os.kill(before, signal.SIGCONT)
     assert select.select([stopped], [], [], 240)[0]  # it ends
     os.close(stopped)
-    assert run_folder.is_heard(run / run_folder.SOCKET)
+    assert run_folder.has_listener(run / run_folder.SOCKET)
     until(lambda: len([one for one in processes() if one["hears"]]) == 2)  # they have joined the other one
     _, errors = service.communicate("\n\n", timeout=240)
     _, said = after.communicate(timeout=240)
@@ -327,7 +327,7 @@ def test_an_agent_that_takes_over_reports_those_that_ended_in_between(where: str
     told = [line for line in errors.splitlines() if "without a goodbye" in line and "process" in line]
     assert [str(child) in line for line in told] == [True]
     assert ("what it recorded went with it" if not where else "it died in request `left open`") in told[0]
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def test_processes_whose_agent_was_killed_are_one_report_and_a_mere_parent_is_no
         os.kill(agent, signal.SIGKILL)
         Path("over").touch()
         _, told = service.communicate(timeout=60)
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     assert service.returncode == 0, told
     assert told.count("Summary of shop") == 1, told
     assert f"Process: {service.pid}" not in told
@@ -223,7 +223,7 @@ def test_an_agent_that_loses_the_right_to_descriptors_ends_with_its_run_and_leav
         _, told = service.communicate(timeout=60)
     assert service.returncode == 0, told
     until(lambda: has_ended(agent))
-    assert not run_folder.found()
+    assert not run_folder.list_runs()
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_report_into_a_pipe_has_the_export_losses_of_a_killed_worker() -> None
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:
             until(agents)
-            (folder,) = run_folder.found()
+            (folder,) = run_folder.list_runs()
             until(lambda: asked(folder, {"ask": "processes"})[-1]["end"]["runs"][0]["lost"])
             Path("over").touch()
             _, told = service.communicate(timeout=120)

@@ -90,8 +90,8 @@ def profile(server: Collector, more: str = "", timeout: str = "") -> None:
 
 
 def recordings() -> Iterator[tuple[ExportCheckpoint, Mapped]]:
-    (home,) = run_folder.found()
-    with run_folder.connected(home / run_folder.SOCKET, 60) as caller:
+    (home,) = run_folder.list_runs()
+    with run_folder.connect_to_agent(home / run_folder.SOCKET, 60) as caller:
         packets.send(caller, {"ask": "processes", "memory": True})
         while True:
             message, descriptors = packets.receive(caller)
@@ -128,7 +128,7 @@ if __name__ == "__main__":
     work(100)
 """)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     assert Counter(collector.taken) == {"serve": 500, "step": 4500, "fail": 50}
     assert collector.connections == 1
     assert 2 <= len(collector.spans) <= 3
@@ -161,7 +161,7 @@ with make_server("127.0.0.1", 0, shop.app, handler_class=WSGIRequestHandler) as 
     thread.join()
 """)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     names = Counter(collector.taken)
     assert {name: count for name, count in names.items() if name.startswith("GET")} == {"GET": 30}, names
     found = [metric for metric in collector.metrics if metric.name == "http.server.request.duration"]
@@ -213,7 +213,7 @@ if __name__ == "__main__":
         other.join()
 """)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     spans = [(instance, span) for instance, of in collector.spans.items() for span in of]
     assert len({instance for instance, _ in spans}) == 2
     assert {int.from_bytes(span.trace_id, "big") for _, span in spans} == {6}
@@ -275,7 +275,7 @@ thread.join()
         collector.spans.clear()
         done = run(source)
         assert done.returncode == 0, done.stderr
-        until(lambda: not run_folder.found())
+        until(lambda: not run_folder.list_runs())
         (spans,) = collector.spans.values()
         found.append(spans)
     by_agent, by_itself = (Counter(map(told, spans)) for spans in found)
@@ -422,7 +422,7 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     until(
         lambda: [place.read().fates["exported"] for place, _ in recordings()] == [2 * spans_of(10)]
     )  # it has heard so
-    (home,) = run_folder.found()
+    (home,) = run_folder.list_runs()
     with (home / agent_launch.BEGINNINGS).open("a") as beginnings:
         beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.AGENTS)
     os.kill(other, signal.SIGKILL)
@@ -474,7 +474,7 @@ def test_a_session_that_is_started_in_code_has_an_agent_as_one_of_instrument_run
     first, *more = done.stdout.splitlines()
     assert first == "['MainThread', 'instrument-control'] True", done.stderr
     assert (done.returncode, more) == ((0, ["False"]) if ends == "stops" else (-signal.SIGKILL, [])), done.stderr
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     requests = 11 if ends == "stops" else 12
     assert Counter(collector.taken) == {"serve": requests, "step": 9 * requests, "fail": 1}
     assert len(list(Path().glob("**/*-died.npz"))) == (ends != "stops")
@@ -525,7 +525,7 @@ def exported_by_agent_to(what: str) -> None:
         Path("over").touch()
         service.communicate(timeout=240)
         assert service.returncode == 0
-        until(lambda: not run_folder.found())
+        until(lambda: not run_folder.list_runs())
         assert len(server.taken) == (spans_of(10) if fate == "exported" else 0)
 
 
@@ -548,7 +548,7 @@ def test_a_collector_that_never_answers_holds_up_neither_the_service_nor_the_end
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
         with Path("errors").open("w") as errors:
             assert subprocess.run(command, stderr=errors, timeout=240).returncode == 0
-        until(lambda: not run_folder.found())
+        until(lambda: not run_folder.list_runs())
         assert f"{spans_of(10)} spans failed by the OTLP export" in Path("errors").read_text()
 
 
@@ -569,9 +569,9 @@ def test_a_collector_that_is_gone_is_said_where_the_service_writes_its_errors() 
 def test_a_process_hears_that_the_agent_cannot_export_its_recording_and_that_is_said(collector: Collector) -> None:
     service = begin(WAITS)
     until(lambda: collector.taken)
-    (home,) = run_folder.found()
+    (home,) = run_folder.list_runs()
     recording = os.memfd_create("no recording")
-    with run_folder.connected(home / run_folder.SOCKET, 60) as member:
+    with run_folder.connect_to_agent(home / run_folder.SOCKET, 60) as member:
         export = {"endpoint": f"http://127.0.0.1:{collector.server_port}"}
         packets.send(member, {"join": {"pid": os.getpid(), "started": 0, "export": {"otlp": export}}}, [recording])
         assert packets.receive(member)[0] == {"unexported": True}
@@ -608,7 +608,7 @@ def test_an_agent_with_sigterm_still_exports_spans_of_a_service_that_drains(
     os.kill(agent, signal.SIGTERM)
     Path("draining").touch()
     service.communicate(timeout=240)
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     assert Counter(collector.taken) == {"serve": 13, "step": 117, "fail": 1}
     assert collector.connections == 1
 
@@ -616,7 +616,7 @@ def test_an_agent_with_sigterm_still_exports_spans_of_a_service_that_drains(
 def test_rows_from_before_a_kill_are_exported(collector: Collector) -> None:
     done = run(f"{SERVICE}\nimport signal\nfor x in range(100): serve(x)\nos.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     assert Counter(collector.taken) == {"serve": 100, "step": 900, "fail": 10}
 
 
@@ -691,13 +691,13 @@ def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_i
         (agent,) = until(agents)
         assert service.stdout is not None
         assert service.stdout.readline() == "gone\n"
-        (home,) = run_folder.found()
+        (home,) = run_folder.list_runs()
         count = until(lambda: run_folder.unsent(home))
         assert 0 < count <= spans_of(10)
         os.kill(agent, signal.SIGKILL)
         until(lambda: [one for one in agents() if one != agent])
         service.communicate("\n", timeout=240)
-        until(lambda: not run_folder.found())
+        until(lambda: not run_folder.list_runs())
     assert f"{count} spans that may not have been sent when an agent was killed" in Path("errors").read_text()
 
 
@@ -780,7 +780,7 @@ assert instrument.flush(30).settled
 assert "instrument-otlp" not in threads()
 """)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     assert Counter(collector.taken) == {"serve": 100, "step": 900, "fail": 10}
     assert collector.connections == 1
 
@@ -850,7 +850,7 @@ def served_by_two(collector: Collector, sample: float, emit: str = "") -> list[A
     Path("profile.yaml").write_text(KEYED % (emit, sample, collector.server_port))
     done = run(beside_engine(FIFTY))
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     assert len(collector.spans) == 2
     return [span for spans in collector.spans.values() for span in spans]
 
@@ -910,7 +910,7 @@ def test_a_request_of_twenty_seconds_has_its_stages_and_its_batches_their_links(
     Path("profile.yaml").write_text(text.replace("batch: ids", "batch: tokens").replace("export:", recording))
     done = run(beside_engine('front.serve("long", asked, done)'))
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     spans = [span for of in collector.spans.values() for span in of]
     [request] = [span for span in spans if span.name == "serve"]
     steps = [span for span in spans if span.name == "step"]

@@ -187,7 +187,7 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
             stderr=subprocess.PIPE,
             text=True,
         )
-        until(lambda: run_folder.is_heard(path))
+        until(lambda: run_folder.has_listener(path))
         monkeypatch.setenv(run_folder.VARIABLE, str(path))
     command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", *words]
     with Path("errors").open("w") as errors, Path("out").open("w") as out:

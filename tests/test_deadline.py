@@ -98,7 +98,7 @@ def test_an_end_is_over_in_time_next_to_an_agent_and_a_collector_that_hang(
             for pid in (own, *children):
                 os.kill(pid, signal.SIGCONT)
         else:  # nobody is left to remove it
-            shutil.rmtree(run_folder.found()[0].parent)
+            shutil.rmtree(run_folder.list_runs()[0].parent)
     assert service.returncode == -signal.SIGTERM
     assert took_s < 2 * leaving.EXIT_LIMIT_NS / 1e9
     assert "Summary of shop" in errors

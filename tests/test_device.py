@@ -754,7 +754,7 @@ def test_a_thread_that_has_not_used_numba_puts_no_barrier_into_the_default_strea
     if bench.torch:
         pytest.skip("numba's calls go through the bindings")
     numba = NumbaStreams(0)
-    bench.timer.sources[:] = [current_of_numba(bench.driver.current_device, numba.used)]
+    bench.timer.sources[:] = [current_of_numba(bench.driver.current_device, numba.last_stream)]
     busy, own = bench.stream(blocking=True), bench.stream(blocking=True)
     bench.fake.launch(busy, 100 * MS)
     bench.fake.advance(MS)
@@ -1082,7 +1082,9 @@ def test_an_interrupted_begin_leaves_no_pair_under_way(
 ) -> None:
     bench.span(MS)
     bench.settle(2 * MS)
-    name, owner = {1: ("_now", bench.timer), 2: ("_mark", bench.timer), 3: ("learn", bench.resolver.contexts[0])}[calls]
+    name, owner = {1: ("_now", bench.timer), 2: ("_mark", bench.timer), 3: ("note_number", bench.resolver.contexts[0])}[
+        calls
+    ]
     stream = bench.stream()
 
     def interrupt(*_: Any) -> int:

@@ -182,7 +182,7 @@ def test_a_lazy_module_that_sleeps_when_the_hook_comes_is_heard_when_it_wakes(
     heard: list[str] = []
     wakes, wakes_after = asleep("made_wakes"), asleep("made_wakes_after")
     undo = imports.install(lambda name: name.startswith("made"), lambda module: heard.append(module.__name__))
-    assert imports.is_asleep(wakes)
+    assert imports.is_lazy(wakes)
     assert (wakes.x, heard) == (2, ["made_wakes"])
     undo()
     assert (wakes_after.x, heard) == (2, ["made_wakes"])

@@ -197,7 +197,7 @@ def served(command: str | Sequence[str], profile: str, main: str = MAIN) -> str:
 def serve(collector: Collector, *command: str, profile: str, main: str = MAIN) -> Told:
     """Return the spans of those requests at a collector."""
     served(command, profile, main)
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     return of(collector)
 
 

@@ -158,7 +158,7 @@ def test_all_requests_are_reported_with_their_time_in_the_queue_whatever_is_kept
     for name in ("instrument_request_queue_duration_seconds", "instrument_request_batch_size"):
         ((labels, count),) = re.findall(rf"^{name}_count{{(.*)}} (.*)$", scraped, re.MULTILINE)
         assert (float(count), 'gen_ai_request_model="tiny"' in labels) == (40, True)
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     every = points(collector)
     found = every[-1:] if preference == "cumulative" else every
     assert sum(point.count for point in found) == 40
@@ -208,7 +208,7 @@ def test_requests_that_an_exporter_had_counted_that_was_killed_are_reported_by_t
     time.sleep(2)  # there is another one
     _, errors = service.communicate("8\n", timeout=60)
     assert service.returncode == 0, errors
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     left_out = sum(
         map(int, re.findall(r"(\d+) \(requests that batches served without their time in the queue", errors))
     )

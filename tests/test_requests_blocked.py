@@ -469,15 +469,15 @@ def audit(places: LoopPlaces) -> None:
 
 def test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code(recorder: Any) -> None:
     places = LoopPlaces(recorder, 1_000_000)
-    assert (places.met(0), places.is_on) == ((), True), "nobody has looked before the first slow one"
+    assert (places.take_places(0), places.is_on) == ((), True), "nobody has looked before the first slow one"
     begun_ns = recorder.now_ns()
     places.begin(begun_ns)
     audit(places)
-    innermost, above, *_ = places.met(begun_ns)
+    innermost, above, *_ = places.take_places(begun_ns)
     line = audit.__code__.co_firstlineno
     assert innermost in [f"test_requests_blocked.py:{line + more} audit" for more in (1, 2)]
     assert above.endswith(test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code.__name__)
-    assert places.met(begun_ns) == ()
+    assert places.take_places(begun_ns) == ()
     places.end()
     places.stop()
     assert places._thread is not None
@@ -490,7 +490,7 @@ def test_nobody_looks_any_more_once_nothing_has_been_slow_for_a_while(
 ) -> None:
     monkeypatch.setattr(blocked, "REST_NS", 0)
     places = LoopPlaces(recorder, 1_000_000)
-    places.met(0)
+    places.take_places(0)
     assert places._thread is not None
     places._thread.join(60)
     assert not places.is_on

@@ -233,7 +233,7 @@ def test_bottle_reports_the_rule_of_a_request(recorder: Any) -> None:
     family.imported(bottle)
     app = bottle.Bottle()
     app.route("/items/<name>", callback=lambda name: name)
-    served = servers._served(app, wsgi.WsgiApp, Exchanges(RequestsRule(), recorder))
+    served = servers._recording_app(app, wsgi.WsgiApp, Exchanges(RequestsRule(), recorder))
     assert b"".join(served({**ENVIRON, "PATH_INFO": "/items/a"}, lambda *_: None)) == b"a"
     family.undo()
     assert [span.site.name for span in spans_in(recorder)] == ["GET /items/<name>"]

@@ -165,7 +165,7 @@ def test_any_process_of_a_run_reports_the_metrics_of_all_and_so_does_the_agent_o
             memory = values(scraped(service), "process_memory_usage_bytes")
             assert all(re.fullmatch(r'process_pid="\d+"', one) for one in memory)
 
-            (agent,), (home,) = agents(), run_folder.found()
+            (agent,), (home,) = agents(), run_folder.list_runs()
             until((home / "metrics.ended").exists, 60)
             (exporter,) = children_of(agent, EXPORTER)
             os.kill(exporter, signal.SIGKILL)
@@ -195,7 +195,7 @@ def test_a_run_that_exports_nothing_is_scraped_from_the_first_call_on() -> None:
         assert "trace_id" not in text
         do(service, "child 20")
         scraped_once(service, 121)
-        (agent,), (home,) = agents(), run_folder.found()
+        (agent,), (home,) = agents(), run_folder.list_runs()
         os.kill(agent, signal.SIGKILL)
         alone = scraped(service)
         assert calls(alone) == 1

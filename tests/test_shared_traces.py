@@ -139,7 +139,7 @@ def end(processes: Sequence[subprocess.Popen[str]]) -> None:
     for process in processes:
         _, told = process.communicate(timeout=60)
         assert process.returncode == 0, told
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
 
 
 def traces(collector: Collector) -> Mapping[str, Mapping[str, set[int]]]:

@@ -23,7 +23,7 @@ from otlp_spans import ORIGIN, SECOND, THREADS, offer, tree
 import instrument
 from instrument.otlp import Exporter
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import Thread, current_name
+from instrument.runtime.threads import Thread, own_thread_name
 from instrument.runtime.unpatched import Event
 
 
@@ -97,7 +97,7 @@ def test_a_thread_that_ends_while_it_is_needed_is_said_once_and_begun_anew(
     is_needed = True
 
     def run() -> None:
-        names.append(current_name())
+        names.append(own_thread_name())
         if kind is not None:
             raise kind
 
@@ -109,7 +109,7 @@ def test_a_thread_that_ends_while_it_is_needed_is_said_once_and_begun_anew(
     thread.join(240)
     assert not thread.is_alive()
     assert set(names) == {"instrument-test"}
-    assert current_name() is None
+    assert own_thread_name() is None
     (record,) = caplog.records
     assert "a fault of instrument itself in the thread instrument-test" in record.getMessage()
     assert FAULTS.counts()["thread instrument-test"] >= 2
@@ -259,7 +259,7 @@ def warned(fork):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         before = list(warnings.filters)
-        threads.quiet_fork()
+        threads.silence_fork_warning()
         fork()
         assert warnings.filters == before
         return len(found)

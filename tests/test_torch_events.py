@@ -92,7 +92,7 @@ def on_another_thread(action: Callable[[], object]) -> None:
 def test_nothing_is_asked_of_the_driver_before_torch_uses_it(service: Service, fake_driver: FakeDriver) -> None:
     assert service.begin()[0] is None
     assert service.timer.begin(SITE, {STREAM: 7}, 1) is None
-    assert (service.driver.current(), service.driver.current_device(), service.driver.primary(0)) == (0, -1, 0)
+    assert (service.driver.current(), service.driver.current_device(), service.driver.primary_context(0)) == (0, -1, 0)
     assert fake_driver.called() == {}
 
 

@@ -89,7 +89,7 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
     own_agent = os.environ.get(run_folder.VARIABLE, "")
     asked_name = name or own_agent
     is_socket = "/" in asked_name
-    sockets = [(folder / run_folder.SOCKET).resolve() for folder in run_folder.found()]  # some agents lie elsewhere
+    sockets = [(folder / run_folder.SOCKET).resolve() for folder in run_folder.list_runs()]  # some agents lie elsewhere
     if is_socket:
         sockets = [Path(asked_name)]
     elif "/" in own_agent:
@@ -134,7 +134,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
     """Return the runs that an agent serves."""
     members: list[Member] = []
     try:
-        with run_folder.connected(socket, run_folder.ANSWER_S) as caller:
+        with run_folder.connect_to_agent(socket, run_folder.ANSWER_S) as caller:
             packets.send(caller, {"ask": "processes", "memory": memory})
             while True:
                 message, descriptors = packets.receive(caller)
@@ -164,12 +164,12 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
 def _why_silent(socket: Path, error: Exception) -> str:
     """Return the reason for which nobody answers, and the user's next step."""
     if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
-        holder = run_folder.holder_of(socket)
+        holder = run_folder.listener_pid(socket)
         if isinstance(error, TimeoutError) and holder is not None:
-            return f"{run_folder.agent_name(holder)} listens{run_folder.unanswered(holder)}"
+            return f"{run_folder.agent_name(holder)} listens{run_folder.no_answer_text(holder)}"
         return f"its agent does not answer: {error}"
     folder = socket.parent
-    if folder not in run_folder.found():
+    if folder not in run_folder.list_runs():
         return f"no agent listens; `instrument agent --socket {socket.absolute()}` begins one"
     living, ended, folders = processes.noted_processes(folder)
     if living or Path(f"/proc/{run_folder.first_process(folder.name) or '-'}").exists():
@@ -186,7 +186,7 @@ def request_of(
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Ask processes of a run to do something. Yield the process id and the answer of each, within `wait_s` seconds."""
     end = time.monotonic() + wait_s
-    with run_folder.connected(run.socket, min(LOOK_S, wait_s)) as caller:
+    with run_folder.connect_to_agent(run.socket, min(LOOK_S, wait_s)) as caller:
         packets.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
         while time.monotonic() < end:
             try:

@@ -387,4 +387,4 @@ def _file_of(path: object) -> int:
 
 
 def _place(folder: Path, process: Process) -> Path:
-    return run_folder.note_of(folder, process.pid, process.started)
+    return run_folder.note_file(folder, process.pid, process.started)

@@ -85,7 +85,7 @@ def _product(first: Shape, second: Shape) -> int:
     return 2 * prod(batch) * rows * inner * columns
 
 
-def _products(first: int) -> _Formula:
+def _product_formula(first: int) -> _Formula:
     """Return the formula for a product of the tensor arguments at index `first` and the next index."""
     return lambda shapes, _: _product(shapes[first], shapes[first + 1])
 
@@ -103,7 +103,7 @@ def _convolution(shapes: Sequence[Shape], values: Sequence[str]) -> int:
             (length + 2 * more - gap * (width - 1) - 1) // step + 1
             for length, width, step, more, gap in zip(size, weight[2:], stride, padding, dilation, strict=True)
         ]
-    return _convolved(source, weight, size)
+    return _convolution_operations(source, weight, size)
 
 
 def _convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int:
@@ -113,10 +113,10 @@ def _convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int
         raise ValueError("the wanted gradients are unknown")
     # The gradients of the input and of the weight each take as many operations as the forward pass.
     size = source[2:] if values[7] == "True" else gradient[2:]
-    return gradients[1].split(", ")[:2].count("True") * _convolved(source, weight, size)
+    return gradients[1].split(", ")[:2].count("True") * _convolution_operations(source, weight, size)
 
 
-def _convolved(source: Shape, weight: Shape, size: Shape) -> int:
+def _convolution_operations(source: Shape, weight: Shape, size: Shape) -> int:
     """Return the operations of a convolution with a result of a size. `weight` has a group's inputs per output."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
@@ -148,9 +148,9 @@ def _attention(backward: bool) -> _Formula:
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
 _FORMULAS: Mapping[str, _Formula] = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::_scaled_mm", "aten::_int_mm"), _products(0)),
-    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv"), _products(1)),
-    **dict.fromkeys(("aten::addmm_", "aten::baddbmm_", "aten::addbmm_", "aten::addmv_"), _products(1)),
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::_scaled_mm", "aten::_int_mm"), _product_formula(0)),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv"), _product_formula(1)),
+    **dict.fromkeys(("aten::addmm_", "aten::baddbmm_", "aten::addbmm_", "aten::addmv_"), _product_formula(1)),
     "aten::dot": _dot_operations,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
@@ -294,10 +294,10 @@ class ForeignSlices:
                 self._left_out.add("slices at time 0 among absolute times", f"event {number}")
             self._at_zero = []
         elif len(self._at_zero) > MOST_AT_ZERO:
-            zeros, self._at_zero = self.zeros(), None
+            zeros, self._at_zero = self.waiting_zeros(), None
         return zeros + slices
 
-    def zeros(self) -> list[TraceEvent]:
+    def waiting_zeros(self) -> list[TraceEvent]:
         """Return the waiting slices at time 0."""
         return [event for _, event in self._at_zero or ()]
 

@@ -56,7 +56,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
     """Read a file as `load` does in a fifth of the time. A missing tally is counted only on demand."""
     with _refusals(path):
-        with _opened(Path(path), limit_bytes) as text:
+        with _open_text(Path(path), limit_bytes) as text:
             saved = _content(text)
         # Views would take unbounded time for many such parents.
         if np.count_nonzero((parent := saved.trace.columns.parent) > np.arange(len(parent))) > LIMIT_BACKWARD:
@@ -78,7 +78,7 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
         why, cause = f"it is no JSON, or cut off ({problem.msg}); write or copy it again", problem
     except RecursionError as problem:
         why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
-    except compression.damages() as problem:
+    except compression.damage_errors() as problem:
         why, cause = "its gzip data is cut off or damaged; write or copy it again", problem
     except OSError as problem:
         why, cause = f"{problem.strerror or problem}; give a trace file that may be read", problem
@@ -94,8 +94,8 @@ def facts_of(path: str | os.PathLike[str]) -> Trace | None:
 
     Return None for another profiler's file. Raises `TraceError`.
     """
-    with _refusals(path), _opened(Path(path), LIMIT_BYTES) as text:
-        for key, value in _members(text):
+    with _refusals(path), _open_text(Path(path), LIMIT_BYTES) as text:
+        for key, value in _top_level_values(text):
             if key == "instrument" and isinstance(value, dict) and "format" in value:
                 return Metadata(value).trace([], [])
             if key is None:
@@ -104,7 +104,7 @@ def facts_of(path: str | os.PathLike[str]) -> Trace | None:
 
 
 @contextmanager
-def _opened(source: Path, limit_bytes: int) -> Iterator[JsonText]:
+def _open_text(source: Path, limit_bytes: int) -> Iterator[JsonText]:
     facts = source.stat()
     if not stat.S_ISREG(facts.st_mode):
         raise ValueError("it is not a regular file; give a trace file")
@@ -112,7 +112,7 @@ def _opened(source: Path, limit_bytes: int) -> Iterator[JsonText]:
         raise ValueError("it is empty; write it again")
     with source.open("rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
-    with compression.opened(source) if is_packed else source.open("rb") as file:
+    with compression.open_gzip(source) if is_packed else source.open("rb") as file:
         # A file that unpacks to more is hostile.
         unpacked_bytes = max(LIMIT_UNPACKED * facts.st_size, LEAST_UNPACKED) if is_packed else limit_bytes
         text = JsonText(file.read, limit_bytes, unpacked_bytes)
@@ -123,7 +123,7 @@ def _opened(source: Path, limit_bytes: int) -> Iterator[JsonText]:
 
 def _content(text: JsonText) -> Saved:
     slices, ours = Slices(text.left_out), None
-    for key, value in _members(text):
+    for key, value in _top_level_values(text):
         if key is None:
             slices.add(value)
         elif key == "instrument" and isinstance(value, dict) and "format" in value:
@@ -140,7 +140,7 @@ def _content(text: JsonText) -> Saved:
     return Saved(trace, ours.tally() if ours else None)
 
 
-def _members(text: JsonText) -> Iterator[tuple[str | None, Any]]:
+def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
     """Yield the file's top-level keys and values. Events come in lists, with the key None."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")

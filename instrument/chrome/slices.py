@@ -106,7 +106,7 @@ class Slices:
         are_begins = [event.ph != "E" and event.ph != "e" for event in slices]
         begins = slices if all(are_begins) else [*compress(slices, are_begins)]
         if begins:
-            self._add_rows(begins, _chosen(times, are_begins))
+            self._add_rows(begins, _select_times(times, are_begins))
         if any(event.ph != "X" for event in slices):
             self._add_marks(slices, np.array(are_begins), times.start_ns)
 
@@ -156,7 +156,7 @@ class Slices:
     def trace(self) -> Trace:
         """Return the trace of the slices, with all other facts."""
         if self._ours is None:
-            zeros = self.others.zeros()
+            zeros = self.others.waiting_zeros()
             self._add(zeros, times_of(zeros, _LIMIT_NS))
         rows = self._rows()
         return self.others.trace(rows) if self._ours is None else self._ours.trace(rows)
@@ -205,7 +205,7 @@ class Slices:
         return place, strays
 
 
-def _chosen(times: SliceTimes, are_chosen: Sequence[bool]) -> SliceTimes:
+def _select_times(times: SliceTimes, are_chosen: Sequence[bool]) -> SliceTimes:
     if all(are_chosen):
         return times
     places = np.flatnonzero(are_chosen)
@@ -300,8 +300,8 @@ class OwnSlices:
         of_begin = iter(arguments)
         of_spans = [is_end or next(of_begin).owner is UNSET for is_end in are_ends]
         of_device = [not is_of_span for is_of_span in of_spans]
-        self._add_intervals([entry for entry in arguments if entry.owner is not UNSET], _chosen(times, of_device))
-        return [*compress(slices, of_spans)], _chosen(times, of_spans)
+        self._add_intervals([entry for entry in arguments if entry.owner is not UNSET], _select_times(times, of_device))
+        return [*compress(slices, of_spans)], _select_times(times, of_spans)
 
     def _add_sample(self, event: TraceEvent) -> None:
         pid = checked(event.pid, int)

@@ -129,7 +129,7 @@ class _Packets:
             labels = filter(None, (process.label, *lost, *notes, facts.died))
             track.process.process_labels.extend(map(clean, labels))
 
-    def _iid(self, table: str, entry: Any, **facts: Any) -> int:
+    def _intern(self, table: str, entry: Any, **facts: Any) -> int:
         """Return the number of an interned entry. A new one is written to the current packet, which may use it."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
@@ -145,15 +145,15 @@ class _Packets:
         name, kind = clean(site.instance if is_layer else site.name), "device" if on_device else clean(site.kind)
         event = self._pb.TrackEvent(
             type=self._pb.TrackEvent.TYPE_SLICE_BEGIN,
-            name_iid=self._iid("event_names", name),
-            category_iids=[self._iid("event_categories", kind)],
+            name_iid=self._intern("event_names", name),
+            category_iids=[self._intern("event_categories", kind)],
         )
         if on_device:
             return event
         if site.function or site.file:
             source = {"file_name": clean(site.file), "function_name": clean(site.function)}
             line = max(site.line, 0) % (1 << 32)
-            event.source_location_iid = self._iid(
+            event.source_location_iid = self._intern(
                 "source_locations", (*source.values(), line), **source, line_number=line
             )
         details = {"type": site.name} if is_layer else {"instance": site.instance} if site.instance else {}
@@ -235,7 +235,7 @@ class _Packets:
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
         active_ns, self_ns = trace.active_ns[row], trace.self_ns[row]
         numbers = [
-            (name, *_read_one_by_one(has, column))
+            (name, *_as_buffers(has, column))
             for name, has, column in (
                 ("parent", parent_id != 0, parent_id),
                 ("root", root_id != spans.span_id, root_id),
@@ -246,7 +246,7 @@ class _Packets:
                 ("clipped", trace.clipped[row], trace.clipped[row]),
             )
         ]
-        starts, ends, ids, sites, rows, is_target, errors, has_attributes = _read_one_by_one(
+        starts, ends, ids, sites, rows, is_target, errors, has_attributes = _as_buffers(
             spans.start_ns, spans.end_ns, spans.span_id, spans.site, row, self._arrows.into_spans, trace.error, has_any
         )
         for place, is_begin, is_first in _edges_of_lanes(*numbered(groups, number), around):
@@ -326,14 +326,14 @@ class _Packets:
     def _annotate(self, event: Any, facts: Mapping[str, Any]) -> None:
         add = event.debug_annotations.add
         for name, value in facts.items():
-            number = self._iid("debug_annotation_names", clean(name))
+            number = self._intern("debug_annotation_names", clean(name))
             if type(value) is int and -INT64 <= value < INT64:
                 add(name_iid=number, int_value=value)
             else:
                 _set_value(add(name_iid=number), safe(value, finite=False))
 
 
-def _read_one_by_one(*columns: NDArray[Any]) -> list[Any]:
+def _as_buffers(*columns: NDArray[Any]) -> list[Any]:
     """Return columns as buffers. Single numbers are read from them in a third of numpy's time."""
     return [np.ascontiguousarray(column).data for column in columns]
 

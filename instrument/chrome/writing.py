@@ -141,16 +141,16 @@ class Drawing:
     def events(self) -> Iterator[list[DrawnEvent]]:
         """Yield the events in the order of the file."""
         for first, end in batches(len(self._spans.row)):
-            yield self._of_spans(first, end)
+            yield self._events_of_spans(first, end)
         for first, end in batches(len(self._intervals.row)):
-            yield self._of_intervals(slice(first, end))
+            yield self._events_of_intervals(slice(first, end))
         spans, intervals, arrows = self._spans, self._intervals, self._arrows
         kinds, streams = self._shared[:2], self._on_stream[:2]
         to = kinds, self._kind[arrows.called], spans.start_ns[arrows.called]
         yield from self._flows("call", spans.parent[arrows.called], *to)
         to = streams, self._stream[arrows.launched], intervals.start_ns[arrows.launched]
         yield from self._flows("ac2g", intervals.owner[arrows.launched], *to)
-        yield from self._of_marks()
+        yield from self._events_of_marks()
 
     # ---------------------------------------------------------------- spans
 
@@ -230,7 +230,7 @@ class Drawing:
             attributes,
         )
 
-    def _of_spans(self, first: int, end: int) -> list[DrawnEvent]:
+    def _events_of_spans(self, first: int, end: int) -> list[DrawnEvent]:
         """Return the events from the begin of span `first` to the begin of span `end`, or to the trace's end."""
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
@@ -292,7 +292,7 @@ class Drawing:
             rows.append((*place, self._names[site], lane if lane > 1 else UNSET, device, stream))
         self._on_stream = _columns(rows)
 
-    def _of_intervals(self, some: slice) -> list[DrawnEvent]:
+    def _events_of_intervals(self, some: slice) -> list[DrawnEvent]:
         spans, intervals, ties = self._spans, self._intervals, self._arrows.ties
         work, row, owner = spans.trace.device, intervals.row[some], intervals.owner[some]
         pid, tid, name, lane, device, stream = (column[self._stream[some]].tolist() for column in self._on_stream)
@@ -336,7 +336,7 @@ class Drawing:
                 events.append(DrawnEvent("f", to_pid, to_tid, name, name, bp="e", id=span_id, ts=to_us))
             yield events
 
-    def _of_marks(self) -> Iterator[list[DrawnEvent]]:
+    def _events_of_marks(self) -> Iterator[list[DrawnEvent]]:
         spans, marks = self._spans, self._marks
         for first, end in batches(len(marks.batch)):
             batch, request = marks.batch[first:end], marks.request[first:end]

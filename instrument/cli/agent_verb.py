@@ -40,7 +40,7 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
             path = Path(options.socket).absolute()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         else:
-            folder_by_run = {folder.name: folder for folder in run_folder.found()}
+            folder_by_run = {folder.name: folder for folder in run_folder.list_runs()}
             if options.run not in folder_by_run:
                 runs = ", ".join(folder_by_run) or "none"
                 raise InstrumentError(
@@ -56,7 +56,7 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
     print(f"instrument: the agent listens at {path}", file=sys.stderr)
     is_ours = True
     try:
-        with run_folder.registered(path) if run is None else nullcontext():
+        with run_folder.register_socket(path) if run is None else nullcontext():
             is_ours = service.serve_on(listener, path.parent, run, captures=captures, says=True)
     finally:
         if is_ours:

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from instrument import native
-from instrument.cli.interpreter import host_of, running
+from instrument.cli.interpreter import host_of, run_command
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
 from instrument.device import cuda
 from instrument.errors import InstrumentError
@@ -108,7 +108,7 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory(prefix="instrument-check-", ignore_cleanup_errors=True) as folder:
-        with running(profile, host, {CHECK_FOLDER: folder}, [], to_stderr=to_stderr) as child:
+        with run_command(profile, host, {CHECK_FOLDER: folder}, [], to_stderr=to_stderr) as child:
             code = child.wait()
         reports = read_check_reports(folder)
     if not reports:
@@ -153,7 +153,7 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
 def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
     """Print the facts of a profile, the machine and each rule as text."""
     print(f"profile {profile.source}: service {_service_of(profile)}, digest {profile.digest}")
-    if profile.leaves_nothing:
+    if profile.exports_nothing:
         from instrument.sessions.process import NO_EXPORT
 
         print(f"  {NO_EXPORT}")

@@ -19,8 +19,8 @@ from instrument.cli.inputs import (
     files_in,
     load_libraries,
     one_trace,
+    read_saved,
     runs_in,
-    saved_in,
     within_memory,
 )
 from instrument.cli.option_values import Verbs, count, count_or_all, one_of, size_bytes
@@ -101,7 +101,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
         names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
         raise InstrumentError(f"compare: there are {len(options.sides)} files or folders; give {names}")
     if baseline is not None and not (runs := _baseline_runs(baseline)):
-        _keep(baseline, options.sides[0], options.keep)
+        _add_to_baseline(baseline, options.sides[0], options.keep)
         print(f"instrument: compare: the baseline {baseline} had no run; {options.sides[0]} is now its first one")
         return 0
     befores = list(map(str, runs)) if baseline is not None else options.sides[:1]
@@ -117,8 +117,8 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     paths = [Path(side) for side in (*befores, options.sides[-1])]
     files = [str(file) for path in paths for file in (path.rglob("*.*") if path.is_dir() else [path])]
     with within_memory("compare", files, options.memory):
-        before = [run for side in befores for run in _runs(side, options)]
-        comparison = compare_runs(before, _runs(options.sides[-1], options), view_options)
+        before = [run for side in befores for run in _read_runs(side, options)]
+        comparison = compare_runs(before, _read_runs(options.sides[-1], options), view_options)
     comparison = replace(comparison, limit=options.fail_over)
     code = _verdict(comparison, options.fail_over)
     if options.html:
@@ -130,7 +130,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
             options.junit, "utf-8", xml_declaration=True
         )
     if baseline is not None and code == 0:
-        _keep(baseline, options.sides[0], options.keep)
+        _add_to_baseline(baseline, options.sides[0], options.keep)
     if options.json:
         json.dump({"exit_code": code, **document(comparison)}, sys.stdout, indent=2)
         sys.stdout.write("\n")
@@ -139,7 +139,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     return code
 
 
-def _runs(side: str, options: argparse.Namespace) -> list[Recording]:
+def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
     """Read one side of the comparison: its run, or with `--all` each of its runs."""
     from instrument.report.view import Recording
 
@@ -147,7 +147,7 @@ def _runs(side: str, options: argparse.Namespace) -> list[Recording]:
         print(f"instrument: compare: {sentence}", file=sys.stderr)
 
     runs = runs_in(side) if options.all and Path(side).is_dir() else [files_in([side], None, False, say)]
-    return [Recording.of_saved(one_trace(list(map(saved_in, files)), options.clock)) for files in runs]
+    return [Recording.of_saved(one_trace(list(map(read_saved, files)), options.clock)) for files in runs]
 
 
 def _verdict(comparison: Comparison, limit: float | None) -> int:
@@ -162,7 +162,7 @@ def _baseline_runs(baseline: Path) -> list[Path]:
     return sorted(path for path in baseline.glob("run-" + "[0-9]" * 6) if path.is_dir())
 
 
-def _keep(baseline: Path, side: str, most: int) -> None:
+def _add_to_baseline(baseline: Path, side: str, most: int) -> None:
     """Copy a run into the baseline, and remove the oldest runs beyond `most`."""
     runs = _baseline_runs(baseline)
     number = int(runs[-1].name.rpartition("-")[2]) + 1 if runs else 1

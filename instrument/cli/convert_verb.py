@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import WALL, add_files, files_of, merged_of, read_bounded
+from instrument.cli.inputs import WALL, add_files, files_of, read_bounded, read_merged
 from instrument.cli.option_values import Verbs, one_of
 from instrument.errors import InstrumentError, TraceError
 
@@ -76,7 +76,7 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
     if options.to == "otlp":
         _write_otlp(target, read_bounded("convert", paths, options.memory))
     else:
-        write(target, options.to, merged_of("convert", paths, options))
+        write(target, options.to, read_merged("convert", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0
 
@@ -97,7 +97,7 @@ def write(target: Path, form: str, saved: Saved) -> None:
         "chrome": lambda: chrome.dump(target, saved.trace, saved.counted()),
         "perfetto": lambda: chrome.write_track_events(target, saved.trace),
     }
-    with_refusals(target, ways[form])
+    naming_refusals(target, ways[form])
 
 
 def form_of(target: Path) -> str:
@@ -105,7 +105,7 @@ def form_of(target: Path) -> str:
     return FORM_OF_END.get(target.suffix, "recording")
 
 
-def with_refusals(target: Path, action: Callable[[], object]) -> None:
+def naming_refusals(target: Path, action: Callable[[], object]) -> None:
     """Run an action that writes a file. Raise the system's refusal as a `TraceError`."""
     try:
         action()
@@ -186,7 +186,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
         with atomic.replacing(target) as file:
             file.writelines(lines())
 
-    with_refusals(target, write_lines)
+    naming_refusals(target, write_lines)
 
 
 def _sibling_path(path: str, suffix: str) -> str:
@@ -214,7 +214,7 @@ def merge(options: argparse.Namespace, host: list[str]) -> int:
     """Write the file, and say which one it is. Returns the exit code."""
     paths, target = files_of("merge", options), Path(options.output)
     refuse_to_replace_input(target, paths)
-    write(target, form_of(target), merged_of("merge", paths, options))
+    write(target, form_of(target), read_merged("merge", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0
 
@@ -254,7 +254,7 @@ def query(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.trace import tables
 
     errors = tables.duckdb().Error
-    saved = merged_of("query", files_of("query", options), options)
+    saved = read_merged("query", files_of("query", options), options)
     asks_for_attributes = "attributes" in options.statement.lower()  # a second for a million of them
     connection = tables.closed_off(tables.opened(saved.trace, attributes=asks_for_attributes))
     try:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instrument.cli.interpreter import host_of, running, service_of
+from instrument.cli.interpreter import host_of, run_command, service_of
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
@@ -130,8 +130,8 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
             file=sys.stderr,
         )
         ended = list[int]()
-        with running(str(profile), words, environ, ended, to_stderr=to_stderr) as child:
-            code, is_over_time = _await(child, for_ns)
+        with run_command(str(profile), words, environ, ended, to_stderr=to_stderr) as child:
+            code, is_over_time = _await_command(child, for_ns)
         await_reports(folder, OTHERS_S, ends=bool(ended) or is_over_time)
         observation = merged_reports(folder)
     if not observation.processes:
@@ -148,7 +148,7 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
     return observation, code
 
 
-def _await(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
+def _await_command(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
     """Wait for a command, and end it after `for_ns`. Returns its exit code, and True if it was ended."""
     try:
         return child.wait(None if for_ns is None else for_ns / 1e9), False

@@ -119,7 +119,7 @@ def files_in(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callab
             files.append(path)
             continue
         inside = _files_in(path)
-        files += inside if is_of_all or (len(inside) == 1 and run is None) else _of_one_run(path, inside, run, say)
+        files += inside if is_of_all or (len(inside) == 1 and run is None) else _files_of_run(path, inside, run, say)
     return list(dict.fromkeys(files))
 
 
@@ -145,7 +145,7 @@ def _files_in(folder: str) -> list[str]:
     return [path_by_stem[stem] for stem in sorted(path_by_stem)]
 
 
-def _of_one_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
+def _files_of_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
     """Return the files of the run with a name, else of the newest run. Files without a run are included."""
     facts_by_path = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
     if not facts_by_path and run is None:
@@ -167,7 +167,7 @@ def _facts_in(path: str) -> Trace | None:
         return None  # who reads the file says what is wrong with it
 
 
-def saved_in(path: str) -> Saved:
+def read_saved(path: str) -> Saved:
     """Read a file of any form as a recording. Raises `TraceError`."""
     from instrument import chrome
     from instrument.trace import file
@@ -200,17 +200,17 @@ def load_libraries() -> None:
     from instrument.chrome import reading  # noqa: F401
     from instrument.trace import file, merge  # noqa: F401
 
-    compression.damages()
+    compression.damage_errors()
 
 
 def read_bounded(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
     """Read files within the memory that they may use. Raises `TraceError`."""
     load_libraries()
     with within_memory(verb, paths, memory):
-        return list(map(saved_in, paths))
+        return list(map(read_saved, paths))
 
 
-def merged_of(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
+def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
     """Read all files as one trace, with one tree per request. Raises `TraceError`."""
     return one_trace(read_bounded(verb, paths, options.memory), options.clock)
 

@@ -33,7 +33,7 @@ def interpreter_flags() -> list[str]:
 
 
 @contextmanager
-def running(
+def run_command(
     profile: str,
     host: list[str],
     environ: Mapping[str, str],

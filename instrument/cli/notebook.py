@@ -8,7 +8,7 @@ import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from instrument.cli.inputs import files_in, one_trace, saved_in
+from instrument.cli.inputs import files_in, one_trace, read_saved
 from instrument.errors import InstrumentError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def load(
     if not paths:
         raise InstrumentError("load: there is no path; give a file or a folder")
     names = [os.fspath(path) for path in paths]
-    read = list(map(saved_in, files_in(names, run, all_runs, lambda sentence: warnings.warn(sentence, stacklevel=4))))
+    read = list(map(read_saved, files_in(names, run, all_runs, lambda sentence: warnings.warn(sentence, stacklevel=4))))
     return LoadedTrace(one_trace(read, clock), frames)
 
 

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import WALL, add_files, bound_bytes, files_of, load_libraries, saved_in, within_memory
+from instrument.cli.inputs import WALL, add_files, bound_bytes, files_of, load_libraries, read_saved, within_memory
 from instrument.cli.option_values import ALL, Verbs, count, count_or_all, one_of, time_ns, view_names, whole
 from instrument.cli.runs_verb import RunRead, read_run
 from instrument.errors import InstrumentError
@@ -201,7 +201,7 @@ def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
     from instrument.trace.merge import merge
     from instrument.trace.merged_facts import called
 
-    files = list(map(saved_in, options.traces)) if run is None else run.read
+    files = list(map(read_saved, options.traces)) if run is None else run.read
     if options.by == PROCESS:
         for of_process in processes_of(files):
             origin = of_process[0].trace.origin
@@ -226,7 +226,7 @@ def _recording(path: str, torch_trace: str | None) -> Recording:
     from instrument import chrome
     from instrument.report.view import Recording
 
-    saved = saved_in(path)
+    saved = read_saved(path)
     if torch_trace:
-        saved = replace(saved, trace=chrome.join(saved.trace, saved_in(torch_trace).trace))
+        saved = replace(saved, trace=chrome.join(saved.trace, read_saved(torch_trace).trace))
     return Recording.of_saved(saved)

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
             shared_profile.write(place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted)
     notes = [] if OFF else [*filter(None, [WITHOUT_PROFILE * is_unnamed, command.note])]
     if profile is not None:
-        notes += [*_remarks(profile), *([] if asks_all or listener is None else _files_of(profile))]
+        notes += [*_remarks(profile), *([] if asks_all or listener is None else _file_remarks(profile))]
     for line in notes:
         print(f"instrument: {line}", file=sys.stderr)
     flush(sys.stdout)
@@ -119,7 +119,7 @@ def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | Non
     """Create the socket of the run's agent, and put its path into `environ`. Return None if that is impossible."""
     environ.pop(run_folder.VARIABLE, None)
     try:
-        listener = agent_launch.prepare(run)
+        listener = agent_launch.prepare_run(run)
     except OSError as error:
         print(f"instrument: this run has no agent: {error}", file=sys.stderr)
         return None
@@ -129,7 +129,7 @@ def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | Non
 
 def _begin_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> None:
     try:
-        agent_launch.begin(listener, run, os.getpid())
+        agent_launch.start_agent(listener, run, os.getpid())
     except OSError as error:
         del environ[run_folder.VARIABLE]
         print(f"instrument: this run has no agent: {error}", file=sys.stderr)
@@ -144,7 +144,7 @@ def _environment_of_host() -> dict[str, str]:
     """
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as on the path
-    before = environment.given()
+    before = environment.initial_environment()
     had, has = (folder in environ.get("PYTHONPATH", "").split(os.pathsep) for environ in (before, os.environ))
     return before if folder and had and not has else dict(os.environ)
 
@@ -160,7 +160,7 @@ def _remarks(profile: Profile) -> list[str]:
     return remarks
 
 
-def _files_of(profile: Profile) -> Iterator[str]:
+def _file_remarks(profile: Profile) -> Iterator[str]:
     """Yield sentences on the time at which files are written, and on commands that show the service before."""
     writes_traces = profile.export.chrome is not None or profile.export.recording is not None
     if writes_traces:
@@ -194,10 +194,10 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
     service = os.fork()
     if service == 0:
         _become_service(words, {**environ, "INSTRUMENT_RUN_PID": str(os.getpid())}, before)
-    agent = agent_launch.spawn(sys.executable, listener, run, service, says=True)
+    agent = agent_launch.spawn_agent(sys.executable, listener, run, service, says=True)
     path = Path(os.fsdecode(listener.getsockname()))
     listener.close()
-    status, agent = _await(service, agent, path, run)
+    status, agent = _supervise(service, agent, path, run)
     _end_others(agent)
     if agent:
         _await_agent(agent, time.monotonic() + AGENT_WAIT_S)
@@ -205,10 +205,10 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _restarted_agent(path: Path, run: str, service: int) -> int:
+def _restart_agent(path: Path, run: str, service: int) -> int:
     """Start an agent in place of one that has ended. Returns its pid, 0 if it cannot listen."""
     with suppress(OSError), run_folder.listen(path) as listener:
-        return agent_launch.spawn(sys.executable, listener, run, service, says=True)
+        return agent_launch.spawn_agent(sys.executable, listener, run, service, says=True)
     return 0
 
 
@@ -223,7 +223,7 @@ def _become_service(words: Sequence[str], environ: Mapping[str, str], mask: set[
         os._exit(127)
 
 
-def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
+def _supervise(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
     """Forward signals, reap children and restart an ended agent, until the service has ended.
 
     Returns the service's status, and the pid of the last agent.
@@ -235,7 +235,7 @@ def _await(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
             reaped = _reap_children()
             ended = [status for pid, status in reaped if pid == service]
             if agent in dict(reaped):
-                agent, starts = 0 if ended or starts == AGENTS else _restarted_agent(path, run, service), starts + 1
+                agent, starts = 0 if ended or starts == AGENTS else _restart_agent(path, run, service), starts + 1
             for pid, status in reaped:
                 _report_end(path, pid, status)
             if ended:
@@ -256,7 +256,7 @@ def _reap_children() -> list[tuple[int, int]]:
 
 def _report_end(path: Path, pid: int, status: int) -> None:
     """Send a process's exit status to the agent. The system reports it only to the parent."""
-    with suppress(OSError), run_folder.connected(path, 0.1) as caller:
+    with suppress(OSError), run_folder.connect_to_agent(path, 0.1) as caller:
         packets.send(caller, {"ended": pid, "status": status})
 
 

@@ -241,7 +241,7 @@ def recover(options: argparse.Namespace, host: list[str]) -> int:
     failed = False
     for path in files:
         try:
-            outcome, is_gone = _recovered(path)
+            outcome, is_gone = _recover_file(path)
             print(f"{path}: {outcome}")
             if is_gone and options.remove:
                 path.unlink()
@@ -251,7 +251,7 @@ def recover(options: argparse.Namespace, host: list[str]) -> int:
     return 2 if failed else 0
 
 
-def _recovered(path: Path) -> tuple[str, bool]:
+def _recover_file(path: Path) -> tuple[str, bool]:
     """Save the recording of a ring file. Return a sentence, and True if its process has ended. Raises `TraceError`."""
     from instrument.agent import crash_capture
     from instrument.recording.mapped import Mapped

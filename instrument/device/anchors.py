@@ -174,7 +174,7 @@ class Anchors:
         if self._reading is not None:
             return self._reading(driver.handle(event), self._stream, READ_NS)
         before_ns = self._now()
-        error = self._mark(event) or self._await(event)
+        error = self._record_event(event) or self._await(event)
         return error, before_ns, self._now()
 
     def _await(self, event: Any) -> int:
@@ -191,11 +191,11 @@ class Anchors:
         half_ns = (until_ns - since_ns + 1) // 2
         return self._keep(Anchor(event, since_ns + half_ns, half_ns, self._tightest_reading()))
 
-    def exchange(self) -> tuple[int, Any]:
+    def take_spare_event(self) -> tuple[int, Any]:
         """Return the driver's error, and an event that replaces an adopted one."""
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
 
-    def _mark(self, event: Any) -> int:
+    def _record_event(self, event: Any) -> int:
         """Record an event on our stream. Return the driver's error, 0 for none."""
         return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
@@ -322,7 +322,7 @@ class Anchors:
             self._spare.append(event)
         first, second = self._spare[-2:]
         for _ in range(BURST):
-            error = self._mark(first) or self._mark(second) or self._await(second)
+            error = self._record_event(first) or self._record_event(second) or self._await(second)
             if error == driver.NOT_READY:
                 continue
             if not error:

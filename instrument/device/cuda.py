@@ -84,7 +84,7 @@ def misfit(bindings: str, driver: int) -> str:
         return ""
     older = [supported for supported in KNOWN_MAJORS if supported <= driver // 1000]
     cure = f"install 'cuda-bindings<{older[-1] + 1}'" if older else "install a newer driver"
-    return f"the driver is for CUDA {_dotted(driver)} and older than cuda-bindings {bindings}; {cure}"
+    return f"the driver is for CUDA {_version_text(driver)} and older than cuda-bindings {bindings}; {cure}"
 
 
 def versions() -> dict[str, str]:
@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
     if not problem:
         version = ctypes.c_int()
         ctypes.CDLL(LIBRARY).cuDriverGetVersion(ctypes.byref(version))
-        facts["driver"] = _dotted(version.value)
+        facts["driver"] = _version_text(version.value)
         problem = misfit(facts["bindings"], version.value)
     return {**facts, "problem": "" if facts["rocm"] else problem}
 
@@ -112,7 +112,7 @@ def _installed(distribution: str) -> str:
         return ""
 
 
-def _dotted(version: int) -> str:
+def _version_text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -206,7 +206,7 @@ class CudaDriver:
         error, device = self._call_driver(self._driver.cuCtxGetDevice)
         return -1 if error else int(device)
 
-    def primary(self, device: int) -> int:
+    def primary_context(self, device: int) -> int:
         """Return the primary context of a device, 0 if the service has created none. Keeps no reference to it."""
         driver = self._driver
         error, handle = self._call_driver(driver.cuDeviceGet, device)
@@ -238,7 +238,7 @@ class CudaDriver:
         finally:
             self.pop()
 
-    def relaxed(self, make: Callable[[], T]) -> T:
+    def run_relaxed(self, make: Callable[[], T]) -> T:
         """Run a call that creates driver objects on a thread of the service, without breaking a graph's capture."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
@@ -392,7 +392,7 @@ class NumbaStreams:
         self._default = default_stream
         self._thread = threading.local()
 
-    def used(self) -> int | None:
+    def last_stream(self) -> int | None:
         """Return the handle of the calling thread's last stream, None before its first use."""
         return getattr(self._thread, "stream", None)
 
@@ -432,7 +432,7 @@ class NumbaStreams:
         return undo
 
 
-def likely(places: Sequence[Stream]) -> Sequence[Stream]:
+def likely_streams(places: Sequence[Stream]) -> Sequence[Stream]:
     """Return the streams on which work may run, without duplicates, from the frameworks' current streams.
 
     A framework without work on a device reports its default stream, and an event on that blocks other streams. So a
@@ -449,5 +449,5 @@ def current_of(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current 
     if module.__name__ == "cupy":
         return current_of_cupy(module, lambda: bool(driver.current()))
     if module.__name__ == "numba.cuda":
-        return current_of_numba(driver.current_device, numba.used)
+        return current_of_numba(driver.current_device, numba.last_stream)
     return None

@@ -145,8 +145,8 @@ class GaugeSources:
         """Begin reading. Return True if GPUs are read."""
         gpus, host, is_open = self._nvml, self._host, False
         if gpus is not None:
-            self._guarded(partial(self._close, gpus))  # of a run that died
-            is_open = self._guarded(partial(self._open, gpus))
+            self._run_safely(partial(self._close, gpus))  # of a run that died
+            is_open = self._run_safely(partial(self._open, gpus))
             if is_open:
                 self._sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns, SHORTEST_NS
         if host is not None and (is_open or self._settings.host_ns != AUTO_NS):
@@ -180,7 +180,7 @@ class GaugeSources:
             # Right after a late reading, another would have no time for shares and rates.
             self._newest_ns[name] = now_ns
             self._due_ns[name] = max(self._due_ns[name] + interval_ns, now_ns + interval_ns // 2)
-            if not self._guarded(partial(read, now_ns, rarely)):
+            if not self._run_safely(partial(read, now_ns, rarely)):
                 del self._due_ns[name]
         if "nvml" not in self._due_ns and self._settings.host_ns == AUTO_NS:
             self._due_ns.clear()  # the host was read with the GPUs
@@ -192,9 +192,9 @@ class GaugeSources:
         """Close NVML."""
         self._due_ns.clear()
         if self._nvml is not None:
-            self._guarded(partial(self._close, self._nvml))
+            self._run_safely(partial(self._close, self._nvml))
 
-    def _guarded(self, action: Callable[[], bool]) -> bool:
+    def _run_safely(self, action: Callable[[], bool]) -> bool:
         """Return the result of an action. If it raises, count the fault as ours and return True."""
         try:
             return action()

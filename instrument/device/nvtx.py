@@ -90,9 +90,9 @@ class Ranges:
         if site is None or domain is None:
             return pair
         event = self._events.get(site)
-        return Range(self, domain, event if event is not None else self._event(domain, site), pair)
+        return Range(self, domain, event if event is not None else self._event_attributes(domain, site), pair)
 
-    def _event(self, domain: Any, site: Site) -> Any:
+    def _event_attributes(self, domain: Any, site: Site) -> Any:
         """Return the NVTX event attributes of a site, which are cached."""
         if len(self._events) >= KNOWN_SITES:
             return domain.get_event_attributes(f"(more sites of kind {site.kind})", category=site.kind)
@@ -105,13 +105,13 @@ class Ranges:
 class Range:
     """The range of one span, and its pair of events, if any. The recorder refers to it while the span is open."""
 
-    __slots__ = ("_domain", "_event", "_forks", "_id", "_pair", "_ranges")
+    __slots__ = ("_domain", "_event_attributes", "_forks", "_id", "_pair", "_ranges")
 
     def __init__(self, ranges: Ranges, domain: Any, event: Any, pair: Any) -> None:
         self._ranges = ranges
         self._forks = ranges.forks
         self._domain = domain
-        self._event = event
+        self._event_attributes = event
         self._pair = pair
         self._id: int | None = domain.start_range(event)
 
@@ -129,7 +129,7 @@ class Range:
     def resume(self) -> None:
         """Begin a range when the body continues."""
         if self._id is None and self._forks == self._ranges.forks:
-            self._id = self._domain.start_range(self._event)
+            self._id = self._domain.start_range(self._event_attributes)
         if self._pair is not None:
             self._pair.resume()
 

@@ -165,7 +165,7 @@ class Resolver:
         self.asleep = False
         self._waking.set()
 
-    def fail(self, context: Context, error: int) -> None:
+    def count_error(self, context: Context, error: int) -> None:
         """Count an error of the driver. Abandon the device after a fatal error."""
         driver = self._driver
         name = driver.name(error)
@@ -180,7 +180,7 @@ class Resolver:
             return "captured"
         if error == INTERRUPTED:
             return "dropped"
-        self.fail(context, error)
+        self.count_error(context, error)
         return "dropped" if context.alive else ""
 
     def _look_until_stopped(self) -> None:
@@ -243,7 +243,7 @@ class Resolver:
                 continue
             error = self._bind(context)
             if error:
-                self.fail(context, error)
+                self.count_error(context, error)
                 waits = True  # or the next poll would come at once, again and again
                 continue
             while context.begun:
@@ -253,9 +253,9 @@ class Resolver:
             if any(context.under_way.values()):
                 self._anchor_if_due(context)
             if growing and len(context.free) < CHUNK and context.made < POOL_LIMIT:
-                error = context.grow(self._timer, driver, min(max(context.made, CHUNK), POOL_LIMIT - context.made))
+                error = context.add_pairs(self._timer, driver, min(max(context.made, CHUNK), POOL_LIMIT - context.made))
                 if error:
-                    self.fail(context, error)
+                    self.count_error(context, error)
             if not self.pair_ns and context.anchors.newest_event is not None:
                 self.pair_ns = self._measured_cost(context)
             moved = self._resolve(context) or moved
@@ -281,7 +281,7 @@ class Resolver:
         for span_id, (device, stream), at_ns, label in noted:
             context = self.contexts.get(device)
             number = stream if context is None else context.numbers.get(stream, stream)
-            self._keep(span_id, device, number, at_ns, at_ns, label, 0)
+            self._store_interval(span_id, device, number, at_ns, at_ns, label, 0)
         self._write_intervals()
         for span in noted:  # last, as `settled_ns` must find them here or in the recording
             if self.untimed[0] is span:  # a newer one has not displaced it
@@ -302,7 +302,7 @@ class Resolver:
             if not error and not context.shortest_ns:
                 error, context.shortest_ns = context.anchors.least_ns()
         if error:
-            self.fail(context, error)
+            self.count_error(context, error)
 
     def watch(self) -> bool:
         """Watch the next ends on devices that are too busy for anchors.
@@ -392,7 +392,7 @@ class Resolver:
                 is_alone = all(other_stream == stream for other_stream in (*context.recent, *context.under_way))
                 for pair, (error, device_ns, _) in answered:
                     finished.append(pair)
-                    self._finish(context, stream, pair, error, device_ns, is_alone)
+                    self._end_pair(context, stream, pair, error, device_ns, is_alone)
             finally:  # after a fault, too: a pair must not return to the pool twice
                 self._write_intervals()
                 if finished:
@@ -414,16 +414,16 @@ class Resolver:
             return answers
         pair, anchors = waiting[last], context.anchors
         pending_ns = context.pending.get(stream, 0)
-        error, event = anchors.exchange()
+        error, event = anchors.take_spare_event()
         if not error:
             error = anchors.adopt(pair.end_event, max(pair.end_ns, pending_ns), self._now())
             pair.end_event, pair.end_key = event, self._driver.handle(event)
         if error:
-            self.fail(context, error)
+            self.count_error(context, error)
             return answers
         return [(error, device_ns, None) for error, device_ns, _ in answers]
 
-    def _finish(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
+    def _end_pair(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
         """Resolve a pair that has ended."""
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
@@ -432,7 +432,7 @@ class Resolver:
         start_ns, end_ns, label = self._placing.labelled_interval(context, stream, pair, place, device_ns, is_alone)
         self.pairs += 1
         if whole.deferred is None:
-            self._add(whole, context, stream, start_ns, end_ns, label, place.uncertainty_ns)
+            self._add_interval(whole, context, stream, start_ns, end_ns, label, place.uncertainty_ns)
         else:
             times = DeferredTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_side)
             whole.deferred.append(times)
@@ -444,12 +444,12 @@ class Resolver:
             self._give_back(pair)
         self._count_if_done(whole)
 
-    def _add(
+    def _add_interval(
         self, whole: Pair, context: Context, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
     ) -> None:
         whole.add(start_ns, end_ns)
-        self._placing.remember(context, stream, start_ns, end_ns)
-        self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
+        self._placing.note_interval(context, stream, start_ns, end_ns)
+        self._store_interval(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _add_deferred(self, whole: Pair) -> None:
         """Add the intervals of a span on several streams.
@@ -469,7 +469,7 @@ class Resolver:
             )
             context, stream, start_ns, end_ns, label, uncertainty_ns, _ = times
             label = "overlapped" if label != "stale" and any(overlaps) else label
-            self._add(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
+            self._add_interval(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _resolve_untimed(self, context: Context, stream: int, pair: Pair, error: int) -> None:
         """Resolve a pair that was not timed, or whose span was not recorded."""
@@ -479,7 +479,7 @@ class Resolver:
             return
         self.pairs += 1
         label = self.failure_label(context, error) or "dropped"
-        self._keep(whole.span_id, context.device, stream, pair.begin_ns, pair.begin_ns, label, 0)
+        self._store_interval(whole.span_id, context.device, stream, pair.begin_ns, pair.begin_ns, label, 0)
         whole.taken += 1
         if pair is not whole:
             self._give_back(pair)
@@ -504,7 +504,7 @@ class Resolver:
         finally:
             self._give_back(whole)
 
-    def _keep(
+    def _store_interval(
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
     ) -> None:
         self._ready.append((span_id, device, stream, start_ns, end_ns, label, uncertainty_ns))

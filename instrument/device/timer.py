@@ -98,7 +98,7 @@ class Timer:
         if context is None:
             captured = self.driver.capture(stream)
             is_captured = captured == cuda.CAPTURING or captured in cuda.CAPTURE_ERRORS
-            context = None if is_captured else self.driver.relaxed(partial(self._context_of, device))
+            context = None if is_captured else self.driver.run_relaxed(partial(self._context_of, device))
             if context is None:
                 self.resolver.start()
                 if not is_captured:  # the service is about to make one
@@ -126,7 +126,7 @@ class Timer:
             if stream == cuda.PER_THREAD:
                 pair.thread_id = get_native_id()
             if context.numbers.get(stream) != number:
-                context.learn(stream, number)
+                context.note_number(stream, number)
             pair.span_id = span_id
             pair.whole = pair.running = pair
             pair.begun = 1
@@ -157,7 +157,7 @@ class Timer:
             places = [place for device in work.devices or (None,) if (place := current(device)) is not None]
         else:
             places = [place for source in self.sources if (place := source()) is not None and place[0] >= 0]
-        return places if len(places) < 2 else cuda.likely(places)
+        return places if len(places) < 2 else cuda.likely_streams(places)
 
     def _device_of(self, stream: int) -> int:
         """Return the device of a stream that the service passes. Return -1 if no device is in use."""
@@ -256,7 +256,7 @@ class Timer:
             context = self._contexts.get(device)
             if context is not None or self.resolver.stopping.is_set():
                 return context
-            handle = driver.primary(device)
+            handle = driver.primary_context(device)
             # The current context may be another device's: torch changes it when it uses this device.
             if not handle and driver.current_device() == device:
                 handle = driver.current()
@@ -266,11 +266,11 @@ class Timer:
             error = driver.push(handle)
             if not error:
                 try:
-                    error = context.grow(self, driver, FIRST)
+                    error = context.add_pairs(self, driver, FIRST)
                 finally:
                     driver.pop()
             if error:
-                self.resolver.fail(context, error)
+                self.resolver.count_error(context, error)
             self._contexts[device] = context
             self.resolver.start()
             return context

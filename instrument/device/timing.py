@@ -70,7 +70,7 @@ class Timing:
         self._undo_imports = imports.install(MODULES.__contains__, self.imported)
         for name in MODULES:
             module = sys.modules.get(name)
-            if isinstance(module, ModuleType) and not imports.is_asleep(module):
+            if isinstance(module, ModuleType) and not imports.is_lazy(module):
                 self.imported(module)
         return self.uninstall
 

@@ -153,7 +153,7 @@ class TorchDriver:
         index = next((device for device, handle in list(self._streams) if handle == stream), None)
         return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
 
-    def relaxed(self, make: Callable[[], T]) -> T:
+    def run_relaxed(self, make: Callable[[], T]) -> T:
         """Run a call that creates driver objects on a thread of the service, without breaking a graph's capture."""
         mode = ctypes.c_int(_RELAXED)
         error = self._exchange_mode(ctypes.byref(mode))
@@ -166,13 +166,13 @@ class TorchDriver:
     def current(self) -> int:
         """Return the context of the calling thread's device, 0 without one."""
         device = self.current_device()
-        return 0 if device < 0 else self.primary(device)
+        return 0 if device < 0 else self.primary_context(device)
 
     def current_device(self) -> int:
         """Return the index of the calling thread's device, -1 if torch has not initialised any."""
         return self._device() if self._torch.cuda.is_initialized() else -1
 
-    def primary(self, device: int) -> int:
+    def primary_context(self, device: int) -> int:
         """Return the context of a device, 0 if the service has created none."""
         return device + 1 if self._torch.cuda.is_initialized() and self._has_context(device) else 0
 

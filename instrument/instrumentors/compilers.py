@@ -64,7 +64,7 @@ def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
 
     undos.append(imports.install("torch".__eq__, imported))
     torch = sys.modules.get("torch")
-    if torch is not None and not imports.is_asleep(torch):
+    if torch is not None and not imports.is_lazy(torch):
         imported(torch)
 
     return lambda: undo_all(undos)

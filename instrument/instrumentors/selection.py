@@ -141,7 +141,7 @@ class Selection:
             if self._undo_imports is None:
                 return
             for _, module in loaded_modules():
-                if _is_wanted(family, module) and not imports.is_asleep(module):
+                if _is_wanted(family, module) and not imports.is_lazy(module):
                     if _is_being_imported(module):
                         self._unfinished.append(module)
                     elif family.imported(module):
@@ -170,10 +170,10 @@ class Selection:
                     self._make(key)
         loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
         watch = main_module.Watch(self.wants, self.imported)
-        expect = watch.expect if main else lambda: None
+        expect = watch.await_body if main else lambda: None
         self._undo_imports = imports.install(self._hooks_import, self.imported, expect, self._import_begins, watch)
         for module in loaded:
-            if (main or not main_module.is_main(module)) and not imports.is_asleep(module) and self.imported(module):
+            if (main or not main_module.is_main(module)) and not imports.is_lazy(module) and self.imported(module):
                 self.late.append(names_of(module)[0])
         if main:
             self._watch = watch

@@ -23,7 +23,7 @@ from instrument.otlp.senders import THREAD_NAME, Response, Sender, metrics_url, 
 from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedRequest, RequestQueue, Source
 from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin
-from instrument.runtime.environment import given_attributes
+from instrument.runtime.environment import environment_attributes
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Pace, Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
@@ -163,7 +163,7 @@ class Exporter:
 
     def resource(self) -> dict[str, object]:
         """Return the current attributes of this process's resource, with detected ones once they are ready."""
-        detected = given_attributes() if self._detected is None else self._detected
+        detected = environment_attributes() if self._detected is None else self._detected
         return resource_attributes(self.own.origin, self.own.ids.instance, detected, provider_attributes())
 
     def start(self) -> None:

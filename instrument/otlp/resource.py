@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from instrument.otlp.packing import version
 from instrument.recording.spans import Origin
-from instrument.runtime.environment import given_attributes
+from instrument.runtime.environment import environment_attributes
 from instrument.runtime.faults import FAULTS
 
 _UNNAMED = "unknown_service"
@@ -27,7 +27,7 @@ def detected_attributes() -> dict[str, object]:
 
         return dict(Resource.create().attributes)
     except RuntimeError:  # threads and exit handlers can no longer be made
-        return given_attributes()
+        return environment_attributes()
     except Exception as fault:  # a detector that somebody configured
         FAULTS.note("OpenTelemetry resource", fault)
         return {}

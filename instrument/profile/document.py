@@ -177,7 +177,7 @@ class YamlNode:
         self.note(allowed, actual=actual, near=near)
         raise _Refused
 
-    def is_readable(self, read: Read, instead: str) -> bool:
+    def reads_without_faults(self, read: Read, instead: str) -> bool:
         """Return True if `read` succeeds. Otherwise turn its problems into remarks, which end with `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt(read)
@@ -419,7 +419,7 @@ MOST_WHOLE = 10**18 - 1
 Reading = TypeVar("Reading", bound=Callable[..., Any])
 
 
-def shaped(shape: Shape) -> Callable[[Reading], Reading]:
+def with_schema(shape: Shape) -> Callable[[Reading], Reading]:
     """Decorate a reader with its JSON Schema."""
 
     def known(read: Reading) -> Reading:
@@ -434,7 +434,7 @@ def syntax_shape(syntax: str) -> Shape:
     return {"type": "string", "pattern": f"^(?:{syntax})$"}
 
 
-@shaped({"type": "string", "minLength": 1})
+@with_schema({"type": "string", "minLength": 1})
 def string(node: YamlNode) -> str:
     """Read non-empty text."""
     if node.kind != "text":
@@ -444,7 +444,7 @@ def string(node: YamlNode) -> str:
     return node.text
 
 
-@shaped({"type": "boolean"})
+@with_schema({"type": "boolean"})
 def flag(node: YamlNode) -> bool:
     """Read a boolean."""
     if node.kind != "bool":
@@ -455,7 +455,7 @@ def flag(node: YamlNode) -> bool:
 def one_of(*words: str) -> Read:
     """Return a reader of one word from a list."""
 
-    @shaped({"enum": [*words, *([False] if "off" in words else [])]})
+    @with_schema({"enum": [*words, *([False] if "off" in words else [])]})
     def read(node: YamlNode) -> str:
         text = "off" if node.is_off else node.text
         if node.kind not in ("text", "bool") or text not in words:
@@ -471,7 +471,7 @@ _WHOLE = late_pattern(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 def whole(least: int) -> Read:
     """Return a reader of a whole number from `least` on."""
 
-    @shaped({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
+    @with_schema({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
     def read(node: YamlNode) -> int:
         # The text is read here because YAML 1.1 takes 010 for eight and 1:30 for ninety.
         if node.kind != "int" or not _WHOLE.fullmatch(node.text) or int(node.text) < least:
@@ -526,10 +526,10 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
     return read
 
 
-def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
+def text_reader(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
     """Return a reader of text of a syntax. `suggest` returns the text that an invalid text probably means."""
 
-    @shaped(syntax_shape(syntax))
+    @with_schema(syntax_shape(syntax))
     def read(node: YamlNode) -> str:
         text = string(node)
         if not re.fullmatch(syntax, text):
@@ -543,7 +543,7 @@ def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda te
 def or_off(read: Read) -> Read:
     """Return a reader of a value, or of the word `off`, for which it returns None."""
 
-    @shaped({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
+    @with_schema({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
     def read_or_off(node: YamlNode) -> Any:
         return None if node.is_off else read(node)
 
@@ -553,7 +553,7 @@ def or_off(read: Read) -> Read:
 def each(read_item: Read, allowed: str) -> Read:
     """Return a reader of a list, whose items `read_item` reads. `allowed` is for the message on another node."""
 
-    @shaped({"type": "array", "items": SHAPES[read_item]})
+    @with_schema({"type": "array", "items": SHAPES[read_item]})
     def read(node: YamlNode) -> tuple[Any, ...]:
         if node.kind != "list":
             node.refuse(allowed)
@@ -568,7 +568,7 @@ def one_or_more(read_item: Read) -> Read:
     read_list = each(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 
-    @shaped({"anyOf": [SHAPES[read_item], some]})
+    @with_schema({"anyOf": [SHAPES[read_item], some]})
     def read(node: YamlNode) -> tuple[Any, ...]:
         if node.kind != "list":
             return (read_item(node),)

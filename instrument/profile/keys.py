@@ -36,12 +36,12 @@ from instrument.profile.document import (
     one_or_more,
     or_off,
     read_text,
-    shaped,
     string,
     whole,
+    with_schema,
 )
-from instrument.profile.presets import ENGINES, PRESETS, named_by, path_of, refined
-from instrument.profile.values import REQUEST_ATTRIBUTE_SYNTAX, VARIABLES, public_texts, sides, switched, traces_url
+from instrument.profile.presets import ENGINES, PRESETS, merge_preset, named_by, path_of
+from instrument.profile.values import REQUEST_ATTRIBUTE_SYNTAX, VARIABLES, public_texts, split, traces_url, without_off
 from instrument.runtime.cheap_start import dataclass, members, replace
 from instrument.runtime.environment import settings
 
@@ -72,7 +72,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     preset_texts: dict[str, str] = {}
 
     def read(root: YamlNode) -> dict[str, Any]:
-        whole, of_preset = refined(root)
+        whole, of_preset = merge_preset(root)
         preset_texts.update(of_preset)
         return _fields(whole, "")
 
@@ -81,7 +81,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
         raise ProfileError(document.problems)
     origins = {**document.origins, **dict.fromkeys(preset_texts, "preset")}
     profile = model.Profile(**values, source=name, origins=origins, shown={**document.shown, **preset_texts})
-    profile = switched(profile, document)
+    profile = without_off(profile, document)
     schedule = profile.schedule
     if schedule is None or schedule.step is None:
         return profile
@@ -100,7 +100,7 @@ REMOVED: Mapping[tuple[str, str], str] = {
 """The keys of earlier versions, by section and name, with their replacements."""
 
 
-def with_engine(profile: model.Profile, package: str) -> model.Profile:
+def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
     """Return a profile with an engine preset's rules of functions and requests after its own."""
     preset = load(path_of(ENGINES[package]))
     ignored = tuple(path for rule in preset.requests for path in rule.ignore)
@@ -134,7 +134,7 @@ def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
         for name, key in keys.items():
             path, read, source = node.path(name), key.read, "profile"
             value = node.pairs[name][1] if name in node.pairs else None
-            if value and value.unset is not None and not value.is_readable(read, "it counts as not set"):
+            if value and value.unset is not None and not value.reads_without_faults(read, "it counts as not set"):
                 value = value.unset if value.unset.text else None
             if value and value.kind == "null" and key.blank:
                 value = replace(value, kind="mapping")
@@ -156,7 +156,7 @@ def _variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
-            if value.is_readable(read, _INSTEAD.get(path, "it is not followed")):
+            if value.reads_without_faults(read, _INSTEAD.get(path, "it is not followed")):
                 return variable, read, value
     return "default", string, None
 
@@ -221,10 +221,10 @@ class Key:
     blank: bool = False
 
 
-def _part(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
+def _section_reader(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
     """Return a reader of a section. `also` has further allowed values for messages, such as `off, or `."""
 
-    @shaped(section_shape(section))
+    @with_schema(section_shape(section))
     def read(node: YamlNode) -> Any:
         return (build or CLASSES[section])(**_fields(node, section, also))
 
@@ -233,14 +233,14 @@ def _part(section: str, build: Callable[..., Any] | None = None, also: str = "")
 
 def _export_part(way: str) -> Key:
     """Return the key of an export. The word `off` removes the export of a preset."""
-    return Key(way, or_off(_part(f"export.{way}", also="off, or ")), blank=True)
+    return Key(way, or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
 
 
-@shaped(section_shape("functions"))
+@with_schema(section_shape("functions"))
 def _function_rule(node: YamlNode) -> model.FunctionRule:
     values = _fields(node, "functions")
     written = values.pop("match")
-    match, exclude = sides(written)
+    match, exclude = split(written)
     if not match:
         node.pairs["match"][1].refuse("at least one pattern without '!'", actual="only patterns with '!'")
     if "kind" not in values and "phase" in values:
@@ -253,14 +253,14 @@ def _function_rule(node: YamlNode) -> model.FunctionRule:
     return model.FunctionRule(match, exclude, line=node.line, place=node.place, text=text, **values)
 
 
-@shaped(section_shape("functions.attributes"))
+@with_schema(section_shape("functions.attributes"))
 def _argument(node: YamlNode) -> model.Argument:
     argument = model.Argument(**_fields(node, "functions.attributes"))
     suffix = "" if argument.record == "value" else f".{argument.record}"
     return argument if argument.name else replace(argument, name=argument.argument + suffix)
 
 
-@shaped(section_shape("functions.facts"))
+@with_schema(section_shape("functions.facts"))
 def _fact(node: YamlNode) -> model.Fact:
     fact = model.Fact(**_fields(node, "functions.facts"))
     if fact.key and "[]" not in fact.argument:
@@ -273,7 +273,7 @@ def _fact(node: YamlNode) -> model.Fact:
 def _request_keys(section: str, path: Read) -> Read:
     """Return a reader of a path, or of a mapping with a path."""
 
-    @shaped({"anyOf": [SHAPES[path], section_shape(section)]})
+    @with_schema({"anyOf": [SHAPES[path], section_shape(section)]})
     def read(node: YamlNode) -> model.RequestKeys:
         if node.kind == "mapping":
             return model.RequestKeys(**_fields(node, section))
@@ -282,11 +282,11 @@ def _request_keys(section: str, path: Read) -> Read:
     return read
 
 
-@shaped(section_shape("layers"))
+@with_schema(section_shape("layers"))
 def _layer_rule(node: YamlNode) -> model.LayerRule:
     values = _fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
-    match, exclude = sides(written)
+    match, exclude = split(written)
     if not match and not types:
         missing = "only patterns with '!' and no type" if written else "neither match nor type"
         node.refuse("a match, a type, or both", actual=missing)
@@ -294,7 +294,7 @@ def _layer_rule(node: YamlNode) -> model.LayerRule:
     return model.LayerRule(match, exclude, line=node.line, text=text, **values)
 
 
-@shaped(section_shape("copies"))
+@with_schema(section_shape("copies"))
 def _copy_rule(node: YamlNode) -> model.CopyRule:
     rule = model.CopyRule(**_fields(node, "copies"))
     of = "" if rule.frameworks == model.COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
@@ -305,14 +305,14 @@ _FRAMEWORKS = f"auto, off, or a list of {', '.join(model.FRAMEWORKS)}"
 _framework = one_of(*model.FRAMEWORKS)
 
 
-@shaped(section_shape("frameworks"))
+@with_schema(section_shape("frameworks"))
 def _framework_rule(node: YamlNode) -> model.FrameworkRule:
     if node.kind != "mapping":
         return model.FrameworkRule(_framework(node), line=node.line)
     return model.FrameworkRule(**_fields(node, "frameworks"), line=node.line)
 
 
-@shaped(
+@with_schema(
     {
         "anyOf": [
             {"enum": ["auto", "off", False]},
@@ -337,7 +337,7 @@ def _frameworks(node: YamlNode) -> tuple[model.FrameworkRule, ...]:
     return rules
 
 
-@shaped({"anyOf": [{"enum": ["auto", "off", False]}, section_shape("requests")]})
+@with_schema({"anyOf": [{"enum": ["auto", "off", False]}, section_shape("requests")]})
 def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return (model.RequestsRule(line=node.line),)
@@ -353,7 +353,7 @@ def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
     return (rule,)
 
 
-@shaped({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
+@with_schema({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
 def _schedule(node: YamlNode) -> model.Schedule:
     if node.kind != "list":
         return model.Schedule(**_fields(node, "schedule"))
@@ -367,7 +367,7 @@ def _schedule(node: YamlNode) -> model.Schedule:
 _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
-@shaped({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
+@with_schema({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> model.Otlp | None:
     """Read the collector.
 
@@ -413,7 +413,7 @@ def _is_written(node: YamlNode, name: str) -> bool:
 _exports = one_or_more(one_of(*(name for name, _ in members(model.Export))))
 
 
-@shaped({"anyOf": [section_shape("export"), SHAPES[_exports]]})
+@with_schema({"anyOf": [section_shape("export"), SHAPES[_exports]]})
 def _export(node: YamlNode) -> model.Export:
     """Read the exports: a mapping of exports, or the names of exports with defaults."""
     if node.kind in ("text", "list"):
@@ -444,11 +444,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "logs": Key("logs", one_of("auto", "off")),
         "startup": Key("startup", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
-        "capture": Key("capture", _part("capture", readers.capture)),
-        "limits": Key("limits", _part("limits")),
-        "device": Key("device", _part("device")),
+        "capture": Key("capture", _section_reader("capture", readers.capture)),
+        "limits": Key("limits", _section_reader("limits")),
+        "device": Key("device", _section_reader("device")),
         "agent": Key("agent", one_of("auto", "off")),
-        "control": Key("control", _part("control")),
+        "control": Key("control", _section_reader("control")),
         "export": Key("export", _export),
     },
     "functions": {
@@ -462,12 +462,12 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "first_request": Key("first_request", flag),
         "metrics": Key("metrics", flag),
         "gen_ai": Key("gen_ai", flag),
-        "where": Key("where", _part("functions.where", dict)),
+        "where": Key("where", _section_reader("functions.where", dict)),
         "attributes": Key("attributes", one_or_more(_argument)),
         "key": Key("key", _request_keys("functions.key", readers.key_path)),
         "batch": Key("batch", _request_keys("functions.batch", readers.keys_path)),
         "facts": Key("facts", one_or_more(_fact)),
-        "gauges": Key("gauges", one_or_more(_part("functions.gauges"))),
+        "gauges": Key("gauges", one_or_more(_section_reader("functions.gauges"))),
     },
     "functions.key": {
         "argument": Key("argument", readers.key_path, required="where the key is, such as request.request_id"),

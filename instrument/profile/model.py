@@ -499,7 +499,7 @@ class Profile:
     shown: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
-    def leaves_nothing(self) -> bool:
+    def exports_nothing(self) -> bool:
         """True if nothing is written or sent automatically."""
         return self.export.is_empty and self.capture.to is None
 

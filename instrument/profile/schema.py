@@ -2,8 +2,8 @@
 
     python -m instrument.profile.schema    # writes profile.schema.json, next to this file
 
-Keys, and the required ones, come from `keys.KEYS`; words, patterns and bounds from the readers by `shaped`; defaults
-from `model`. The descriptions of keys are in the file alone, and are kept.
+Keys, and the required ones, come from `keys.KEYS`; words, patterns and bounds from `with_schema` of the readers;
+defaults from `model`. The descriptions of keys are in the file alone, and are kept.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def read(path: Path | None, source: str) -> Profile | None:
         names, values, state, plain = json.loads(path.read_bytes())
         if values != _values(names, settings()) or state != [*_state_of(source)]:
             return None
-        profile: Profile = _made(plain)
+        profile: Profile = _restored(plain)
     except (OSError, ValueError, TypeError, LookupError):
         return None
     return replace(profile, source=source)
@@ -89,10 +89,10 @@ def _plain(thing: Any) -> Any:
     return [*map(_plain, thing)] if isinstance(thing, tuple) else thing
 
 
-def _made(plain: Any) -> Any:
+def _restored(plain: Any) -> Any:
     if isinstance(plain, list):
-        return tuple(map(_made, plain))
+        return tuple(map(_restored, plain))
     if isinstance(plain, dict) and _CLASS in plain:
         kind = getattr(model, plain.pop(_CLASS))
-        return kind(**{name: _made(value) for name, value in plain.items()})
+        return kind(**{name: _restored(value) for name, value in plain.items()})
     return plain

@@ -1,7 +1,7 @@
 """Readers of single values of `profile.yaml`, and the variables of OpenTelemetry that a profile follows.
 
 Each takes a node of the document and returns the profile's value, or refuses it with the allowed values. The `*_SYNTAX`
-and the shapes of `shaped` are also those of `profile.schema.json`.
+and the shapes of `with_schema` are also those of `profile.schema.json`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from instrument.profile.document import (
     one_or_more,
     or_off,
     quantity,
-    shaped,
-    spelled,
     string,
     syntax_shape,
+    text_reader,
+    with_schema,
 )
 from instrument.profile.model import COMPRESSIONS, PROTOCOLS, Capture, PercentileThreshold, Profile, Rate, Where
 from instrument.runtime.cheap_start import late_pattern, replace
@@ -78,7 +78,7 @@ HEADER_VALUE_SYNTAX = r"[\t -~]*"
 _DECIMAL = late_pattern(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-@shaped({"type": "number", "minimum": 0, "maximum": 1})
+@with_schema({"type": "number", "minimum": 0, "maximum": 1})
 def share(node: YamlNode) -> float:
     # Plain text too: YAML 1.1 takes 1e-3 for text.
     number = node.kind in ("int", "float") or (node.kind == "text" and node.plain)
@@ -87,7 +87,7 @@ def share(node: YamlNode) -> float:
     return float(node.text)
 
 
-@shaped({"type": "string"})
+@with_schema({"type": "string"})
 def expression(node: YamlNode) -> str:
     text: str = string(node)
     try:
@@ -97,10 +97,10 @@ def expression(node: YamlNode) -> str:
     return text
 
 
-@shaped(syntax_shape(PERCENTS))
+@with_schema(syntax_shape(PERCENTS))
 def percent(node: YamlNode) -> float:
     # At most 18 digits a side, as for other quantities: more mean a mistake.
-    text = spelled(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", lambda text: f"{text}%")(node)
+    text = text_reader(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", lambda text: f"{text}%")(node)
     share = float(text[:-1]) / 100
     if not 0 < share <= 1:
         node.refuse("a percentage above 0%, up to 100%, such as 1%")
@@ -108,17 +108,17 @@ def percent(node: YamlNode) -> float:
 
 
 def duration(example: str, least: str = "") -> Read:
-    return shaped(DURATION)(quantity(DURATION_UNITS, example, least))
+    return with_schema(DURATION)(quantity(DURATION_UNITS, example, least))
 
 
 def size(example: str, least: str = "") -> Read:
-    return shaped(SIZE)(quantity(SIZE_UNITS, example, least))
+    return with_schema(SIZE)(quantity(SIZE_UNITS, example, least))
 
 
 _read_ring = size("64MiB", least="64KiB")
 
 
-@shaped(SIZE)
+@with_schema(SIZE)
 def ring_size(node: YamlNode) -> int:
     """Read the size of the rings. The machine must have that much memory, as all of it is used."""
     size_bytes: int = _read_ring(node)
@@ -132,7 +132,7 @@ def ring_size(node: YamlNode) -> int:
 _read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
 
 
-@shaped({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
+@with_schema({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
 def interval(node: YamlNode) -> int | None:
     """Read the interval of gauges, in ns."""
     if node.is_off:
@@ -140,7 +140,7 @@ def interval(node: YamlNode) -> int | None:
     return model.AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
 
 
-duration_or_off = or_off(shaped(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))
+duration_or_off = or_off(with_schema(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))
 
 
 def _as_rule(text: str) -> str:
@@ -155,48 +155,48 @@ def _with_fields(text: str) -> str:
 
 
 _WILDCARDS = "no empty segment; * matches any part of a segment, ** alone any number of segments"
-function_pattern = spelled(
+function_pattern = text_reader(
     FUNCTION_SYNTAX,
     f"module:qualname with one ':' and {_WILDCARDS}; + after the name of a method for its overrides in subclasses, too",
     _as_rule,
 )
-function_name = spelled(NAME_SYNTAX, "module:qualname of one function, such as train:step", _as_rule)
-layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
-class_name = spelled(
+function_name = text_reader(NAME_SYNTAX, "module:qualname of one function, such as train:step", _as_rule)
+layer_pattern = text_reader(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
+class_name = text_reader(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
 )
-key_path = spelled(
+key_path = text_reader(
     ARGUMENT_SYNTAX,
     "a parameter's name or return, or a path below it such as request.request_id; several keys at once are a `batch`",
 )
-keys_path = spelled(
+keys_path = text_reader(
     KEYS_SYNTAX,
     "a parameter's name or return, or a path below it such as request.request_id or batch.requests[].id",
 )
-argument_path = spelled(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
-chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {run}, {pid} and {window}", _with_fields)
-recording_path = spelled(
+argument_path = text_reader(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
+chrome_path = text_reader(CHROME_SYNTAX, "a path, in braces only {service}, {run}, {pid} and {window}", _with_fields)
+recording_path = text_reader(
     RECORDING_SYNTAX,
     "a path that ends in .npz, in braces only {service}, {run}, {pid} and {window}",
     lambda text: f"{re.sub(r'(?:[.](?:json|gz|npz))*$', '', _with_fields(text))}.npz",
 )
-path_pattern = spelled(
+path_pattern = text_reader(
     PATH_SYNTAX, "a path such as /health, or /internal/* for all that begin so", lambda text: f"/{text}"
 )
-request_name = spelled(
+request_name = text_reader(
     REQUEST_NAME_SYNTAX, "text with {method} or {route} in it, and no other braces", lambda _: "{method} {route}"
 )
-request_attribute = spelled(
+request_attribute = text_reader(
     REQUEST_ATTRIBUTE_SYNTAX,
     "http.request.header.<name in small letters>, url.path, url.query, client.address or user_agent.original",
     lambda text: f"http.request.header.{text.lower()}",
 )
-_timing_header = spelled(
+_timing_header = text_reader(
     rf"header {HEADER_NAME_SYNTAX}", "true, off, or `header NAME`", lambda text: f"header {text.split()[-1]}"
 )
 
 
-@shaped({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
+@with_schema({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
 def server_timing(node: YamlNode) -> str:
     """Read the choice of answers with timings: "true" for all, "header NAME", or "" for none."""
     if node.is_off:
@@ -204,33 +204,33 @@ def server_timing(node: YamlNode) -> str:
     return "true" if node.kind == "bool" else str(_timing_header(node))
 
 
-attribute_name = spelled(ATTRIBUTE_SYNTAX, "the name of an attribute, of at most 256 characters")
-number_name = spelled(r"[!-~]{1,64}", "a name of at most 64 printable characters without spaces")
-folder_path = spelled(
+attribute_name = text_reader(ATTRIBUTE_SYNTAX, "the name of an attribute, of at most 256 characters")
+number_name = text_reader(r"[!-~]{1,64}", "a name of at most 64 printable characters without spaces")
+folder_path = text_reader(
     FOLDER_SYNTAX,
     "a folder, with a '/' in it, at most 1000 characters and no braces",
     lambda text: f"{text}/",
 )
-dataset_path = spelled(
+dataset_path = text_reader(
     rf"(?:s3|gs|gcs|hdfs|viewfs|abfss?)://[^/{{}}][^{{}}]{{0,999}}|(?![\w.+-]*://){FOLDER_SYNTAX}",
     "a folder, with a '/' in it, or a URL such as s3://bucket/traces; at most 1000 characters and no braces",
     lambda text: "s3://bucket/traces" if "://" in text else f"{text}/",
 )
 ring_folder_or_off = or_off(
-    spelled(
+    text_reader(
         rf"off|{FOLDER_SYNTAX}",
         "off, or a folder, with a '/' in it, at most 1000 characters and no braces",
         lambda text: nearest(text, ("off",)),
     )
 )
-summary_target = spelled(
+summary_target = text_reader(
     SUMMARY_SYNTAX,
     "stderr, stdout, or a path as for chrome, with a '/' or '.' in it",
     lambda text: nearest(text, ("stderr", "stdout")),
 )
 
 
-@shaped({"$ref": "#/$defs/rate"})
+@with_schema({"$ref": "#/$defs/rate"})
 def rate(node: YamlNode) -> Rate:
     parts = re.fullmatch(RATE_SYNTAX, node.text) if node.kind == "text" else None
     if not parts:
@@ -243,7 +243,7 @@ def rate(node: YamlNode) -> Rate:
 _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the endpoint's own such as p99*1.5, or ")
 
 
-@shaped({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
+@with_schema({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
 def slow_limit(node: YamlNode) -> int | PercentileThreshold:
     """Read a limit of request time: a time in ns, or a `PercentileThreshold`."""
     text = node.text if node.kind == "text" else ""
@@ -266,7 +266,7 @@ _COMPARED_SHAPES = [{"type": "number"}, {"type": "boolean"}, {"$ref": "#/$defs/c
 _COMPARED = "text, a number, true or false, a comparison such as '>=500', or a list of them"
 
 
-@shaped({"anyOf": _COMPARED_SHAPES})
+@with_schema({"anyOf": _COMPARED_SHAPES})
 def _compared(node: YamlNode) -> tuple[str, str | bool | int | float]:
     """Read a comparison, an operator and a value."""
     if node.kind == "bool":
@@ -288,7 +288,7 @@ def _number(text: str) -> int | float:
 _read_compared = one_or_more(_compared)
 
 
-@shaped(
+@with_schema(
     {
         "type": "object",
         "propertyNames": {"pattern": f"^(?:{ATTRIBUTE_SYNTAX})$"},
@@ -318,7 +318,7 @@ def _pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -
                 yield name, value.attempt(read)
 
 
-@shaped(syntax_shape(f"(?:{URL_SYNTAX})?"))
+@with_schema(syntax_shape(f"(?:{URL_SYNTAX})?"))
 def url(node: YamlNode) -> str:
     """Read a collector's URL. Empty text, as from a quoted reference to an unset variable, means none."""
     if node.kind == "text" and not node.text:
@@ -335,16 +335,16 @@ def url(node: YamlNode) -> str:
     return text
 
 
-@shaped(syntax_shape(ADDRESS_SYNTAX))
+@with_schema(syntax_shape(ADDRESS_SYNTAX))
 def address(node: YamlNode) -> str:
     allowed = "host:port, such as 127.0.0.1:9464, 0.0.0.0:9464 or [::1]:9464"
-    text: str = spelled(ADDRESS_SYNTAX, allowed, lambda text: f"127.0.0.1:{text.removeprefix(':')}")(node)
+    text: str = text_reader(ADDRESS_SYNTAX, allowed, lambda text: f"127.0.0.1:{text.removeprefix(':')}")(node)
     if int(text.rpartition(":")[2]) > MOST_PORT:
         node.refuse(f"{allowed}, the port at most {MOST_PORT}")
     return text
 
 
-@shaped({"type": "string", "minLength": 1})
+@with_schema({"type": "string", "minLength": 1})
 def readable_file(node: YamlNode) -> str:
     """Read the path of a readable file."""
     path = string(node)
@@ -360,7 +360,7 @@ def seconds(node: YamlNode) -> int:
     return int(float(node.text) * 10**9)
 
 
-@shaped(
+@with_schema(
     {
         "type": "object",
         "propertyNames": {"pattern": f"^(?:{HEADER_NAME_SYNTAX})$"},
@@ -400,7 +400,7 @@ def public_texts(node: YamlNode, key: str) -> list[str]:
     return list(dict.fromkeys(text.public_text for text in value.items or (value,) if text.kind == "text"))
 
 
-def sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the selecting patterns, and the excluding patterns without '!'."""
     match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
     return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
@@ -470,7 +470,7 @@ def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
     }
 
 
-def switched(profile: Profile, document: Document) -> Profile:
+def without_off(profile: Profile, document: Document) -> Profile:
     """Return a profile without the signals that variables switch off, and with remarks on all variables."""
     remarks, environ = document.remarks, document.environ
     if profile.export.otlp is not None:

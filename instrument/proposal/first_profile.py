@@ -16,12 +16,12 @@ from instrument.profile.presets import path_of
 from instrument.proposal.function_choice import (
     FunctionChoice,
     FunctionProposal,
+    calls_text,
     choose_functions,
-    each_of,
+    count_text,
     is_probe,
-    number_of,
-    share_of,
-    time_of,
+    share_text,
+    time_text,
 )
 from instrument.proposal.key_choice import choose_keys
 from instrument.proposal.observation import Observation, ObservedNode
@@ -89,7 +89,7 @@ def text_of(first: FirstProfile) -> str:
 
 def _lines(first: FirstProfile) -> Iterator[str]:
     for paragraph in first.head:
-        yield from comment(paragraph)
+        yield from wrap_comment(paragraph)
     if first.commands:
         yield "#"
         yield from (f"#   {_plain(command)}" for command in first.commands)
@@ -99,51 +99,51 @@ def _lines(first: FirstProfile) -> Iterator[str]:
     if first.requests or first.ignore:
         yield ""
     for paragraph in first.requests:
-        yield from comment(paragraph)
+        yield from wrap_comment(paragraph)
     if first.ignore:
         yield "requests:"
-        paths = ", ".join(path if re.fullmatch(r"/[\w./-]*", path) else _quoted(path) for path in first.ignore)
+        paths = ", ".join(path if re.fullmatch(r"/[\w./-]*", path) else _quote(path) for path in first.ignore)
         yield from textwrap.wrap(f"  ignore: [{paths}]", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
     if first.functions:
         yield ""
         yield "functions:"
         for rule in first.functions:
-            yield from comment("; ".join(rule.reasons), "  ")
-            yield from _function(rule)
+            yield from wrap_comment("; ".join(rule.reasons), "  ")
+            yield from _function_lines(rule)
     if first.layers:
         yield ""
         yield "layers:"
         for layer in first.layers:
-            yield from comment("; ".join(layer.reasons), "  ")
-            yield f"  - match: {_quoted(layer.match)}"
+            yield from wrap_comment("; ".join(layer.reasons), "  ")
+            yield f"  - match: {_quote(layer.match)}"
             if layer.device:
                 yield "    device: true"
     if first.capture:
         yield ""
-        yield from comment(first.capture)
+        yield from wrap_comment(first.capture)
         yield "capture: {sample: 1.0, slow: p99*1.5, errors: true}"
     for paragraph in first.left_out:
         yield ""
-        yield from comment(paragraph)
+        yield from wrap_comment(paragraph)
 
 
-def _function(rule: FunctionProposal) -> Iterator[str]:
-    yield f"  - match: {_quoted(rule.label)}"
+def _function_lines(rule: FunctionProposal) -> Iterator[str]:
+    yield f"  - match: {_quote(rule.label)}"
     if rule.phase:
         yield f"    phase: {rule.phase}"
     elif rule.kind != "op":
         yield f"    kind: {rule.kind}"
     if rule.key:
-        yield f"    key: {_quoted(rule.key)}"
+        yield f"    key: {_quote(rule.key)}"
     if rule.batch and rule.weights:
-        yield f"    batch: {{argument: {_quoted(rule.batch)}, weights: {_quoted(rule.weights)}}}"
+        yield f"    batch: {{argument: {_quote(rule.batch)}, weights: {_quote(rule.weights)}}}"
     elif rule.batch:
-        yield f"    batch: {_quoted(rule.batch)}"
+        yield f"    batch: {_quote(rule.batch)}"
     if rule.device:
         yield "    device: true"
 
 
-def comment(paragraph: str, indent: str = "") -> list[str]:
+def wrap_comment(paragraph: str, indent: str = "") -> list[str]:
     """Wrap a paragraph into the lines of a comment."""
     lead = f"{indent}# "
     return textwrap.wrap(
@@ -156,7 +156,7 @@ def comment(paragraph: str, indent: str = "") -> list[str]:
     )
 
 
-def list_of(items: Sequence[str]) -> str:
+def list_text(items: Sequence[str]) -> str:
     """Return a text that lists the first items, and the number of further items."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
@@ -185,7 +185,7 @@ def _is_in_folder(word: str) -> bool:
         return False
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     if re.fullmatch(r"[A-Za-z_][\w.]*", text) and text.lower() not in _WORDS_OF_YAML:
         return text
     return json.dumps(text, ensure_ascii=False).replace("$", "$$")
@@ -203,12 +203,12 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
     first = FirstProfile(service, functions=choice.rules, layers=choose_layers(observation))
     count = sum(node.calls for node in choice.requests)
     processes = f"{observation.processes} process{'es' * (observation.processes != 1)}"
-    requests_text = f"{number_of(count)} request{'s' * (count != 1)}" if count else "no requests"
-    first.summary = f"{requests_text} in {time_of(observation.seconds * 1e9)}, {processes}"
+    requests_text = f"{count_text(count)} request{'s' * (count != 1)}" if count else "no requests"
+    first.summary = f"{requests_text} in {time_text(observation.seconds * 1e9)}, {processes}"
     first.head = [
         f"A first profile, by `instrument init -- {command}`: {first.summary}. "
         "Each rule has its reason above it; the numbers are of that run, of which observing took "
-        f"{share_of(observation.cost)}. Delete what is of no use to you."
+        f"{share_text(observation.cost)}. Delete what is of no use to you."
     ]
     first.head += list(_packages_seen(observation))
     first.commands = [
@@ -223,10 +223,10 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
     first.requests += list(_preset_records(observation))
     if count:
         first.capture = (
-            f"Each request is kept in full: {number_of(count / max(observation.seconds, 1e-3))} a second here. A busy "
+            f"Each request is kept in full: {count_text(count / max(observation.seconds, 1e-3))} a second here. A busy "
             "service keeps a share, such as 0.01, and still all that are slow for their endpoint or that fail."
         )
-    first.left_out = list(_left_out(observation, choice))
+    first.left_out = list(_left_out_remarks(observation, choice))
     return first
 
 
@@ -281,20 +281,20 @@ def _call_sums(nodes: Iterable[ObservedNode]) -> str:
         sums[node.called.name][0] += node.calls
         sums[node.called.name][1] += node.total_ns
     by_time = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
-    return list_of([f"{name} {each_of(calls, total_ns)}" for name, (calls, total_ns) in by_time])
+    return list_text([f"{name} {calls_text(calls, total_ns)}" for name, (calls, total_ns) in by_time])
 
 
-def _left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
+def _left_out_remarks(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
     labels = {rule.label for rule in choice.rules}
     hot = [f"{label}: {words}" for label, words in choice.hot.items() if label not in labels]
     if hot:
-        yield f"Left out, too short or too frequent to be worth a span each: {list_of(hot)}."
+        yield f"Left out, too short or too frequent to be worth a span each: {list_text(hot)}."
     small = len(choice.small - labels)
     if small:
         yield f"Left out, too little of the time: {small} function{'s' * (small != 1)} of your own that ran."
     if observation.unseen:
         unseen = [f"{label} ({why})" if why else label for label, why in sorted(observation.unseen.items())]
-        yield f"Not observed: {list_of(unseen)}."
+        yield f"Not observed: {list_text(unseen)}."
     if observation.silent:
         count = observation.silent
         yield (
@@ -338,8 +338,8 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
         layers = by_pattern[pattern]
         classes = " or ".join(sorted(layers.classes)[:3])
         places = f"{len(layers.places)} of {classes}" if len(layers.places) > 1 else classes
-        share = share_of(layers.total_ns / whole_ns)
-        words = f"{places}: ran {each_of(layers.calls, layers.total_ns)}, {share} of the layers' time"
+        share = share_text(layers.total_ns / whole_ns)
+        words = f"{places}: ran {calls_text(layers.calls, layers.total_ns)}, {share} of the layers' time"
         rules.append(LayerProposal(pattern, observation.uses_cuda, [words]))
     return rules
 

@@ -18,28 +18,28 @@ from instrument.profile.model import TIME_UNITS
 from instrument.proposal.observation import Observation, ObservedNode
 
 
-def number_of(value: float) -> str:
+def count_text(value: float) -> str:
     """Return the text of a count: exact up to a thousand, then with three significant digits."""
     whole = round(value)
     return f"{round(whole, min(3 - len(str(whole)), 0)):,}"
 
 
-def time_of(ns: float) -> str:
+def time_text(ns: float) -> str:
     """Return the text of a time with two significant digits."""
     unit = next((unit for unit, size in TIME_UNITS.items() if ns >= size), "ns")
     value = ns / TIME_UNITS[unit]
     return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
 
 
-def each_of(calls: int, total_ns: int) -> str:
+def calls_text(calls: int, total_ns: int) -> str:
     """Return the text of a number of calls, and of the mean time of a call."""
     if calls == 1:
-        return f"once, {time_of(total_ns)}"
-    mean_text = f", {time_of(total_ns / calls)} each" if calls else ""
+        return f"once, {time_text(total_ns)}"
+    mean_text = f", {time_text(total_ns / calls)} each" if calls else ""
     return f"{calls:,} times{mean_text}"
 
 
-def share_of(share: float) -> str:
+def share_text(share: float) -> str:
     """Return the text of a share as a percentage."""
     return f"{min(share, 1.0) * 100:.2g} %" if share < 0.1 else f"{min(share, 1.0):.0%}".replace("%", " %")
 
@@ -186,7 +186,7 @@ class _Chooser:
         self._observation = observation
         met = [node for node in observation.nodes() if node.called.kind == "request"]
         self._requests = [node for node in met if not is_probe(node.called.name.rpartition(" ")[2])] or met
-        self._hot = self._not_worth_a_span()
+        self._hot = self._short_or_frequent()
         units = self._units_of_work()
         self._named_requests: list[ObservedNode] = []
         if not self._requests:
@@ -200,13 +200,13 @@ class _Chooser:
         self._small: set[str] = set()
         roots = [] if self._requests or self._units else self._observation.roots
         for rule in chain(
-            self._without_server(),
+            self._propose_requests(),
             self._propose_loading(),
             self._propose_below(self._requests, "the requests", LEAST_OF_REQUEST),
-            self._top_units(),
+            self._propose_top_units(),
             self._propose_below(self._units, self._of_units, LEAST_OF_WORK),
             self._propose_below(roots, "the run", LEAST_OF_RUN),
-            self._blocking(rules),
+            self._propose_blocking(rules),
         ):
             rules.setdefault(rule.label, rule)
         largest = self._largest(list(rules.values()))
@@ -257,7 +257,7 @@ class _Chooser:
         largest = max(likely, key=lambda unit: (unit.total_ns, unit.called.label)).called.label
         return [unit for unit in units if unit.called.label == largest]
 
-    def _not_worth_a_span(self) -> dict[str, str]:
+    def _short_or_frequent(self) -> dict[str, str]:
         """Return the functions with calls too short or too frequent for spans, by label, the most frequent first."""
         by_label: dict[str, _Paths] = {}
         for node in self._observation.nodes():
@@ -268,9 +268,9 @@ class _Chooser:
         for label, paths in sorted(by_label.items(), key=lambda item: (-item[1].calls, item[0])):
             calls, total_ns = paths.calls, paths.total_ns
             if calls / seconds > HOT:
-                hot[label] = f"{number_of(calls)} calls, {number_of(calls / seconds)} a second"
+                hot[label] = f"{count_text(calls)} calls, {count_text(calls / seconds)} a second"
             elif calls >= REPEATED and 0 < total_ns < SHORT_NS * calls:
-                hot[label] = each_of(calls, total_ns)
+                hot[label] = calls_text(calls, total_ns)
         return hot
 
     def _is_kept(self, node: ObservedNode) -> bool:
@@ -283,10 +283,10 @@ class _Chooser:
 
     # ---------------------------------------------------------------- proposals
 
-    def _without_server(self) -> Iterator[FunctionProposal]:
+    def _propose_requests(self) -> Iterator[FunctionProposal]:
         """Propose the functions that count as requests, as no server was observed."""
         for node in self._named_requests:
-            words = f"ran {each_of(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
+            words = f"ran {calls_text(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
             yield FunctionProposal(
                 node.called.label, "request", first_ns=node.first_ns, is_needed=True, group=OF_REQUESTS, reasons=[words]
             )
@@ -365,7 +365,7 @@ class _Chooser:
         name, share = function_name(label), paths.total_ns / sum(top.total_ns for top in tops)
         count = sum(top.calls for top in tops)
         shapes = {node.called.shape for node in paths.nodes}
-        reasons = [f"ran {each_of(paths.calls, paths.total_ns)}, {share_of(share)} of {of}"]
+        reasons = [f"ran {calls_text(paths.calls, paths.total_ns)}, {share_text(share)} of {of}"]
         if is_split:
             reasons.append("parts it between what it calls")
         phase = phase_by_name(name)
@@ -392,7 +392,7 @@ class _Chooser:
         below = (inner.called.kind for node in nodes for inner in node.walk())
         return self._observation.uses_cuda and "layer" in below
 
-    def _top_units(self) -> Iterator[FunctionProposal]:
+    def _propose_top_units(self) -> Iterator[FunctionProposal]:
         """Propose the units of work outside of requests."""
         base_ns = sum(unit.total_ns for unit in self._units)
         by_label: dict[str, _Paths] = {}
@@ -405,7 +405,7 @@ class _Chooser:
                 self._small.add(label)
                 continue
             is_step = bool(STEP.search(function_name(label)))
-            reasons = [f"ran {each_of(paths.calls, paths.total_ns)}, {share_of(share)} of {self._of_units}"]
+            reasons = [f"ran {calls_text(paths.calls, paths.total_ns)}, {share_text(share)} of {self._of_units}"]
             if is_step:
                 reasons.append("a loop calls it again and again, so it is a step")
             phase = phase_by_name(function_name(label))
@@ -436,10 +436,10 @@ class _Chooser:
                 continue
             if node.calls >= REPEATED * max(len(node.processes), 1) or any(map(_is_loading, node.above())):
                 continue
-            words = f"ran {each_of(node.calls, node.total_ns)}, before the first request"
+            words = f"ran {calls_text(node.calls, node.total_ns)}, before the first request"
             yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[words])
 
-    def _blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
+    def _propose_blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
         """Propose the functions that have blocked an event loop, also those with little time."""
         for label, (stretches, longest_ns) in self._observation.blockers.items():
             nodes = [node for node in self._observation.nodes() if node.called.label == label and self._is_kept(node)]
@@ -447,10 +447,10 @@ class _Chooser:
                 continue
             paths = _Paths(nodes)
             fresh = FunctionProposal(label, first_ns=paths.first_ns, group=OF_REQUESTS)
-            fresh.reasons.append(f"ran {each_of(paths.calls, paths.total_ns)}")
+            fresh.reasons.append(f"ran {calls_text(paths.calls, paths.total_ns)}")
             rule = rules.get(label, fresh)
-            many = "once" if stretches == 1 else f"{number_of(stretches)} times"
-            rule.reasons.append(f"blocked an event loop {many}, for {time_of(longest_ns)} at most")
+            many = "once" if stretches == 1 else f"{count_text(stretches)} times"
+            rule.reasons.append(f"blocked an event loop {many}, for {time_text(longest_ns)} at most")
             rule.is_needed = True
             yield rule
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from instrument.instrumentors.argument_watch import ID, SeenPath
 from instrument.instrumentors.arguments import RETURN
-from instrument.proposal.function_choice import OF_REQUESTS, OUTSIDE, FunctionChoice, FunctionProposal, each_of
+from instrument.proposal.function_choice import OF_REQUESTS, OUTSIDE, FunctionChoice, FunctionProposal, calls_text
 from instrument.proposal.observation import Observation, ObservedNode
 
 KEYS, BATCHES = 3, 3
@@ -64,7 +64,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         _Path(label, path, ids)
         for label in outside.keys() - inside.keys()
         for path, ids in observation.keys.get(label, {}).items()
-        if _shares(ids, bound)
+        if _shares_values(ids, bound)
     ]
     singles = _best_by_label([path for path in shared if not path.ids.many])
     # A function with one request as its argument serves that request, even if its object has others.
@@ -80,7 +80,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     batch_parents = {node.parent for label in batches for node in outside[label] if units.intersection(node.above())}
     added = 0
     for label, candidate in batches.items():
-        rule = _rule(choice, label, outside[label])
+        rule = _rule_for(choice, label, outside[label])
         rule.batch = candidate.path
         rule.weights = candidate.ids.weights
         if rule.kind == "op" and any(unit.called.label == label for unit in choice.units):
@@ -92,18 +92,18 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         if label in batches or _is_below(nodes, batches) or _is_below(nodes, singles):
             continue
         if any(node.parent in batch_parents for node in nodes):
-            rule = _rule(choice, label, nodes)
+            rule = _rule_for(choice, label, nodes)
             rule.batch = candidate.path
             rule.reasons.append("serves one request at a time, besides the batches")
         elif added < KEYS and _calls(nodes) <= 2 * len(candidate.ids.digests & bound):
             added += 1
-            rule = _rule(choice, label, nodes)
+            rule = _rule_for(choice, label, nodes)
             rule.key = candidate.path
             rule.reasons.append(f"{candidate.path} names the request here")
             if rule.kind == "op":
                 rule.kind = "phase"  # between it and the request's own phases is transport
     if batches or added or not binder.ids.of_class:
-        rule = _rule(choice, binder.label, inside[binder.label])
+        rule = _rule_for(choice, binder.label, inside[binder.label])
         rule.key = binder.path
         rule.reasons.append(f"{_path_text(binder.path)} names the request")
     choice.rules.sort(key=lambda rule: rule.order)
@@ -188,16 +188,16 @@ def _best_by_label(paths: Iterable[_Path]) -> dict[str, _Path]:
     return best
 
 
-def _shares(ids: SeenPath, bound: set[str]) -> bool:
+def _shares_values(ids: SeenPath, bound: set[str]) -> bool:
     return bool(ids.digests) and len(ids.digests & bound) >= max(SHARED * len(ids.digests), 2)
 
 
-def _rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
+def _rule_for(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
     """Return the choice's rule for a function. Add a rule if there is none."""
     for rule in choice.rules:
         if rule.label == label:
             return rule
-    words = f"ran {each_of(_calls(nodes), sum(node.total_ns for node in nodes))}"
+    words = f"ran {calls_text(_calls(nodes), sum(node.total_ns for node in nodes))}"
     requests = set(choice.requests)
     is_within = any(requests.intersection((node, *node.above())) for node in nodes)
     group = OF_REQUESTS if is_within else OUTSIDE

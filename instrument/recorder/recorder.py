@@ -31,7 +31,7 @@ from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import current_name
+from instrument.runtime.threads import own_thread_name
 from instrument.runtime.unpatched import RLock
 
 _awaited: Callable[[], object] | None = None
@@ -55,7 +55,7 @@ def thread_name() -> str:
             action()
         except Exception as fault:  # such as a thread that cannot begin
             FAULTS.note("first span", fault)
-    ours = current_name()
+    ours = own_thread_name()
     if ours is not None:
         return ours
     # Not current_thread(), which leaves a dummy behind for threads that Python did not start.

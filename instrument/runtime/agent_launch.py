@@ -37,7 +37,7 @@ LOCK_S, LOCK_TRIES = 0.01, 50
 """The seconds between two tries to lock the start of an agent, and the most tries."""
 
 
-def prepare(run: str) -> socket.socket:
+def prepare_run(run: str) -> socket.socket:
     """Create the folder of a run and listen in it, so that processes may join. Raises `OSError`."""
     path = socket_of(run)
     try:
@@ -59,7 +59,7 @@ def socket_of(run: str) -> Path:
     return folder / run_folder.SOCKET
 
 
-def begin(listener: socket.socket, run: str, first: int) -> None:
+def start_agent(listener: socket.socket, run: str, first: int) -> None:
     """Start the agent of a run whose first process is `first`, without waiting until it is ready. Raises `OSError`.
 
     It forks, so the process must have only one thread.
@@ -70,7 +70,7 @@ def begin(listener: socket.socket, run: str, first: int) -> None:
         return
     try:  # from here on, nothing of the caller's may run
         os.setsid()
-        spawn(sys.executable, listener, run, first)
+        spawn_agent(sys.executable, listener, run, first)
     finally:
         os._exit(1)
 
@@ -86,7 +86,7 @@ def can_replace(path: Path) -> bool:
     return is_of_run and (folder / INTERPRETER).is_symlink()
 
 
-def replace_gone(path: Path) -> bool:
+def replace_ended(path: Path) -> bool:
     """Start an agent in place of an ended one, unless another process does. Returns True if an agent listens.
 
     It takes some 20 ms of a thread. It does not fork and runs no fork hooks. A fork at this time would pass the socket
@@ -94,9 +94,9 @@ def replace_gone(path: Path) -> bool:
     """
     folder = path.parent
     with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
-        if not _has_locked(beginnings):
+        if not _try_lock(beginnings):
             return False
-        if run_folder.is_heard(path):
+        if run_folder.has_listener(path):
             return True
         beginnings.seek(0)
         times = [float(line) for line in beginnings]
@@ -106,14 +106,14 @@ def replace_gone(path: Path) -> bool:
         interpreter = str((folder / INTERPRETER).readlink())
         with closing(run_folder.listen(path)) as listener:
             first = run_folder.first_process(folder.name) if FIRST in os.environ else 0
-            child = spawn(interpreter, listener, folder.name, first, is_apart=True)
+            child = spawn_agent(interpreter, listener, folder.name, first, is_apart=True)
             with suppress(ChildProcessError):  # the service has reaped it
                 return posix.waitpid(child, 0)[1] == 0
             return True
     return False
 
 
-def _has_locked(file: IO[str]) -> bool:
+def _try_lock(file: IO[str]) -> bool:
     """Lock a file for this process alone, not for forked children. Returns False after `LOCK_TRIES` tries."""
     for _ in range(LOCK_TRIES):
         with suppress(BlockingIOError, PermissionError):
@@ -123,7 +123,7 @@ def _has_locked(file: IO[str]) -> bool:
     return False
 
 
-def spawn(
+def spawn_agent(
     interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
 ) -> int:
     """Start an agent on a socket as a child, or with `is_apart` as a grandchild. Returns the pid of the child.

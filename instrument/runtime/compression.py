@@ -48,8 +48,8 @@ def raw_compressor(zlib_level: int) -> Compressor:
     return packer
 
 
-def opened(path: Path) -> gzip.GzipFile:
-    """Open a gzip file for decompressed reading. Reading raises one of `damages()` for an incomplete file."""
+def open_gzip(path: Path) -> gzip.GzipFile:
+    """Open a gzip file for decompressed reading. Reading raises one of `damage_errors()` for an incomplete file."""
     try:
         from isal import igzip
     except ImportError:
@@ -57,7 +57,7 @@ def opened(path: Path) -> gzip.GzipFile:
     return igzip.IGzipFile(path)  # type: ignore[no-untyped-call]
 
 
-def damages() -> tuple[type[Exception], ...]:
+def damage_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that the reading of a damaged gzip file raises."""
     of_zlib: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:

@@ -18,7 +18,7 @@ METRICS_EXPORTER = "OTEL_METRICS_EXPORTER"
 TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 
 
-def given() -> dict[str, str]:
+def initial_environment() -> dict[str, str]:
     """Return the environment with which the process began, or the current one if the system has no record."""
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -34,17 +34,17 @@ def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
 
     The distribution sets it to gRPC for its own exporters.
     """
-    if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in given():
+    if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in initial_environment():
         return environ
     return {name: value for name, value in environ.items() if name != PROTOCOL}
 
 
-def asked_of_metrics() -> dict[str, str]:
+def metrics_variables() -> dict[str, str]:
     """Return this process's variables that change its metrics."""
     return {name: os.environ[name] for name in (TEMPORALITY, METRICS_EXPORTER) if name in os.environ}
 
 
-def given_attributes() -> dict[str, object]:
+def environment_attributes() -> dict[str, object]:
     """Return the attributes of `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`, without OpenTelemetry's SDK."""
     text, name = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""), os.environ.get("OTEL_SERVICE_NAME", "")
     pairs = [pair.partition("=") for pair in text.split(",") if "=" in pair]

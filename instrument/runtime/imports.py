@@ -65,7 +65,7 @@ class _Loader:
         try:
             # A module's code may have put another module into its place.
             now = sys.modules.get(spec.name if spec is not None else module.__name__)
-            self._finder.hear(now if issubclass(type(now), ModuleType) else module)  # type: ignore[arg-type]
+            self._finder.report_module(now if issubclass(type(now), ModuleType) else module)  # type: ignore[arg-type]
         except Exception as fault:
             FAULTS.note("import hook", fault)
 
@@ -99,7 +99,7 @@ class Finder:
         if self.listens:
             FAULTS.attempt("import hook", lambda: self._begins(name))
 
-    def hear(self, module: ModuleType) -> None:
+    def report_module(self, module: ModuleType) -> None:
         """Report a module whose code has run, except after the undo."""
         if self.listens:
             self._imported(module)
@@ -171,7 +171,7 @@ def install(
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)
     for name, module in sys.modules.copy().items():
-        if is_asleep(module) and wants(name):
+        if is_lazy(module) and wants(name):
             finder.watch(object.__getattribute__(module, "__spec__"))
 
     def undo() -> None:
@@ -182,7 +182,7 @@ def install(
     return undo
 
 
-def is_asleep(module: object) -> bool:
+def is_lazy(module: object) -> bool:
     """Return True for a module of `importlib.util.LazyLoader` whose code has not run. Does not load it."""
     lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return lazy is not None and type(module) is lazy

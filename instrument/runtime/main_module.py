@@ -197,7 +197,7 @@ def _is_inert(statement: ast.stmt) -> bool:
     return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
 
 
-def _parsed(code: CodeType, names: dict[str, Any]) -> Plan | None:
+def _plan_for(code: CodeType, names: dict[str, Any]) -> Plan | None:
     """Return the plan for a module's code, None if its source is missing."""
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
@@ -230,7 +230,7 @@ class Watch:
         for frame in frames:
             if self._is_main(frame.f_code, frame.f_globals):
                 self._seen = _snapshot(frame.f_globals)  # the caller has looked at these
-                self._plan, self._names = _parsed(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
+                self._plan, self._names = _plan_for(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
                 if self._plan.last > frame.f_lineno and (means := self._take_means()) is not None:
                     means.follow(frame.f_code, frame)
                 return
@@ -242,7 +242,7 @@ class Watch:
             self._mains, self._runner = MAINS[1:] if is_child else MAINS, _runner()
             self._wait()
 
-    def expect(self) -> None:
+    def await_body(self) -> None:
         """Expect a wanted module to run next on this thread, perhaps as the main module."""
         self._is_next = True
         self._wait()
@@ -292,12 +292,12 @@ class Watch:
             self._of_runner = MainNames(names)
         return self._of_runner
 
-    def started(self, code: CodeType, names: dict[str, Any]) -> bool:
+    def begins_body(self, code: CodeType, names: dict[str, Any]) -> bool:
         """Return True if code is the body to watch. End the watch if such code can no longer run."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
-            plan = _parsed(code, names)
+            plan = _plan_for(code, names)
             if plan is None:
                 if not self._runner:  # else the body may be within this one, as pdb's is
                     self.end()
@@ -308,7 +308,7 @@ class Watch:
             self.end()
         return False
 
-    def reached(self, line: int) -> None:
+    def note_line(self, line: int) -> None:
         """Report new names before a line of the body runs."""
         is_past = line > self._plan.last
         if is_past or line in self._plan.stops:
@@ -316,7 +316,7 @@ class Watch:
         if is_past:
             self.end()
 
-    def finished(self) -> None:
+    def note_end(self) -> None:
         """Report new names after the body has run."""
         self.report()
         self.end()
@@ -389,16 +389,16 @@ class _Tracing:
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_name not in _WATCHED:
             return None  # as nearly all are
-        if not self._is_over() and self._watch.started(frame.f_code, frame.f_globals):
+        if not self._is_over() and self._watch.begins_body(frame.f_code, frame.f_globals):
             return self._ran
         return None
 
     def _ran(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not self._is_over():
             if event == "line":
-                self._watch.reached(frame.f_lineno)
+                self._watch.note_line(frame.f_lineno)
             elif event == "return":
-                self._watch.finished()
+                self._watch.note_end()
         if self._is_over():
             del frame.f_trace
             return None
@@ -448,18 +448,18 @@ if sys.version_info >= (3, 12):
         def _started(self, code: CodeType, offset: int) -> Any:
             if code.co_name not in _WATCHED:
                 return sys.monitoring.DISABLE
-            if self._watch.started(code, sys._getframe(1).f_globals):
+            if self._watch.begins_body(code, sys._getframe(1).f_globals):
                 sys.monitoring.set_events(self._tool, sys.monitoring.events.NO_EVENTS)
                 self.follow(code, None)
             return None
 
         def _ran(self, code: CodeType, line: int) -> Any:
             if code is self._code and self._watch._means is self:
-                self._watch.reached(line)
+                self._watch.note_line(line)
 
         def _returned(self, code: CodeType, offset: int, value: object) -> Any:
             if code is self._code and self._watch._means is self:
-                self._watch.finished()
+                self._watch.note_end()
 
 else:
     _Monitoring = _Tracing

@@ -52,14 +52,14 @@ def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
     try:
         if not data and not descriptors:
             return None, []
-        return _parsed(data, flags), descriptors.tolist()
+        return _parse(data, flags), descriptors.tolist()
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
 
 
-def _parsed(data: bytes, flags: int) -> Message:
+def _parse(data: bytes, flags: int) -> Message:
     if flags & _socket.MSG_TRUNC:
         raise PacketError(f"a packet has more than {PACKET_BYTES} bytes")
     try:

@@ -66,10 +66,10 @@ def publish(payload: bytes) -> str:
             libc = _libc()
             mapping = _published if _published is not None and _published.pid == os.getpid() else None
             if mapping is None:
-                if _is_there():
+                if _is_published():
                     return ""
-                mapping = _published = _Published(_mapped(libc))
-            _put(mapping, payload)
+                mapping = _published = _Published(_map_page(libc))
+            _write_context(mapping, payload)
             # Some readers hook on the call: it is made also where a kernel names no memory.
             libc.prctl(_SET_VMA, _ANON_NAME, mapping.address, _PAGE_BYTES, NAME)
         except (OSError, AttributeError) as problem:
@@ -93,7 +93,7 @@ def after_fork_in_child() -> None:
     _lock, _published = Lock(), None
 
 
-def _put(context: _Published, payload: bytes) -> None:
+def _write_context(context: _Published, payload: bytes) -> None:
     """Write the context so that readers find it complete, or marked as changing."""
     before, context.payload = context.payload, ctypes.create_string_buffer(payload, len(payload))
     address, at = ctypes.addressof(context.payload), context.address
@@ -114,7 +114,7 @@ def _store(address: int, data: bytes) -> None:
     ctypes.memmove(address, data, len(data))
 
 
-def _mapped(libc: ctypes.CDLL) -> int:
+def _map_page(libc: ctypes.CDLL) -> int:
     """Map a page for the context that forked children do not inherit. Raises `OSError`."""
     try:
         fd = _memfd()
@@ -149,7 +149,7 @@ def _memfd() -> int:
     return fd
 
 
-def _is_there() -> bool:
+def _is_published() -> bool:
     """Return True if any SDK has published a context of this process."""
     with suppress(OSError):
         return any(NAME in line for line in Path("/proc/self/maps").read_bytes().splitlines())

@@ -49,7 +49,7 @@ def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
     return folder / f"{name}-{sys.implementation.cache_tag}" if is_own else None
 
 
-def homes() -> list[Path]:
+def run_parents() -> list[Path]:
     """Return the folders that may have this user's runs. New runs go into the first folder."""
     paths = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
     folders = [Path(name) for name in [*paths, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
@@ -59,7 +59,7 @@ def homes() -> list[Path]:
 def make(run: str) -> Path:
     """Create the folder of a run, for its owner only. Raises `OSError`."""
     problem: OSError = FileNotFoundError("no folder for runs")
-    for home in homes():
+    for home in run_parents():
         if len(os.fsencode(home / run / SOCKET)) > ADDRESS_BYTES:
             continue
         try:
@@ -86,10 +86,10 @@ def refuse_shared(folder: Path) -> None:
 
 def listen(path: Path) -> socket.socket:
     """Create an agent's socket at a path, in place of a socket without a listener. Raises `OSError`."""
-    holder = holder_of(path)
+    holder = listener_pid(path)
     if holder is not None:
         raise FileExistsError(
-            f"{path}: {agent_name(holder)} already listens there{'' if _answers(path) else unanswered(holder)}"
+            f"{path}: {agent_name(holder)} already listens there{'' if _answers(path) else no_answer_text(holder)}"
         )
     path.unlink(missing_ok=True)
     listener = socket.socket(packets.FAMILY, packets.KIND)
@@ -104,12 +104,12 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def is_heard(path: Path) -> bool:
+def has_listener(path: Path) -> bool:
     """Return True if a process listens on a socket."""
-    return holder_of(path) is not None
+    return listener_pid(path) is not None
 
 
-def holder_of(path: Path) -> int | None:
+def listener_pid(path: Path) -> int | None:
     """Return the pid of the process, perhaps suspended, that listens on a socket, 0 if unknown, None for none."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.setblocking(False)
@@ -136,7 +136,7 @@ def agent_name(holder: int) -> str:
     return f"an agent (process {holder})" if holder else "an agent"
 
 
-def unanswered(holder: int) -> str:
+def no_answer_text(holder: int) -> str:
     """Return a sentence on an agent that listens but does not answer."""
     advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
     return f", and does not answer{advice}"
@@ -144,16 +144,16 @@ def unanswered(holder: int) -> str:
 
 def _answers(path: Path) -> bool:
     """Return True if the agent that listens on a socket answers."""
-    with suppress(OSError, packets.PacketError), connected(path, ANSWER_S) as caller:
+    with suppress(OSError, packets.PacketError), connect_to_agent(path, ANSWER_S) as caller:
         packets.send(caller, {"ask": "processes"})
         return packets.receive(caller)[0] is not None
     return False
 
 
-def found() -> list[Path]:
+def list_runs() -> list[Path]:
     """Return the folders of this user's runs, the oldest first, also those without an agent."""
     folders = []
-    for home in homes():
+    for home in run_parents():
         with suppress(OSError):
             refuse_shared(home)
             folders += [path for path in home.iterdir() if _RUN.fullmatch(path.name) and path.is_dir()]
@@ -173,7 +173,7 @@ def paths_in(folder: Path, pattern: str) -> list[Path]:
     return []
 
 
-def note_of(folder: Path, pid: int, started: int) -> Path:
+def note_file(folder: Path, pid: int, started: int) -> Path:
     """Return the file that marks a recording process of the run for agents."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
@@ -196,7 +196,7 @@ def unsent(folder: Path) -> int:
 
 
 @contextmanager
-def registered(path: Path) -> Iterator[None]:
+def register_socket(path: Path) -> Iterator[None]:
     """Link to an agent's socket from the folder of runs within the block, so that commands find it."""
     link = None
     with suppress(OSError):
@@ -222,15 +222,15 @@ def remove(folder: Path) -> None:
 
 def remove_abandoned() -> None:
     """Remove the folders of runs whose first process and agent have both ended."""
-    for folder in found():
+    for folder in list_runs():
         pid = first_process(folder.name)
         lives = pid and pid != os.getpid() and Path(f"/proc/{pid}").exists()  # ours is not there yet
-        if not lives and not is_heard(folder / SOCKET):
+        if not lives and not has_listener(folder / SOCKET):
             remove(folder)
 
 
 @contextmanager
-def connected(path: Path, timeout_s: float) -> Iterator[socket.socket]:
+def connect_to_agent(path: Path, timeout_s: float) -> Iterator[socket.socket]:
     """Connect to an agent, with a time limit for each call. Raises `OSError`."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.settimeout(timeout_s)

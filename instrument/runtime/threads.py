@@ -131,7 +131,7 @@ _of_libraries: dict[int, int] = {}
 
 
 @contextmanager
-def adopting() -> Iterator[None]:
+def count_library_threads() -> Iterator[None]:
     """Count the threads that libraries start in the block as ours, such as OpenBLAS's at the import of numpy."""
     before = _count_tasks()
     try:
@@ -157,7 +157,7 @@ class _ForkWarning:
         """Return True for the warning."""
         is_it = text.startswith("This process ") and "is multi-threaded" in text
         if is_it:
-            end_quiet_fork()
+            restore_fork_warning()
         return is_it
 
 
@@ -165,7 +165,7 @@ _QUIET: Any = ("ignore", _ForkWarning(), DeprecationWarning, None, 0)
 _PYTHON_WARNS = sys.version_info >= (3, 12)
 
 
-def quiet_fork() -> None:
+def silence_fork_warning() -> None:
     """Suppress Python's warning on threads at the next fork if all threads except the calling one are ours."""
     ours = sum(pid == os.getpid() for _, pid in list(_ours.values())) + _of_libraries.get(os.getpid(), 0)
     if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
@@ -173,8 +173,8 @@ def quiet_fork() -> None:
         warnings.filters.insert(0, _QUIET)  # type: ignore[attr-defined]
 
 
-def end_quiet_fork() -> None:
-    """Undo `quiet_fork`, if it suppressed the warning."""
+def restore_fork_warning() -> None:
+    """Undo `silence_fork_warning`, if it suppressed the warning."""
     with suppress(ValueError):
         warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
@@ -206,7 +206,7 @@ def catch_up_with_fork() -> None:
         _child_begins()
 
 
-def are_to_wait() -> bool:
+def is_server_to_fork() -> bool:
     """Return True if a server in C has not forked its workers yet, and will do so without the GIL.
 
     A thread that has the GIL at that moment would leave it locked in the child, which then hangs.
@@ -225,7 +225,7 @@ def _note(name: str, fault: BaseException | None) -> None:
         pass
 
 
-def current_name() -> str | None:
+def own_thread_name() -> str | None:
     """Return the name of the calling thread if it is ours, else None."""
     name, pid = _ours.get(get_ident(), ("", 0))
     return name if pid == os.getpid() else None

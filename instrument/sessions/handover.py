@@ -309,7 +309,7 @@ class Handover:
         exporter = self._exporter
         if exporter is None:
             return None
-        metrics, state = exporter.new_metrics(environment.asked_of_metrics()), self.metered()
+        metrics, state = exporter.new_metrics(environment.metrics_variables()), self.metered()
         if state is not None:
             with suppress(*DAMAGED):
                 metrics.go_on(state.delivered)

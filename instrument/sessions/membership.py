@@ -76,9 +76,9 @@ class Membership:
         if not self.path:
             return ""
         problem = self._send_join()
-        if problem and begins and self.can_begin_agent() and not run_folder.is_heard(Path(self.path)):
+        if problem and begins and self.can_begin_agent() and not run_folder.has_listener(Path(self.path)):
             has_begun: list[bool] = []
-            self._while_no_fork(lambda: has_begun.append(agent_launch.replace_gone(Path(self.path))))
+            self._while_no_fork(lambda: has_begun.append(agent_launch.replace_ended(Path(self.path))))
             if any(has_begun):
                 self._has_begun_agent = True
                 problem = self._send_join()
@@ -120,7 +120,7 @@ class Membership:
 
     def is_heard(self) -> bool:
         """Return True if an agent listens, even if this process has not joined it."""
-        return bool(self.path) and run_folder.is_heard(Path(self.path))
+        return bool(self.path) and run_folder.has_listener(Path(self.path))
 
     def has_agent(self) -> bool:
         """Return True if there is an agent, or if a new agent can replace one that has gone."""
@@ -167,7 +167,7 @@ class Membership:
         Raises `OSError`, which is a `TimeoutError` if the agent takes too long.
         """
         asks = f"GET /metrics HTTP/1.0\r\n{OPENMETRICS if openmetrics else ''}\r\n".encode()
-        with run_folder.connected(Path(self.path), SCRAPE_S) as caller:
+        with run_folder.connect_to_agent(Path(self.path), SCRAPE_S) as caller:
             packets.send(caller, {"ask": "scrape", "run": run})
             message, descriptors = packets.receive(caller)
         if message is None or not descriptors:
@@ -224,7 +224,7 @@ class Membership:
         if not self.send(goodbye) and (self.join(begins=begins) or not self.send(goodbye)):
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
-                run_folder.note_of(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
+                run_folder.note_file(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
             unsent = run_folder.unsent(folder)
             return {"unheard": True, "unreported": run_folder.unreported(folder), "unsent": unsent}
         answer = {} if save is None else self._answer(max(ALIVE_S, BEGIN_S) if self._has_begun_agent else ALIVE_S)

@@ -30,7 +30,7 @@ from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
-from instrument.runtime.threads import Thread, end_quiet_fork, hook_forks, quiet_fork
+from instrument.runtime.threads import Thread, hook_forks, restore_fork_warning, silence_fork_warning
 from instrument.runtime.unpatched import RLock, local, sleep
 from instrument.sessions.files import RUN_VARIABLE, is_main, new_run
 from instrument.sessions.leaving import EXIT_LIMIT_NS
@@ -82,7 +82,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
         of_run = None if profile is not None else run_folder.shared_file(shared_profile.NAME)
         chosen = (shared_profile.read(of_run, str(source)) if of_run is not None else None) or load_profile(source)
     is_read = chosen is not source
-    is_reported = is_read and chosen.leaves_nothing and environment.INIT_FOLDER not in os.environ
+    is_reported = is_read and chosen.exports_nothing and environment.INIT_FOLDER not in os.environ
     for remark in chosen.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
     if is_reported and is_main():
@@ -129,7 +129,7 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
     def leave() -> None:
         for name in (run_folder.VARIABLE, RUN_VARIABLE):
             os.environ.pop(name, None)
-        if os.getpid() == pid and not run_folder.is_heard(path):
+        if os.getpid() == pid and not run_folder.has_listener(path):
             run_folder.remove(path.parent)
 
     return leave
@@ -384,7 +384,7 @@ def _before_fork() -> None:
     _forking.is_main_thread = get_native_id() == os.getpid()
     is_acquired = session is not None and session.generations.lock.acquire(timeout=FORK_WAIT_S)
     _forking.session = session if is_acquired else None
-    quiet_fork()
+    silence_fork_warning()
 
 
 def _after_fork_in_parent() -> None:
@@ -395,7 +395,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _session_lock
-    end_quiet_fork()
+    restore_fork_warning()
     _session_lock = RLock()
     locked_session, _forking.session = getattr(_forking, "session", None), None
     FAULTS.clear()

@@ -259,22 +259,22 @@ class Generations:
             return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
 
     def _with_engines(self, profile: Profile) -> Profile:
-        from instrument.profile.keys import with_engine
+        from instrument.profile.keys import with_engine_preset
 
         for package in self._engines if profile.engines == "auto" else ():
-            profile = with_engine(profile, package)
+            profile = with_engine_preset(profile, package)
         return profile
 
     def add_engine(self, package: str) -> None:
         """Add the rules for an engine before its modules are imported, if the profile wants them."""
-        from instrument.profile.keys import with_engine
+        from instrument.profile.keys import with_engine_preset
 
         session = self._session
         with self.lock:
             now = session.profile
             if self.has_ended() or now.engines != "auto" or package in self._engines:
                 return
-            to = with_engine(now, package)
+            to = with_engine_preset(now, package)
             change_rules(session.selection, now, to)
             self._engines.append(package)
             self._refine(to)

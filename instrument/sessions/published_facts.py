@@ -178,7 +178,7 @@ class PublishedFacts:
             by=recorded.requests_by[0],
             at_most=recorded.requests_by[1],
             watches=any(rule.gen_ai or rule.batch for rule in profile.functions),
-            environ=environment.asked_of_metrics(),
+            environ=environment.metrics_variables(),
         )
 
     def publish_marks(self) -> None:

@@ -173,7 +173,7 @@ class Recorded:
         """Return the OpenTelemetry attributes that identify this process for collectors and profilers."""
         if self.exporter is not None:
             return self.exporter.resource()
-        attributes, provider = environment.given_attributes(), otlp.provider_attributes()
+        attributes, provider = environment.environment_attributes(), otlp.provider_attributes()
         return otlp.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
@@ -221,7 +221,7 @@ class Recorded:
             wall_error_ns=clock.wall_error_ns(),
             run=files.run_of_keys(),
             start_ticks=clock.start_ticks(clock.STAT),
-            version=str(environment.given_attributes().get("service.version", "")),
+            version=str(environment.environment_attributes().get("service.version", "")),
             caller=self._caller,
         )
 

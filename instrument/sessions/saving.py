@@ -17,7 +17,7 @@ from instrument.profile.model import Export, Summary
 from instrument.recording.spans import Origin
 from instrument.runtime.cheap_start import NamedTuple, replace
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import adopting
+from instrument.runtime.threads import count_library_threads
 from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
 
@@ -174,7 +174,7 @@ class Saving:
         export = self._session.profile.export
         is_wanted = export.summary is not None or is_asked(export)
         if is_asked(export) and self._session.profile.schedule is not None:
-            with adopting():
+            with count_library_threads():
                 prepare()
         problem = why_no_files() if is_wanted else ""
         if problem:

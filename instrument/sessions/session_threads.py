@@ -11,7 +11,7 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import Thread, are_to_wait, start_unlisted
+from instrument.runtime.threads import Thread, is_server_to_fork, start_unlisted
 from instrument.runtime.unpatched import Event
 from instrument.sessions.account import SessionDiagnostics
 
@@ -97,7 +97,7 @@ class SessionThreads:
 
     def _recording_begins(self) -> None:
         """Start the threads at the first span. Delays its thread, one of the service's, by some 0.1 ms."""
-        if are_to_wait():
+        if is_server_to_fork():
             return  # those of the workers begin there
         has_begun = self._begun = Event()
         rests = Event()
@@ -119,7 +119,7 @@ class SessionThreads:
             raise
 
     def _start_threads(self) -> None:
-        if self._is_over or are_to_wait():
+        if self._is_over or is_server_to_fork():
             return  # the session sends what there is at its end
         self.have_begun = True
         FAULTS.attempt("first touch of pages", lambda: RECORDER.touch_ahead(TOUCHED_BYTES))

@@ -287,7 +287,7 @@ def agent_of(server: Server) -> int:
     """The agent of a server's run."""
     environ = Path(f"/proc/{server.process.pid}/environ").read_bytes().split(b"\0")
     (path,) = [os.fsdecode(one.partition(b"=")[2]) for one in environ if one.startswith(b"INSTRUMENT_AGENT=")]
-    with run_folder.connected(Path(path), LIMIT_S) as caller:
+    with run_folder.connect_to_agent(Path(path), LIMIT_S) as caller:
         packets.send(caller, {"ask": "processes"})
         while "end" not in (answer := packets.receive(caller)[0] or {"end": {}}):
             pass

@@ -187,7 +187,7 @@ class TimedHttp(Http):
     __slots__ = ("_has_own_trailer", "_method", "_takes_trailer", "_timings_at_end")
 
     def __init__(self, scope: Message) -> None:
-        (accepted,) = header_values(_kept(scope["headers"], scope), (b"te",))
+        (accepted,) = header_values(_readable_headers(scope["headers"], scope), (b"te",))
         is_known = TRAILERS in (scope.get("extensions") or ())
         self._takes_trailer = is_known and accepted is not None and b"trailers" in accepted.lower()
         self._method = scope.get("method", "")
@@ -277,7 +277,7 @@ def _path(scope: Message) -> str:
 def _plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
     headers = scope["headers"]
     if type(headers) is not list:
-        headers = _kept(headers, scope)
+        headers = _readable_headers(headers, scope)
     parent, state, length = header_values(headers, PLAIN)
     address, port = scope.get("server") or NOWHERE
     arrival = scope.get("method", "GET"), scope.get("scheme", "http"), address, port  # a websocket begins with a GET
@@ -285,12 +285,12 @@ def _plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
 
 
 def _all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
-    headers = dict(_kept(scope["headers"], scope))
-    attributes = {name: value for name in names if (value := _value(scope, headers, name)) is not None}
+    headers = dict(_readable_headers(scope["headers"], scope))
+    attributes = {name: value for name in names if (value := _attribute_value(scope, headers, name)) is not None}
     return _plain(scope)[0], headers, attributes
 
 
-def _kept(headers: Any, scope: Message) -> Any:
+def _readable_headers(headers: Any, scope: Message) -> Any:
     """Return a request's headers. An iterator is replaced in the scope, so that the app can read it."""
     if iter(headers) is not headers:
         return headers
@@ -299,7 +299,7 @@ def _kept(headers: Any, scope: Message) -> Any:
     return pairs
 
 
-def _value(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
+def _attribute_value(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
     """Return the value that a request has for an attribute, None without one."""
     if name == "url.path":
         return str(scope["path"])

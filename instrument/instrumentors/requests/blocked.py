@@ -70,7 +70,7 @@ def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> 
             places.begin(begun_ns)
         run(self)
         if now() - begun_ns > limit_ns:
-            _note(recorder, self._callback, self._context.run, begun_ns, places)
+            _note_slow_callback(recorder, self._callback, self._context.run, begun_ns, places)
         if places.is_on:
             places.end()
 
@@ -99,7 +99,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
             places.begin(begun_ns)
         callback(*args)
         if now() - begun_ns > limit_ns:
-            _note(recorder, callback, _run_here, begun_ns, places)
+            _note_slow_callback(recorder, callback, _run_here, begun_ns, places)
         if places.is_on:
             places.end()
 
@@ -154,7 +154,7 @@ BLOCKERS: dict[Site, tuple[int, int]] = {}
 """The number of blocks of an event loop by spans of a site, and the ns of the longest, by site."""
 
 
-def _note(
+def _note_slow_callback(
     recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: LoopPlaces
 ) -> None:
     """Record a slow callback if a request was open on its loop."""
@@ -162,13 +162,13 @@ def _note(
     try:
         if not recorder.on:
             return
-        rows = _ended_within(recorder, begun_ns)
+        rows = _newest_rows(recorder, begun_ns)
         if not recorder.open_requests(get_native_id()) and not any(map(is_request_root, rows)):
             return
         function, facts = _function_of(callback)
-        site = _span_over(recorder, run_in_context, rows, begun_ns, ended_ns)
+        site = _blocking_site(recorder, run_in_context, rows, begun_ns, ended_ns)
         facts[BLOCKED_BY] = (function if site is None else site.name)[:VALUE_LIMIT]
-        facts |= attributes_of(places.met(begun_ns), VALUE_LIMIT)
+        facts |= attributes_of(places.take_places(begun_ns), VALUE_LIMIT)
         if site is not None and (site in BLOCKERS or len(BLOCKERS) < BLOCKERS_KNOWN):
             stretches, longest_ns = BLOCKERS.get(site, (0, 0))
             BLOCKERS[site] = stretches + 1, max(longest_ns, ended_ns - begun_ns)
@@ -178,7 +178,7 @@ def _note(
         FAULTS.note("blocked event loop", fault)
 
 
-def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
+def _newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
     """Return the newest rows of this thread that ended since `begun_ns`, in the order of their ends."""
     thread_id = get_native_id()
     for ring in recorder.rings():
@@ -188,7 +188,7 @@ def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
     return []
 
 
-def _span_over(
+def _blocking_site(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
     """Return the site of the innermost span open for most of the time, or None. Prefers ended spans."""
@@ -308,7 +308,7 @@ class LoopPlaces:
         """Note that the callback of this thread has ended."""
         self._begun[get_ident()] = 0
 
-    def met(self, begun_ns: int) -> tuple[str, ...]:
+    def take_places(self, begun_ns: int) -> tuple[str, ...]:
         """Return the places of the slow callback that began at `begun_ns`, innermost first. Starts the sampling."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
@@ -329,12 +329,12 @@ class LoopPlaces:
             now_ns = self._recorder.now_ns()
             slow = [(ident, ns) for ident, ns in list(self._begun.items()) if ns and now_ns - ns > self._look_s * 1e9]
             if slow:
-                self._look(slow)
+                self._sample_places(slow)
             elif now_ns - self._slow_ns > REST_NS:
                 self.is_on = False
                 self._seen.clear()
 
-    def _look(self, slow: list[tuple[int, int]]) -> None:
+    def _sample_places(self, slow: list[tuple[int, int]]) -> None:
         """Sample the places of slow callbacks. Drop the samples of ended callbacks."""
         frames = sys._current_frames()
         for key in [key for key in self._seen if key not in slow]:

@@ -576,24 +576,24 @@ class Endpoints:
     def site(self, protocol: str, method: str, route: str = "") -> Site:
         """Return the site of requests to an endpoint."""
         key = (protocol, method, route)
-        return self._sites.get(key) or self._made(key)
+        return self._sites.get(key) or self._make_site(key)
 
     def sites(self) -> list[Site]:
         """Return the sites of all endpoints so far."""
         return list(self._sites.values())
 
-    def _made(self, key: Key) -> Site:
+    def _make_site(self, key: Key) -> Site:
         protocol, method, route = key
         if protocol not in CALLED and method not in METHODS and method != "_OTHER":
             return self.site(protocol, "_OTHER", route)
         if (route or protocol in CALLED) and method and len(self._sites) >= ENDPOINT_LIMIT:
             self.recorder.count(BEYOND)
             return self.site(protocol, "" if protocol in CALLED else method)
-        site = self._sites.setdefault(key, self._described(protocol, method, route))
+        site = self._sites.setdefault(key, self._new_site(protocol, method, route))
         self.recorder.note_shape(site, REQUEST)
         return site
 
-    def _described(self, protocol: str, method: str, route: str) -> Site:
+    def _new_site(self, protocol: str, method: str, route: str) -> Site:
         facts: dict[str, AttributeValue]
         if protocol in CALLED:
             facts = {"rpc.system.name": protocol, "rpc.method": method or "_OTHER", **self._address}

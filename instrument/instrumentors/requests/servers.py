@@ -21,7 +21,7 @@ from instrument.runtime.threads import catch_up_with_fork
 Attach = Callable[[Any, Exchanges], list[Undo]]
 
 
-def _served(app: Any, kind: Any, exchanges: Exchanges) -> Any:
+def _recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
     """Return a recording proxy of the app. Each rule has its own proxy."""
     inner = app
     while isinstance(inner, ServedApp):
@@ -44,7 +44,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
             nonlocal last
             app_before, served = last
             if app_before is not app or served is None:
-                served = _served(app, kind, exchanges)
+                served = _recording_app(app, kind, exchanges)
                 last = app, served
             return run(self, served)
 
@@ -66,7 +66,7 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
         def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 holder = self if holder_of is None else holder_of(self)
-                setattr(holder, name, _served(getattr(holder, name), kind, exchanges))
+                setattr(holder, name, _recording_app(getattr(holder, name), kind, exchanges))
             except Exception as fault:  # a version with another attribute
                 FAULTS.note(f"app of {module.__name__}", fault)
             return run(self, *args, **kwargs)
@@ -81,7 +81,7 @@ def _attach_to_module(*ways: Attach) -> Attach:
     return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
 
 
-def _given(name: str, position: int, kind: Any) -> Attach:
+def _app_argument(name: str, position: int, kind: Any) -> Attach:
     """Return the `Attach` of a module's function whose argument at `position` is the app."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -89,7 +89,7 @@ def _given(name: str, position: int, kind: Any) -> Attach:
 
         @replaces(module, name)
         def undo(*args: Any, **kwargs: Any) -> Any:
-            app = _served(args[position], kind, exchanges)
+            app = _recording_app(args[position], kind, exchanges)
             return run(*args[:position], app, *args[position + 1 :], **kwargs)
 
         return [undo]
@@ -101,7 +101,7 @@ EMBEDDING = frozenset({"uwsgi"})
 """Modules of servers in C that embed the interpreter. They call the app without Python code."""
 
 
-def _embedded(class_name: str) -> Attach:
+def _app_class(class_name: str) -> Attach:
     """Return the `Attach` of a framework's app class, whose `__call__` a server in C calls."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -133,7 +133,7 @@ def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
         load(self)
         is_of_tornado = any(kind.__module__.startswith("tornado.") for kind in type(self.wsgi).__mro__)
         if hasattr(type(self), "handle_request") and not is_of_tornado:
-            self.wsgi = _served(self.wsgi, wsgi.WsgiApp, exchanges)
+            self.wsgi = _recording_app(self.wsgi, wsgi.WsgiApp, exchanges)
 
     return [undo]
 
@@ -148,7 +148,7 @@ ASGI: Mapping[str, Attach] = {
         _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
     ),
     "daphne.server": _kept("Server", "create_application", asgi.AsgiApp, "application"),
-    "granian.asgi": _given("_callback_wrapper", 0, asgi.AsgiApp),
+    "granian.asgi": _app_argument("_callback_wrapper", 0, asgi.AsgiApp),
     "gunicorn.asgi.protocol": _attach_to_module(
         _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
         _kept("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
@@ -160,13 +160,13 @@ WSGI: Mapping[str, Attach] = {
     "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
     "wsgiref.handlers": _attach_to_method("BaseHandler", "run", wsgi.WsgiApp),
     "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
-    "granian.wsgi": _given("_callback_wrapper", 0, wsgi.WsgiApp),
+    "granian.wsgi": _app_argument("_callback_wrapper", 0, wsgi.WsgiApp),
     "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
     "cheroot.wsgi": _kept("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
     "tornado.wsgi": _kept("WSGIContainer", "handle_request", wsgi.WsgiApp, "wsgi_application"),
-    "bjoern": _given("server_run", 1, wsgi.InterleavedApp),
-    "flask.app": _embedded("Flask"),
-    "django.core.handlers.wsgi": _embedded("WSGIHandler"),
-    "falcon.app": _embedded("App"),
-    "bottle": _embedded("Bottle"),
+    "bjoern": _app_argument("server_run", 1, wsgi.InterleavedApp),
+    "flask.app": _app_class("Flask"),
+    "django.core.handlers.wsgi": _app_class("WSGIHandler"),
+    "falcon.app": _app_class("App"),
+    "bottle": _app_class("Bottle"),
 }

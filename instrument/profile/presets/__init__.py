@@ -46,7 +46,7 @@ def named_by(path: str | os.PathLike[str]) -> str | None:
     return next((preset for preset in PRESETS if os.fspath(path) == path_of(preset)), None)
 
 
-def refined(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
+def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
     """Merge the preset that a profile names into its root node. Return that, and the preset's texts by path."""
     from instrument.profile.document import Document
 
