@@ -384,7 +384,7 @@ def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEv
 
 
 def _chunks(text: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the text of each event, and True if the event is complete. Text between two events counts as an event."""
+    """Yield the text of each event, and True if the event is complete. Text between events counts as an event."""
     begin = 0
     for end in ends_of_values(text):
         opening = min(at for mark in b"{[" if (at := text.find(mark, begin)) >= 0)

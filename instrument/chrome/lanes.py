@@ -238,7 +238,7 @@ class Spans:
         self.process = processes.numbers_of(self.thread_id)
 
     def groups(self) -> Int64s:
-        """Return the number of each span's thread, or of its task in a tree of a process, from 0."""
+        """Return a number per span, from 0, that identifies its thread, or its task within a tree of a process."""
         threads, groups = ranked(self.thread_id)
         slices = np.flatnonzero(self.is_async)
         if not len(slices):

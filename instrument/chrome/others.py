@@ -86,7 +86,7 @@ def _product(first: Shape, second: Shape) -> int:
 
 
 def _product_formula(first: int) -> _Formula:
-    """Return the formula for a product of the tensor arguments at index `first` and the next index."""
+    """Return the formula for a product of two tensor arguments, at index `first` and after it."""
     return lambda shapes, _: _product(shapes[first], shapes[first + 1])
 
 
@@ -117,7 +117,7 @@ def _convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int
 
 
 def _convolution_operations(source: Shape, weight: Shape, size: Shape) -> int:
-    """Return the operations of a convolution with a result of a size. `weight` has a group's inputs per output."""
+    """Return the operations of a convolution with a result of shape `size`. `weight` has inputs per output."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
     return 2 * source[0] * prod(size) * prod(weight)

@@ -232,7 +232,7 @@ def _service_of(profile: Profile) -> str:
 
 
 def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
-    """Return each setting that a variable can set, with its value and source. Headers have only names."""
+    """Return each setting that a variable can set, with its value and source. Values of headers are hidden."""
     settings = []
     for name, origin in sorted(profile.origins.items()):
         value = setting(profile, name)

@@ -66,7 +66,7 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
 
 
 def _confirms(runs: Sequence[client.Asked], *, on: bool) -> bool:
-    """Return True if the user at a terminal means all of the runs. Raises `InstrumentError` without a terminal."""
+    """Ask the user at a terminal to confirm a change of all runs. Raises `InstrumentError` without a terminal."""
     verb, names = "on" if on else "off", [run.description for run in runs]
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InstrumentError(

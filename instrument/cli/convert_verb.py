@@ -152,7 +152,7 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
-    """Write files as OTLP: each process is a resource, and trees span processes, by wall time."""
+    """Write files as OTLP, by wall time. Each process is a resource, and a tree may extend over processes."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.json_lines import JSON, json_lines
     from instrument.otlp.packed_spans import SpanPacker

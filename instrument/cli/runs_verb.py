@@ -174,7 +174,7 @@ class RunRead(NamedTuple):
 
     @property
     def processes(self) -> str:
-        """Return the number of processes, and the number of ended ones without a recording."""
+        """Return a text on the number of processes, and on the ended ones without a recording."""
         ended = f", without {self.ended} that ended before" if self.ended else ""
         return f"{len(self.read)} process{'es' * (len(self.read) != 1)}{ended}"
 

@@ -116,7 +116,7 @@ class ProfileStats:
 
     @property
     def calls(self) -> int:
-        """The number of calls of the functions. Calls from one of the functions do not count."""
+        """The number of calls of the functions, without calls by one of these functions itself."""
         return _outermost(self._tally()).calls
 
     @property

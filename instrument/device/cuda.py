@@ -71,7 +71,7 @@ def why_absent() -> str:
 
 
 def misfit(bindings: str, driver: int) -> str:
-    """Return a sentence why bindings do not work with a driver, with the remedy, "" if they work.
+    """Return a sentence with the reason why bindings do not fit a driver, and the remedy, "" if they fit.
 
     `bindings` is a version, "" for none. `driver` is the newest CUDA of the driver, 13010 for 13.1, 0 if unknown.
     """

@@ -278,10 +278,10 @@ class GaugeSources:
 
 
 STOP_S = 2.0
-"""The longest wait for the thread's end. It may hang in the driver."""
+"""The longest wait in seconds for the thread's end, as it may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""The longest wait of a fork until the thread leaves NVML and torch's allocator. A child inherits their locks."""
+"""The most seconds that a fork waits for the thread to leave NVML and torch's allocator."""
 
 THREAD_NAME = "instrument-nvml"
 
@@ -457,7 +457,7 @@ def _after_fork_in_parent() -> None:
 PROC = Path("/proc")
 
 _PROCESS_CLOCK = 2
-"""Linux's `CPUCLOCK_SCHED`: the kind in a process's clock id. `process_time` reads the same kind for this process."""
+"""Linux's `CPUCLOCK_SCHED`, the kind of clock that `process_time` reads, as part of a clock id."""
 
 
 MOST_THREADS = 256

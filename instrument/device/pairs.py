@@ -78,7 +78,7 @@ class DeferredTimes(NamedTuple):
 
 
 class Pair:
-    """A pair of events from a context's pool, around the work of a span on a stream.
+    """A pair of events from a context's pool, before and after a span's work on a stream.
 
     The recorder refers to an open span's first pair, the `whole`. A generator has a pair for each later step, which
     refers to the `whole`. The `whole` returns to the pool last. The span's threads count `begun`, the resolver `taken`.
@@ -253,7 +253,7 @@ class Context:
 
 
 STALE_NS = 10**6
-"""The least uncertainty, in ns, of a `stale` interval. It also exceeds a tenth of the interval's length."""
+"""An interval is `stale` if its uncertainty exceeds this time in ns, and a tenth of the interval's length."""
 
 LAUNCH_NS = 20_000
 """A span is launch-bound if its device interval ends within this time after it. A launch takes 3 to 10 us."""

@@ -74,7 +74,7 @@ _by_end = attrgetter("end_ns")
 
 
 def _ended_at(pair: Pair) -> int:
-    """Return the host time at which a pair's span ended, else that of the pair's end. Up to 0 nothing is awaited."""
+    """Return the host time at which a pair's span ended, else that of the pair's end, 0 or less without an end."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
@@ -102,9 +102,9 @@ class Resolver:
         self.pairs = 0
         """The count of pairs that have been resolved, timed or not."""
         self.pair_ns = 0.0
-        """The cost of a pair on a thread of the service, measured on this device."""
+        """The ns that a pair takes on a thread of the service, measured on this device."""
         self.thread_ns = 0
-        """Processor time of the resolver's thread."""
+        """Processor time of the resolver's thread, in ns."""
         self._placing = Placing(driver, now)
         self._ready: list[tuple[int, int, int, int, int, str, int]] = []
         """The intervals of the next write into the recording."""

@@ -110,7 +110,7 @@ class ArgumentWatch:
         }
 
     def examine(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """Return an examiner of the calls' arguments, and one of their results. Either may be None.
+        """Return examiners of the arguments and of the results of a function's calls. Either may be None.
 
         Functions that read no attribute and call only builtins are skipped. They are called most often, and their
         examination would take several times as long as the call.

@@ -257,7 +257,7 @@ def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
 
 
 def _largest_argument(arguments: Sequence[Any]) -> tuple[int, bool]:
-    """Return the bytes of a call's largest argument, and True if one of its tensors is on a device."""
+    """Return the bytes of a call's largest argument, and True if a tensor of any argument is on a device."""
     most, on_device = 0, False
     for argument in arguments:
         size, waiting = 0, [argument]

@@ -383,7 +383,7 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield each module with its path and the reason why Python does not call it, except torch.compile's."""
+        """Yield each module, except torch.compile's, with its path and the reason why Python does not call it."""
         # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
         visited: set[int] = set()

@@ -429,7 +429,7 @@ class Functions:
             return verdicts
 
     def _with_overrides(self, index: int, verdict: Verdict) -> Verdict:
-        """Add the overrides without a probe to a verdict, if the rule names that one method."""
+        """Add the overrides without a probe to the verdict, if the rule names a single method."""
         rule = self.rules[index]
         probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
         if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:
@@ -512,7 +512,7 @@ def _makes_equal_probes(rule: FunctionRule, second: FunctionRule) -> bool:
 
 
 def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
-    """Return the module's name that a pattern matches, in a tuple, which is empty without one."""
+    """Return the module's name that a pattern matches in a tuple, empty without a match."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 
 

@@ -55,7 +55,7 @@ class Probes(Protocol):
         """Remove every probe, last first."""
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule up to now, in the order of the profile."""
+        """Return the verdict on every rule, in the order of the profile."""
 
 
 LOOKS = 2
@@ -350,7 +350,7 @@ class Selection:
             return set() if functions is None else functions.sites_of(label)
 
     def detach(self, site: Site) -> Undo | None:
-        """Remove the probes of a function or layer for a while. Return the call that restores them, None for none."""
+        """Remove the probes of a function or layer for a while. Return the call that restores them, or None."""
         with self._lock:
             for key in ("functions", "layers"):
                 family: Functions | Layers | None = self._families.get(key)

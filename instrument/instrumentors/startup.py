@@ -143,7 +143,7 @@ class StartupWatch:
 # The durations of imports
 
 LIMIT = 2_000
-"""The most packages with a row of their own. Further ones share one row."""
+"""The most packages with a row of their own. Further packages share a row."""
 
 OTHERS = "(other packages)"
 
@@ -265,10 +265,7 @@ class ImportTimes:
 
 
 def _asked_by_us(frame: FrameType | None) -> bool:
-    """Return True if the importing code is a module of this package.
-
-    `python -m` imports without such a frame.
-    """
+    """Return True if the importing code is a module of this package. For `python -m` there is no importing code."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in _IMPORTERS:

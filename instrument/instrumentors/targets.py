@@ -77,8 +77,8 @@ class Target:
     """A function where it can be replaced.
 
     `raw` is the value of the attribute of a module or class: the function itself, or an object that contains it. `put`
-    replaces the function in that object. `raw` is None for a function deeper inside, which `put` replaces alone.
-    `note` is an explanation for the user, "" without a need.
+    replaces the function in that object. `raw` is None for a function deeper inside, which only `put` replaces. `note`
+    is an explanation for the user, or "".
     """
 
     owner: Any
@@ -265,7 +265,7 @@ def _walk(
 ) -> Iterator[Target | Unreachable]:
     """Yield the functions that a pattern matches below an owner.
 
-    With `methods_of`, a module, only public methods of a class there count. `called` is the module's name in labels.
+    With `methods_of`, a module, yield only public methods of its classes. `called` is the module's name in labels.
     """
     home = methods_of or module.__name__
     names = namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)

@@ -98,8 +98,8 @@ def tensors_of(module: Any) -> list[Any]:
 def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
     """Return a tensor of the neighbours of a module without tensors, in a list, empty if they have none.
 
-    The module before it gives it its input. So the last tensor of the nearest neighbour before it comes first, then the
-    first one after it, then one of the parent, then the same for the parent. A tensor on a device precedes the others.
+    The search goes from the module before it, which makes its input, to the module after it, to its parent, and on to
+    the parent's neighbours. Tensors on a device have precedence.
     """
     host_tensors: list[Any] = []
     while (parent := parent_of(module)) is not None:
@@ -119,9 +119,9 @@ def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callabl
 
 
 class CallWork:
-    """A reader of the devices of a call by its arguments, as an attribute for the recorder alone. It never raises.
+    """A reader of a call's devices from its arguments. The result is an attribute for the recorder alone.
 
-    A function that is pickled by value takes along a copy, which uses the arguments alone.
+    It never raises. A function that is pickled by value takes along a copy, which uses the arguments alone.
     """
 
     def __init__(self, recorder: Recorder, is_method: bool, function: FunctionType | None = None) -> None:

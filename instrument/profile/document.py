@@ -385,7 +385,7 @@ class _Tree:
         return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
 
     def resolved(self, source: Any, text: str, quoted: str) -> str:
-        """Return YAML's kind of a text, or `quoted` if the source has quotes."""
+        """Return YAML's kind of an unquoted text, or `quoted` for a quoted one."""
         return self.kind(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
     def value(self, reference: re.Match[str]) -> str:

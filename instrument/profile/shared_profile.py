@@ -25,7 +25,7 @@ _CLASS = ""
 """The key for the class's name in a dataclass's mapping. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of variables that a profile may search for, so all of them count as read."""
+"""The prefix of variables that a profile may list, so all of them count as read."""
 
 
 class Consulted(Mapping[str, str]):

@@ -309,7 +309,7 @@ def conditions(node: YamlNode) -> tuple[Where, ...]:
 
 
 def _pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a mapping. Names have a syntax. Null values are skipped."""
+    """Yield the names, checked by `syntax`, and the values of a mapping. Null values are skipped."""
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(syntax, name):

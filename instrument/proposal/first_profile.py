@@ -264,7 +264,7 @@ def _describe_requests(first: FirstProfile, observation: Observation, choice: Fu
 
 
 def _preset_records(observation: Observation) -> Iterator[str]:
-    """Yield a sentence on copies and calls of frameworks, which the preset records."""
+    """Yield sentences on copies and framework calls, which the preset records."""
     recorded = _call_sums(
         node
         for node in observation.nodes()

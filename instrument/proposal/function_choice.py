@@ -32,7 +32,7 @@ def time_text(ns: float) -> str:
 
 
 def calls_text(calls: int, total_ns: int) -> str:
-    """Return the text of a number of calls, and of the mean time of a call."""
+    """Return a text with a number of calls and the mean time of a call."""
     if calls == 1:
         return f"once, {time_text(total_ns)}"
     mean_text = f", {time_text(total_ns / calls)} each" if calls else ""
@@ -64,7 +64,7 @@ REPEATED = 3
 """The least calls per process of repeated work."""
 
 LOADING_NS = 50_000_000
-"""The least ns per process of a proposed loading function."""
+"""The least ns that a proposed loading function takes per process."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
 """The least share in its request's time, and the most share of self time, of a function that only repeats its request

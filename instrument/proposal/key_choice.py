@@ -23,7 +23,7 @@ LOOKS = 3
 """The least observed values of a path that may be a key, and the least values that it shares with a function."""
 
 DISTINCT = 0.8
-"""The least share of distinct values in a path that names requests."""
+"""The least share of distinct values at a path that names requests."""
 
 SHARED = 0.5
 """The least share of a path's values that also occur in requests."""
@@ -35,7 +35,7 @@ PASSED = 0.95
 """The least calls of the function that names requests, as a share of the most calls of a candidate."""
 
 COVERED = 0.8
-"""The least share of a function's time in its parts with which the parts, not the function, are batches."""
+"""The least share of a function's time that its parts must take to be the batches in its place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ KINDS_NAMED, OTHER_KINDS = 20, "others"
 
 
 class Faults:
-    """Counts our own faults by place and logs the first of each place.
+    """A counter of our own faults by place, which logs the first fault of each place.
 
     Thread-safe. Under pytest the fault is raised again, so that a test cannot pass over it.
     """

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Undo = Callable[[], None]
 
 STACK_WORDS = 40_000
-"""The stack size of a loader's frame, in words: CPython maps 512 KiB for it, and all frames of the import fit into the
-rest. Otherwise CPython maps and unmaps 16 KiB at each call across a border: 1,200 times as pydantic is imported."""
+"""The stack size of a loader's frame, in words. It makes CPython map 512 KiB at once, enough for all frames of the
+import. Otherwise CPython maps and unmaps 16 KiB again and again: 1,200 times at the import of pydantic."""
 
 
 class _Loader:

@@ -42,8 +42,8 @@ def connections_of(
 ) -> Connections:
     """Return the connections of a process, by its folder in `/proc`.
 
-    Return none if the system does not show them. `listened` are ports at which it listened before. For an ended process
-    `table` has the sockets of its network, and `start_ticks` its start.
+    There are none if the system does not show them. `listened` are ports at which it listened before. For an ended
+    process `table` has the sockets of its network, and `start_ticks` its start.
     """
     least_left = _least_ticks_left(start_ticks or clock.start_ticks(process / "stat"))
     inodes = sockets_of(process)
@@ -120,9 +120,9 @@ class TcpRow(NamedTuple):
 
 
 def _least_ticks_left(start_ticks: int) -> int:
-    """Return the ticks left of a connection that was closed at a process's start.
+    """Return the `ticks_left` of a connection that was closed when a process started.
 
-    A connection with less time left was closed earlier, perhaps by an earlier server.
+    One with fewer was closed earlier, perhaps by an earlier server.
     """
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either

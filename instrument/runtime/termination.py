@@ -26,7 +26,7 @@ default, which also ends a program whose main thread runs C."""
 
 
 class Termination:
-    """Calls `end(number, frame)` on the main thread when a signal would have ended the process.
+    """A handler that calls `end(number, frame)` on the main thread for a signal that would have ended the process.
 
     `end` returns True if the process is to end, by the same signal.
     """

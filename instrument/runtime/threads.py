@@ -150,7 +150,7 @@ def _count_tasks() -> int:
 class _ForkWarning:
     """A pattern for Python's warning on a fork with threads.
 
-    A match removes the warning's filter. Python 3.12 warns before the parent's fork hooks, later versions after them.
+    A match removes the filter itself. Python 3.12 warns before the parent's fork hooks, later versions after them.
     """
 
     def match(self, text: str) -> bool:

@@ -44,7 +44,7 @@ class Copies(Transfers):
         return module_name in self._adapters
 
     def imported(self, module: ModuleType) -> bool:
-        """Replace the copying functions of a framework that has been imported. Return False: no target has matched."""
+        """Replace the copying functions of an imported framework. Always returns False."""
         name = module.__name__
         adapter = self._adapters[name]
         if name in self._attached:

@@ -83,7 +83,7 @@ class Estimators:
         return [*([] if self.rule.auto and not self.hits else [first]), *self._unreachable.values()]
 
     def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
-        """Attach to a new class, after the last watched base class has done its own work on it."""
+        """Attach to a new class. `watched` is the base class that reports it. Only the last report counts."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._attach_class(cls)

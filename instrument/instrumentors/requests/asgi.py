@@ -47,7 +47,7 @@ FILES = (WHOLE_FILE, "http.response.zerocopysend")
 
 
 class AsgiApp(ServedApp):
-    """An ASGI application whose requests are recorded. Lifespan, and all while off, passes unrecorded."""
+    """An ASGI application whose HTTP requests and websockets are recorded, unless recording is off."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)

@@ -151,7 +151,7 @@ def _run_here(function: Callable[..., Any], *args: Any) -> Any:
 
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
-"""The number of blocks of an event loop by spans of a site, and the ns of the longest, by site."""
+"""The number of blocks of an event loop, and the longest in ns, by the site of the blocking span."""
 
 
 def _note_slow_callback(
@@ -236,7 +236,7 @@ def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
 
 
 COLLECTOR = "gc"
-"""The module of the callbacks that the interpreter runs around a collection."""
+"""The module with the callbacks that the interpreter calls before and after a garbage collection."""
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
@@ -348,7 +348,7 @@ class LoopPlaces:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Return the places of a stack from the innermost frame of the service's own code outwards, else all.
+    """Return the places of a stack from the innermost frame of the service's own code outwards, or all places.
 
     The stack ends before our own frame, which runs the callback.
     """

@@ -40,7 +40,7 @@ _lines: dict[Any, int] = {}
 
 
 class WsgiApp(ServedApp):
-    """A WSGI application whose requests are recorded. They pass unrecorded while recording is off."""
+    """A WSGI application whose requests are recorded, unless recording is off."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
