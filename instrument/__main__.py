@@ -4,7 +4,7 @@ import sys
 
 from instrument.runtime import shadowing
 
-shadowing.guard()  # before anything else is imported
+shadowing.guard_imports()  # before anything else is imported
 
 from importlib.util import find_spec
 from pathlib import Path

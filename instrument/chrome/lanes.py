@@ -150,7 +150,7 @@ class _Lanes:
         """The times at which further lanes will be empty, as a heap."""
         self.moved: dict[int, int] = {}
 
-    def take(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:
+    def place_slice(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:
         """Return a slice's lane number from 1, and the innermost slice around it in that lane.
 
         A slice goes to the further lane of its caller if it fits, else to the first lane, else to an empty one.
@@ -204,7 +204,7 @@ def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: 
     lanes_by_group: dict[int, _Lanes] = {}
     for row, group, *interval in rows_as_tuples(rows, *(column[rows] for column in (groups, above, starts, ends))):
         lanes = lanes_by_group.get(group) or lanes_by_group.setdefault(group, _Lanes())
-        number[row], around[row] = lanes.take(row, *interval)
+        number[row], around[row] = lanes.place_slice(row, *interval)
     return number, around
 
 

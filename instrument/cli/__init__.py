@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from instrument.runtime import shadowing
 
-shadowing.guard()  # before anything else is imported
+shadowing.guard_imports()  # before anything else is imported
 
 import argparse
 import io

@@ -223,7 +223,7 @@ class Profiler(_Profiler):
         super().__init__(
             state=None if len(devices) > 1 else devices.pop().name,
             schedule=scheduler,
-            on_trace_ready=[self._given(handler) for handler in many if handler is not None],
+            on_trace_ready=[self._as_window_handler(handler) for handler in many if handler is not None],
             timer_only=timer_only,
         )
         self._torch_options = replace(
@@ -232,7 +232,7 @@ class Profiler(_Profiler):
             profile_memory=bool(profile_memory),
         )
 
-    def _given(self, handler: Any) -> Any:
+    def _as_window_handler(self, handler: Any) -> Any:
         """Return a handler as a function of a window, like the handlers of `instrument`."""
         if (
             not callable(handler)

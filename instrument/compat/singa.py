@@ -100,16 +100,16 @@ class Device:
         recording = Recording.of_trace(trace)
         if self.verbosity == 1:
             view = phases(recording, options)
-            return [*propagation_lines(view.mean_ns), self._timed(view.timed if view.of == "step" else 0)]
+            return [*propagation_lines(view.mean_ns), self._count_text(view.timed if view.of == "step" else 0)]
         if any(is_operator(span.site) for span in trace.spans):
             means, timed = _means(trace, self.skip_iteration)
             shown = [(at, *item) for at, item in enumerate(means.items()) if self._is_shown(item[0][1])]
-            return [*(_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown), self._timed(timed)]
+            return [*(_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown), self._count_text(timed)]
         order = operators(recording, options).in_order
         if order is None:
-            return [self._timed(0)]
+            return [self._count_text(0)]
         listed = [item for item in order.operators if item.total_ns and self._is_shown(item.kind)]
-        return [*(_line(item.number, item.name, item.mean_ns) for item in listed), self._timed(order.timed)]
+        return [*(_line(item.number, item.name, item.mean_ns) for item in listed), self._count_text(order.timed)]
 
     def _is_shown(self, kind: str) -> bool:
         return self.verbosity == 2 or kind == "comm"
@@ -128,7 +128,7 @@ class Device:
             self._cut = f"; torch.profiler was on for these alone: {profiled.cut}" if profiled.cut else ""
         return trace
 
-    def _timed(self, count: int) -> str:
+    def _count_text(self, count: int) -> str:
         why = self._cut if self.verbosity > 1 else ""
         if not count and not self._ended:
             why = f"; call EndIteration() after each, or use torch; the first {self.skip_iteration} are skipped"
@@ -172,14 +172,14 @@ def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float
     device_ns: Counter[int] = Counter()
     for span in trace.spans:
         if span.device and is_operator(span.site):
-            for outer in (span, *_around(span, by_id)):
+            for outer in (span, *_ancestors(span, by_id)):
                 device_ns[outer.span_id] += span.device_ns
     sums: dict[tuple[str, str, int], int] = {}
     for span in sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns)):
         if not _is_listed(span, by_id):
             continue
         counts = next(
-            (iterations[outer.span_id] for outer in _around(span, by_id) if outer.span_id in iterations), None
+            (iterations[outer.span_id] for outer in _ancestors(span, by_id) if outer.span_id in iterations), None
         )
         if counts is not None:
             name, kind = span.site.name, span.site.kind
@@ -193,11 +193,11 @@ def _is_listed(span: Span, by_id: Mapping[int, Span]) -> bool:
     """Return True for a printed operator. Layers and operators inside another operator are not printed."""
     if not is_operator(span.site):
         return span.site.kind in IN_ORDER and span.site.kind != "layer"
-    around = [outer.site for outer in _around(span, by_id) if is_operator(outer.site)]
+    around = [outer.site for outer in _ancestors(span, by_id) if is_operator(outer.site)]
     return all(site.name.startswith(_EVALUATES) for site in around) and not span.site.name.startswith(_EVALUATES)
 
 
-def _around(span: Span, by_id: Mapping[int, Span]) -> Iterator[Span]:
+def _ancestors(span: Span, by_id: Mapping[int, Span]) -> Iterator[Span]:
     outer = by_id.get(span.parent_id)
     while outer is not None:
         yield outer

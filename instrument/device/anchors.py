@@ -71,7 +71,7 @@ class Ahead(NamedTuple):
     uncertainty_ns: float
     wander: float
 
-    def place(self, offset_ns: int) -> AnchoredMoment:
+    def place_event(self, offset_ns: int) -> AnchoredMoment:
         """Return the host time of an event at an offset in ns from the newest anchor."""
         uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + grain_ns(offset_ns)
         return AnchoredMoment(
@@ -259,10 +259,10 @@ class Anchors:
             uncertainty_ns, wander = uncertainty_ns + self._deviation_ns(), rate_error + self._change
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
-    def place(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
+    def place_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
         """Return the driver's error, and an event's host time by its offset in ns from the newest anchor."""
         if offset_ns > 0:
-            return 0, self.ahead().place(offset_ns)
+            return 0, self.ahead().place_event(offset_ns)
         anchors = self._anchors
         newest, index = anchors[-1], len(anchors) - 1
         anchor = newest

@@ -62,7 +62,7 @@ class Times(Protocol):
     def end_pair(self, pair: Pair, /) -> None: ...
     def finish(self, pair: Pair, /) -> None: ...
     def wake(self) -> None: ...
-    def refuse(self, span_id: int, place: Stream, at_ns: int, label: str, /) -> None: ...
+    def note_untimed(self, span_id: int, place: Stream, at_ns: int, label: str, /) -> None: ...
 
 
 class DeferredTimes(NamedTuple):
@@ -174,7 +174,7 @@ class Untimed:
     def cancel(self) -> None: ...
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        self._timer.refuse(span_id, self._place, self._at_ns, self._label)
+        self._timer.note_untimed(span_id, self._place, self._at_ns, self._label)
 
 
 class Context:
@@ -410,9 +410,9 @@ class Placing:
         place: AnchoredMoment | None = None
         if not error:
             if ahead is not None and offset_ns > 0:
-                place = ahead.place(offset_ns)
+                place = ahead.place_event(offset_ns)
             else:
-                error, place = anchors.place(pair.begin, offset_ns)
+                error, place = anchors.place_event(pair.begin, offset_ns)
         if error or place is None:
             return None
         if place.at_ns < pair.begin_ns:

@@ -275,7 +275,7 @@ class Timer:
             self.resolver.start()
             return context
 
-    def refuse(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
+    def note_untimed(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
         """Pass a span that could not be timed to the resolver."""
         self.resolver.untimed.append((span_id, place, at_ns, label))
         self.wake()

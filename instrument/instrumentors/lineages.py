@@ -49,7 +49,7 @@ class Lineage:
         self._resolved.clear()
         return LineageMember(self, owner)
 
-    def resolved(self, cls: type[Any]) -> type[Any] | None:
+    def recording_class(self, cls: type[Any]) -> type[Any] | None:
         """Return the class whose probe records calls on objects of `cls`."""
         try:
             return self._resolved[cls]
@@ -82,7 +82,7 @@ class LineageMember:
         if not args:
             return False
         cls = args[0] if isinstance_of(args[0], type) else type(args[0])
-        resolved = self._lineage.resolved(cls)
+        resolved = self._lineage.recording_class(cls)
         return resolved is not None and resolved is not self._owner()
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:

@@ -206,7 +206,7 @@ class ImportTimes:
             package = name.partition(".")[0]
             if (stack and stack[-1].package == package) or not watching:
                 return original(name, *import_arguments)
-            is_ours = (bool(stack) and stack[-1].is_ours) or _asked_by_us(sys._getframe().f_back)
+            is_ours = (bool(stack) and stack[-1].is_ours) or _is_own_request(sys._getframe().f_back)
             importing = _Importing(package, all(above.package != package for above in stack), is_ours)
             stack.append(importing)
             try:
@@ -264,7 +264,7 @@ class ImportTimes:
             )
 
 
-def _asked_by_us(frame: FrameType | None) -> bool:
+def _is_own_request(frame: FrameType | None) -> bool:
     """Return True if the importing code is a module of this package. For `python -m` there is no importing code."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -19,7 +19,7 @@ def cores(pid: int | None = None) -> float:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
     except (AttributeError, OSError):  # not on every system
         allowed = float(os.cpu_count() or 1)
-    return min([allowed, *_limits(pid)])
+    return min([allowed, *_cores_of_groups(pid)])
 
 
 def memory_bytes() -> int | None:
@@ -72,18 +72,18 @@ def _groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
             yield from ((controller, CONTROL_GROUPS / controller / folder.relative_to("/")) for folder in folders)
 
 
-def _limits(pid: int | None) -> list[float]:
+def _cores_of_groups(pid: int | None) -> list[float]:
     """Return the numbers of cores that control groups allow. In version 2 all ancestors limit the process, too."""
     limits = []
     for controller, group in _groups(pid):
         if controller == "":
-            limits += _quota(group / "cpu.max")
+            limits += _group_cores(group / "cpu.max")
         elif controller == "cpu":
-            limits += _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+            limits += _group_cores(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
     return limits
 
 
-def _quota(*files: Path) -> list[float]:
+def _group_cores(*files: Path) -> list[float]:
     """Return the number of cores of one group in a list, empty if it has no visible limit."""
     try:
         quota, period = " ".join(file.read_text("ascii") for file in files).split()

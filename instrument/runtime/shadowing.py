@@ -23,7 +23,7 @@ _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
 """The packages that we import. Their own imports count as ours."""
 
 
-def guard(folders: Iterable[str] = ()) -> None:
+def guard_imports(folders: Iterable[str] = ()) -> None:
     """Make our imports skip modules in `folders`, and in folders that come first on `sys.path`."""
     before = []
     for entry in sys.path:

@@ -102,11 +102,11 @@ class Entries:
         bases = owner.__mro__ if isinstance(owner, type) else ()
         owner = next((base for base in bases if entry.method in vars(base)), None)
         if owner is None:
-            return missing_entry(self.rule, entry.label)
+            return missing_verdict(self.rule, entry.label)
         method = vars(owner)[entry.method]
         if hasattr(method, "__instrument_framework__"):  # a second name of the same module
             return Verdict(self.rule.text, "attached", entry.label)
-        if (verdict := already_recorded(self.rule, entry.label, method)) is not None:
+        if (verdict := recorded_verdict(self.rule, entry.label, method)) is not None:
             return verdict
         if not isinstance(method, FunctionType):
             return not_a_function(self.rule, entry.label, method)
@@ -138,13 +138,13 @@ class Entries:
         recording = self._shared.get((entry.label, facts))
         if recording is None:
             site = dataclasses.replace(site_of(method, name=entry.name), instance=facts[0], attributes=facts[1])
-            recording = recorded_once(self._recorder, method, site, self._shared, (entry.label, facts))
+            recording = record_once(self._recorder, method, site, self._shared, (entry.label, facts))
         weakref.finalize(subject, recordings.pop, id(subject), None)
         recordings[id(subject)] = recording
         return recording
 
 
-def missing_entry(rule: FrameworkRule, label: str) -> Verdict:
+def missing_verdict(rule: FrameworkRule, label: str) -> Verdict:
     """Return the verdict on an entry point that the imported version of a framework lacks."""
     version = next((namespace(m).get("__version__") for name, m in loaded_modules() if name == rule.name), None)
     return Verdict(rule.text, "unreachable", label, f"{rule.name} {version or '(of unknown version)'} has none")
@@ -165,7 +165,7 @@ def replace_method(rule: FrameworkRule, label: str, owner: Any, name: str, new: 
     return Verdict(rule.text, "attached", label)
 
 
-def recorded_once(recorder: Recorder, method: Any, site: Site, recordings: dict[Any, Any], key: Any) -> Any:
+def record_once(recorder: Recorder, method: Any, site: Site, recordings: dict[Any, Any], key: Any) -> Any:
     """Return the function that records a method as a site. All threads get the same function."""
     new_recording = wrapping.make_function(recorder, method, site)
     recording = recordings.setdefault(key, new_recording)
@@ -174,7 +174,7 @@ def recorded_once(recorder: Recorder, method: Any, site: Site, recordings: dict[
     return recording
 
 
-def already_recorded(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
+def recorded_verdict(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
     """Return the verdict on an entry point that a function rule or a decorator records already, None for others."""
     site = getattr(function, "__instrument__", None)
     if not isinstance(site, Site):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import already_recorded, missing_entry, replace_method
+from instrument.instrumentors.frameworks.entries import missing_verdict, recorded_verdict, replace_method
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.loaders import StandIn
 from instrument.instrumentors.references import loaded_modules, namespace, rebind
@@ -76,7 +76,7 @@ class Jitted:
         bases = array.__mro__ if isinstance(array, type) else ()
         concrete = next((cls for cls in bases if "block_until_ready" in vars(cls)), None)
         if concrete is None:
-            self._verdicts.append(missing_entry(self.rule, "Array.block_until_ready"))
+            self._verdicts.append(missing_verdict(self.rule, "Array.block_until_ready"))
         else:
             self._attach_method(concrete)
         self._bound.extend(self._wrap_existing(namespace(module).get("jit")))
@@ -101,11 +101,11 @@ class Jitted:
     def _attach(self, name: str, wrap: Callable[[Any], Any]) -> None:
         function = namespace(self._jax).get(name) if self._jax is not None else None
         label = f"jax.{name}"
-        if (verdict := already_recorded(self.rule, label, function)) is not None:
+        if (verdict := recorded_verdict(self.rule, label, function)) is not None:
             self._verdicts.append(verdict)
             return
         if not isinstance(function, FunctionType):
-            self._verdicts.append(missing_entry(self.rule, label))
+            self._verdicts.append(missing_verdict(self.rule, label))
             return
         wrapped = wrap(function)
         wrapped.__instrument_framework__ = self.rule.name

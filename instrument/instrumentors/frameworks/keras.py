@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.compilers import compiling_test
-from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, already_recorded, missing_entry
+from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, missing_verdict, recorded_verdict
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.lineages import subclasses
@@ -65,11 +65,11 @@ class KerasLayers:
         """Attach to the class of all layers."""
         layer = namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
-        if (verdict := already_recorded(self.rule, "Layer.__call__", call)) is not None:
+        if (verdict := recorded_verdict(self.rule, "Layer.__call__", call)) is not None:
             self._verdicts.append(verdict)
             return False
         if not isinstance(layer, type) or not isinstance(call, FunctionType):
-            self._verdicts.append(missing_entry(self.rule, "Layer.__call__"))
+            self._verdicts.append(missing_verdict(self.rule, "Layer.__call__"))
             return False
         backend = str(_module_value("keras.src.backend.config", "backend", lambda: "unknown")())
         if backend not in BACKENDS:

@@ -14,7 +14,7 @@ import weakref
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import missing_entry, not_a_function, recorded_once, replace_method
+from instrument.instrumentors.frameworks.entries import missing_verdict, not_a_function, record_once, replace_method
 from instrument.instrumentors.functions import Undo, undo_all
 from instrument.instrumentors.lineages import subclasses, watch_subclasses
 from instrument.instrumentors.references import namespace
@@ -54,7 +54,7 @@ class Estimators:
         """Attach to every estimator class, now or once it is defined."""
         base = namespace(module).get(BASE[1])
         if not isinstance(base, type):
-            self._verdict = missing_entry(self.rule, ".".join(BASE))
+            self._verdict = missing_verdict(self.rule, ".".join(BASE))
             return False
         self._base = base
         bases = getattr(namespace(module).get("TransformerMixin"), "__mro__", ())
@@ -143,4 +143,4 @@ class Estimators:
         if id(cls) not in recordings:
             self.hits += 1
             weakref.finalize(cls, recordings.pop, id(cls), None)
-        return recorded_once(self._recorder, method, site, recordings, id(cls))
+        return record_once(self._recorder, method, site, recordings, id(cls))

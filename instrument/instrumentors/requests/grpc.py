@@ -64,18 +64,18 @@ class _Service:
         arrivals = _attached[-1] if _attached else None
         return arrivals if arrivals is not None and arrivals.exchanges.wanted(_text(details.method)) else None
 
-    def recorded(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
+    def record_handler(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
         """Return a recording wrapper of a call's handler. Never raises."""
         try:
             if handler is None:
-                self.refused(details, arrivals, "UNIMPLEMENTED")
+                self.record_refusal(details, arrivals, "UNIMPLEMENTED")
                 return None
             return self._around(handler, details, arrivals, is_async)
         except Exception as fault:
             FAULTS.note("gRPC call", fault)
             return handler
 
-    def refused(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
+    def record_refusal(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
         """Record a call of a method without a handler. All such methods are one endpoint. Never raises."""
         exchange = arrivals.begun(_Arrived(details, name=""))
         if exchange is not None:
@@ -96,7 +96,7 @@ class _Service:
             return handler
         call = _Call(self, arrivals, details, is_streamed, is_async)
         return getattr(self.grpc, f"{kind}_rpc_method_handler")(
-            call.around(behaviour), call.deserializer(handler.request_deserializer), call.serializer(handler)
+            call.wrap_behaviour(behaviour), call.deserializer(handler.request_deserializer), call.serializer(handler)
         )
 
 
@@ -115,7 +115,7 @@ class _Call:
         self.exchange: Exchange | None = None
         self._broken: BaseException | None = None
 
-    def around(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_behaviour(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         """Return a recording wrapper of a handler's function, of the same kind, such as a coroutine function."""
         if self._is_async and inspect.isasyncgenfunction(behaviour):
             return self._around_async_generator(behaviour)
@@ -179,7 +179,7 @@ class _Call:
         except Exception as fault:
             FAULTS.note("server timing", fault)
 
-    def _returned(self, context: Any) -> None:
+    def _note_return(self, context: Any) -> None:
         """Note that the handler has returned. A single answer ends the call later, when it has been serialized."""
         self._add_timings(context)
         try:
@@ -238,7 +238,7 @@ class _Call:
                 raise
             finally:
                 CURRENT.reset(token)
-            self._returned(context)
+            self._note_return(context)
             return answer
 
         return served
@@ -254,7 +254,7 @@ class _Call:
             except BaseException as error:
                 self.end(context, error)
                 raise
-            self._returned(context)
+            self._note_return(context)
             return answer
 
         return served
@@ -392,9 +392,9 @@ def _sync_interceptor(grpc: Any, service: _Service) -> Any:
             try:
                 handler = continuation(details)
             except Exception as error:  # of an interceptor after ours
-                service.refused(details, arrivals, error)
+                service.record_refusal(details, arrivals, error)
                 raise
-            return service.recorded(handler, details, arrivals, is_async=False)
+            return service.record_handler(handler, details, arrivals, is_async=False)
 
     return Interceptor()
 
@@ -408,9 +408,9 @@ def _async_interceptor(grpc: Any, service: _Service) -> Any:
             try:
                 handler = await continuation(details)
             except Exception as error:
-                service.refused(details, arrivals, error)
+                service.record_refusal(details, arrivals, error)
                 raise
-            return service.recorded(handler, details, arrivals, is_async=True)
+            return service.record_handler(handler, details, arrivals, is_async=True)
 
     return Interceptor()
 

@@ -310,7 +310,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         except Exception as fault:
             FAULTS.note("route of a request of Ray Serve", fault)
         channel = _Answer() if scope["type"] == "http" else asgi.Websocket()
-        channel.exchange, channel.server_receive, channel.server_send = exchange, receive, _sent
+        channel.exchange, channel.server_receive, channel.server_send = exchange, receive, _send_nothing
         batches = SteppedItems(exchange, batches)
         try:
             async for messages in batches:
@@ -388,7 +388,7 @@ def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _muted(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
+def _mute_process(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
     """Return an `Attach` that turns recording off in a process that creates an object of a class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -428,15 +428,15 @@ class _Answer(asgi.Http):
         self.is_complete = True
 
 
-async def _sent(_: Any) -> None:
+async def _send_nothing(_: Any) -> None:
     """Send nothing: the replica sends the messages itself."""
 
 
 RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
     "ray.serve._private.replica": _ray_replica,
     "ray.serve.batching": _ray_batching,
-    "ray.serve._private.proxy": _muted("GenericProxy"),  # the actor itself is sent to its process by value
-    "ray.dashboard.modules.reporter.reporter_agent": _muted("ReporterAgent"),
-    "ray.dashboard.http_server_head": _muted("HttpServerDashboardHead"),
-    "ray.dashboard.subprocesses.module": _muted("SubprocessModule"),  # the dashboard asks each twice a second
+    "ray.serve._private.proxy": _mute_process("GenericProxy"),  # the actor itself is sent to its process by value
+    "ray.dashboard.modules.reporter.reporter_agent": _mute_process("ReporterAgent"),
+    "ray.dashboard.http_server_head": _mute_process("HttpServerDashboardHead"),
+    "ray.dashboard.subprocesses.module": _mute_process("SubprocessModule"),  # the dashboard asks each twice a second
 }

@@ -44,7 +44,7 @@ def w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
     return parent if state is None else with_state(parent, state)
 
 
-def configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
+def configured_caller(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
     """Return the caller that OpenTelemetry's propagators of `OTEL_PROPAGATORS` read."""
     try:
         from opentelemetry import propagate, trace
@@ -61,7 +61,7 @@ def configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
 
 
 def extractor() -> Extract:
-    """Return `configured` if `OTEL_PROPAGATORS` names installed propagators other than the default, else `w3c`."""
+    """Return `configured_caller` if `OTEL_PROPAGATORS` names other installed propagators than the default, or `w3c`."""
     propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
     if propagators <= {"tracecontext"}:
         return w3c
@@ -70,7 +70,7 @@ def extractor() -> Extract:
     except Exception as problem:
         FAULTS.note_of_rule("OTEL_PROPAGATORS", str(problem))
         return w3c
-    return configured
+    return configured_caller
 
 
 def in_environment() -> str:

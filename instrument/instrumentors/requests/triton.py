@@ -96,7 +96,7 @@ class _Batch:
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
-    async def until(self, coroutine: Awaitable[Any]) -> Any:
+    async def await_and_end(self, coroutine: Awaitable[Any]) -> Any:
         """Await the coroutine and end the requests with its responses."""
         try:
             responses = await coroutine
@@ -253,7 +253,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
             raise
         if inspect.iscoroutine(responses):  # the backend awaits it on another thread
             batch.leave()
-            return batch.until(responses)
+            return batch.await_and_end(responses)
         batch.end(responses)
         return responses
 
@@ -262,6 +262,6 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         """Begin the requests in their task, since the calling thread continues with the next requests."""
         batch = requests_of.begin(requests)
         coroutine = execute(self, requests)
-        return await (coroutine if batch is None else batch.until(coroutine))
+        return await (coroutine if batch is None else batch.await_and_end(coroutine))
 
     return [requests_of.undo, replace(model, "execute", awaited if inspect.iscoroutinefunction(execute) else executed)]

@@ -39,7 +39,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     serve, position = getattr(owner, name), int(is_class)
     key = "ws_handler" if is_older else "handler"
     connection = module.WebSocketServerProtocol if is_older else module.ServerConnection
-    recorded = _recorded if inspect.iscoroutinefunction(connection.send) else _recorded_by_thread
+    recorded = _record_handler if inspect.iscoroutinefunction(connection.send) else _record_thread_handler
 
     @replaces(owner, name)
     def undo_serve(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     return undos
 
 
-def _recorded(handler: Any, arrivals: Any) -> Any:
+def _record_handler(handler: Any, arrivals: Any) -> Any:
     """Return a recording wrapper of a handler that returns an awaitable, such as a coroutine function."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
@@ -83,7 +83,7 @@ def _recorded(handler: Any, arrivals: Any) -> Any:
     return recorded
 
 
-def _recorded_by_thread(handler: Any, arrivals: Any) -> Any:
+def _record_thread_handler(handler: Any, arrivals: Any) -> Any:
     """Return a recording wrapper of a handler that runs in a thread."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler

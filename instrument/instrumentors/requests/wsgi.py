@@ -52,7 +52,7 @@ class WsgiApp(ServedApp):
         if exchange is None:
             return app(environ, start_response)  # type: ignore[no-any-return]
         if exchange.timing is not None:
-            start_response = _timed(exchange.timing, exchange, environ, start_response)
+            start_response = _with_timings(exchange.timing, exchange, environ, start_response)
 
         def start(*arguments: Any, **kwargs: Any) -> Any:
             try:
@@ -82,7 +82,7 @@ class WsgiApp(ServedApp):
         return _Body(body, exchange)
 
 
-def _timed(
+def _with_timings(
     timing: AnswerTimings, exchange: Exchange, environ: dict[str, Any], start_response: StartResponse
 ) -> StartResponse:
     """Return a `start_response` that adds the timings to the headers of the answer."""

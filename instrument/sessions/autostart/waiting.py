@@ -130,7 +130,7 @@ def _start() -> None:
     try:
         from instrument.runtime import shadowing
 
-        shadowing.guard([shadowing.folder_of_main()])
+        shadowing.guard_imports([shadowing.folder_of_main()])
         from instrument.sessions import process
 
         if process.start() is not None:
