@@ -26,7 +26,7 @@ import instrument
 from instrument import native
 from instrument.agent import unseen
 from instrument.instrumentors import selection
-from instrument.instrumentors.families import FAMILIES, awaited, packages_of
+from instrument.instrumentors.families import FAMILIES, packages_of, packages_to_await
 from instrument.profile import shared_profile
 from instrument.profile.keys import load, loads
 from instrument.runtime import cheap_start
@@ -364,7 +364,7 @@ def test_every_package_in_which_a_rule_may_have_targets_is_awaited() -> None:
         left_out = sys.stdlib_module_names | {"opentelemetry", "uvloop"} - {"wsgiref"}
         assert wanted - left_out <= FAMILIES[key].packages, key
     for anywhere in ("**:*", "eng*:step", "__main__:main", "*.engine:f"):
-        assert awaited(loads(f"functions: [{{match: '{anywhere}'}}]")) is None, anywhere
+        assert packages_to_await(loads(f"functions: [{{match: '{anywhere}'}}]")) is None, anywhere
 
 
 def test_any_python_can_read_our_sitecustomize() -> None:
