@@ -1,8 +1,8 @@
 """Conversion of a trace file's slices into columns, for files of any profiler.
 
-Slices nest within a line: that of a thread, or of an async key. The innermost slice around another is its parent,
-unless its arguments name one. Our slices have ids as arguments, and the numbers that do not follow from other slices.
-`others` reads the arguments of other profilers.
+Slices nest within a line, that of a thread or of an async key. A slice's parent is the innermost slice around it,
+unless its arguments name a parent. Our slices have ids as arguments, and numbers that cannot be derived from other
+slices. `others` reads the arguments of other profilers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A watch of calls for arguments and results that seem to name requests. Only `instrument init` uses it.
+"""An observer of calls, which looks for arguments and results that name requests. Only `instrument init` uses it.
 
 It examines the first calls of each function: numbers and texts under names such as `request_id`, objects with such an
 attribute, objects of the service's own classes, and sequences and mappings of them. Each value is noted under the path

@@ -1,9 +1,9 @@
 """Communication between processes by torch.distributed. Each call is a span of kind `comm`.
 
-The methods of process groups are replaced, below the functions of `torch.distributed`, which compilers and torch itself
-know by identity. A synchronous collective is one span, such as `all_reduce`. An asynchronous one is the span of the
-call, and a span `all_reduce.wait` for the wait, with `in_flight_ns` from the call to the end of the wait. Sends and
-receives do not show if they are asynchronous, so they always have both spans.
+The methods of process groups are replaced, not the functions of `torch.distributed`, as compilers and torch know these
+by identity. A synchronous collective is one span, such as `all_reduce`. An asynchronous one is the span of the call,
+and a span `all_reduce.wait` for the wait, with `in_flight_ns` from the call to the end of the wait. Sends and receives
+always have both spans, as they do not show if they are asynchronous.
 
 Spans carry operation, bytes (the larger of this rank's input and output), backend, group, rank and world size, and
 never an address or the contents of a tensor. Device time is the wait of the calling stream.

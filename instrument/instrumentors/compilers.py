@@ -1,8 +1,8 @@
 """Compilers and CUDA graphs of torch: no compiler compiles a probe, and each replay of a graph is one span.
 
 If a compiled function falls back to Python in its middle, each call there is compiled in turn, frame by frame. torch
-skips its own frames by their place; the frames of probes must be named. While a graph is captured, the probes inside
-run once and record no events. At a replay they do not run, so nothing inside of it can be timed.
+skips its own frames by file name. Frames of probes must be excluded by name. During the capture of a graph the probes
+inside run once and record no events. At a replay they do not run, so only the whole replay is timed.
 """
 
 from __future__ import annotations

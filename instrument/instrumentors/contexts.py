@@ -1,9 +1,9 @@
 """Reports to the recorder on copies of contexts, and on work that is handed to other threads.
 
-To publish the current span of each context at any time, the recorder would write a variable twice per span, which costs
-more than the rest of a span. Instead it is informed of copies. `contextvars.copy_context` copies contexts, and so does
-asyncio in C when it makes a task by `loop.create_task`, which all functions that make tasks call. Both inform the
-recorder, for asyncio's loops and uvloop's. With a loop of another kind each span is published as it begins and ends.
+To keep each context's current span published, the recorder would write a variable twice per span, which costs more than
+the rest of a span. Instead it publishes the span when a context is copied. `contextvars.copy_context` copies contexts,
+and so does asyncio in C when it makes a task by `loop.create_task`, which all functions that make tasks call. Both
+report to the recorder, for loops of asyncio and uvloop. With another loop each span is published at its begin and end.
 Other copies, such as those of `asyncio.Task` itself and of uvloop's `call_soon`, find the nearest request, since
 requests are always published while a loop runs.
 

@@ -1,4 +1,4 @@
-"""Loaders, for whose items a service waits before it can compute. Each `next` is a span of kind `loader`.
+"""Loaders of data, for whose items a service waits. Each `next` is a span of kind `loader`.
 
 `loader(iterable)` returns a proxy of any iterable, iterator or generator, also of asynchronous ones. The profile's
 `loaders: auto` records every `DataLoader` of torch, by the class of its iterators.

@@ -1,8 +1,7 @@
 """The selection of a profile's targets in this process. It applies each family of rules to the imported modules.
 
 Targets are found when their module is imported, before the importer can bind their names, or at once in an imported
-module. A family of rules handles one key of the profile. It sleeps, without loading its code, until one of its packages
-is imported.
+module. A family of rules handles one key of the profile. Its code is loaded only when one of its packages is imported.
 """
 
 from __future__ import annotations

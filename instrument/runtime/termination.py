@@ -1,10 +1,9 @@
-"""Signals that end a process: the session first delivers its data, where one would end the process at once.
+"""Signals that end a process: the session delivers its data before the process ends.
 
-Servers set signals' dispositions after we have. uvicorn's worker for gunicorn resets every signal when it begins.
+Servers set signals' dispositions later than we do. uvicorn's worker for gunicorn resets every signal when it begins.
 uvicorn itself restores the dispositions at its end and sends itself the signal once more; services do the same in
-handlers. So the two functions by which Python's code sets and gets a signal's disposition are replaced while the
-session lasts: our handler is set in place of the default, and callers get the default in place of ours. A reset in C is
-not noticed.
+handlers. So Python's two functions that set and get a disposition are replaced during the session. They set our handler
+in place of the default, and return the default in place of our handler. A reset in C is not noticed.
 
 Native code such as tokio takes a signal later by `sigaction`, does its own stop and calls the handler before it.
 Without us that was the default, which is never called. So a signal that native code has taken ends nothing here.

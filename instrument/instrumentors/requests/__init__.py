@@ -1,7 +1,7 @@
 """Requests that servers pass to their apps, recorded by endpoint without a function rule.
 
-A server is instrumented where it calls the app, a web framework where its router has found the route, which goes to the
-current exchange of the context. This package imports no server or framework; it attaches when the service does.
+A server is instrumented where it calls the app. A web framework is instrumented where its router finds the route, which
+the context's current exchange receives. This package imports no server or framework; it attaches when the service does.
 """
 
 from __future__ import annotations

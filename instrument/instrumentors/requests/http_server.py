@@ -1,7 +1,7 @@
 """http.server: each request that a `BaseHTTPRequestHandler` handles, as one span from its parsed headers to the end.
 
-Such a handler has no routes, so its requests are named by their methods. One that raises sends no answer, and its
-request has no status. Handlers of WSGI servers are met as such: werkzeug's by `run_wsgi`, wsgiref's by their own loop.
+Such a handler has no routes, so its requests are named by their methods. If it raises, it sends no answer and there is
+no status. Handlers of WSGI servers are recorded as WSGI: werkzeug's by `run_wsgi`, wsgiref's by their own loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Jobs of queues: a job that a worker of Celery, RQ or Dramatiq takes is a request with the name of its task.
 
-Gradio gives each event of its page, or of a client, to a function of the app by a queue of its own, likewise.
+An event that Gradio passes to a function of the app by its queue is a request, too.
 
 A job is in its caller's trace, by the `traceparent` of its message: of Celery's headers, of the `meta` of an RQ job,
 and of the options of a Dramatiq message. RQ and Dramatiq say when a job came into its queue.

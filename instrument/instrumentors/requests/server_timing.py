@@ -5,8 +5,8 @@ up to `total`. `prefill` and `decode` are the stages in which batches of this pr
 and `later-batches` those of a request that generates nothing. A fact such as
 `gen_ai.latency.time_in_queue` is the engine's own account. `traceparent` is the request in its trace.
 
-Of a stream the headers leave before its parts. Its timings come again at its end, in a trailer where server and client
-take one, or in a comment of server-sent events, which clients ignore. No other body is changed.
+The headers of a stream are sent before its parts. So its timings are sent again at its end, in a trailer if server and
+client support it, or in a comment of server-sent events, which clients ignore. No other body is changed.
 """
 
 from __future__ import annotations

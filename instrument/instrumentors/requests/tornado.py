@@ -1,7 +1,7 @@
 """Tornado: each request that an application's handler executes, as one span up to the last byte that it writes.
 
 The route is the pattern of the path that led to the handler. The items of a websocket are the messages that the handler
-sends. A WSGI app in a `WSGIContainer` is met as one.
+sends. A WSGI app in a `WSGIContainer` is recorded as WSGI.
 """
 
 from __future__ import annotations
