@@ -116,7 +116,7 @@ class ProfileStats:
 
     @property
     def calls(self) -> int:
-        """The number of calls of the functions, without calls by one of these functions itself."""
+        """The number of calls of the functions, without the calls that one of them makes."""
         return _outermost(self._tally()).calls
 
     @property
