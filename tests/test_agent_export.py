@@ -995,7 +995,7 @@ def test_what_began_before_the_first_request_is_below_the_span_that_the_environm
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0].split("-")[1] == launcher.hex()
     assert done.stdout.split()[1] == "vendor=7"
-    until(lambda: not run_folder.found())
+    until(lambda: not run_folder.list_runs())
     (spans,) = collector.spans.values()
     by_trace: dict[bytes, list[Any]] = {}
     for span in spans:
