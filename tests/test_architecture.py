@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_711, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
-    "instrumentors": (12_961, 51),
+    "instrumentors": (12_957, 51),
     "native": (9_220, 29),
     "otlp": (5_412, 20),
     "profile": (2_615, 8),
@@ -356,7 +356,7 @@ LINES_AND_FILES = {
     "recorder": (2_651, 11),
     "recording": (4_196, 20),
     "report": (14_874, 50),
-    "runtime": (2_821, 18),
+    "runtime": (2_820, 18),
     "sessions": (6_792, 25),
     "trace": (10_742, 37),
 }

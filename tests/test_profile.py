@@ -981,7 +981,7 @@ class TestSchema:
         Draft202012Validator.check_schema(SCHEMA)
 
     def test_the_file_is_what_the_keys_make(self) -> None:
-        assert schema.FILE.read_text("utf-8") == schema.text(), "run: python -m instrument.profile.schema"
+        assert schema.FILE.read_text("utf-8") == schema.schema_text(), "run: python -m instrument.profile.schema"
 
     def test_it_explains_every_key(self) -> None:
         for section in KEYS:
@@ -1076,7 +1076,7 @@ URL = st.builds(
 )
 
 
-def one_or_more(item: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def list_or_item(item: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return item | st.lists(item, max_size=3)
 
 
@@ -1090,16 +1090,16 @@ PROFILES = mapping(
     tracer_option=st.sampled_from(TRACER_OPTIONS),
     state=st.sampled_from(STATES),
     functions=st.lists(
-        mapping(match=one_or_more(FUNCTION), name=TEXT, kind=st.sampled_from(KINDS), device=st.booleans()), max_size=2
+        mapping(match=list_or_item(FUNCTION), name=TEXT, kind=st.sampled_from(KINDS), device=st.booleans()), max_size=2
     ),
     layers=st.lists(
-        mapping(match=one_or_more(LAYER), type=one_or_more(WORD), name=TEXT, device=st.booleans()), max_size=2
+        mapping(match=list_or_item(LAYER), type=list_or_item(WORD), name=TEXT, device=st.booleans()), max_size=2
     ),
     copies=st.lists(
         mapping(
-            directions=one_or_more(st.sampled_from(DIRECTIONS)),
+            directions=list_or_item(st.sampled_from(DIRECTIONS)),
             min_bytes=SIZE,
-            frameworks=one_or_more(st.sampled_from(COPY_FRAMEWORKS)),
+            frameworks=list_or_item(st.sampled_from(COPY_FRAMEWORKS)),
         ),
         max_size=2,
     ),
@@ -1115,7 +1115,7 @@ PROFILES = mapping(
         slow=DURATION | st.sampled_from(["p99*1.5", "p99.9*2", "p50*10", "p100*2", "p99*0.5", "p99", "p99 * 1.5"]),
         where=st.dictionaries(
             st.sampled_from(["tenant", "http.status", " x", "a" * 257]) | TEXT,
-            one_or_more(COMPARED) | st.none(),
+            list_or_item(COMPARED) | st.none(),
             max_size=2,
         ),
         errors=st.booleans(),
@@ -1148,7 +1148,7 @@ PROFILES = mapping(
         summary=st.sampled_from(["off", False, "stderr"])
         | mapping(
             to=st.sampled_from(["stderr", "stdout", "a.txt", "{pid}/b"]),
-            views=one_or_more(st.sampled_from(list(VIEWS))),
+            views=list_or_item(st.sampled_from(list(VIEWS))),
             sorted_by=st.sampled_from(SORT_KEYS),
             rows=COUNT,
             least=DURATION,

@@ -305,7 +305,7 @@ class Switch(ABC):
         self._attached = False
         self._met = False
 
-    def probed(self) -> Mapping[str, Any]:
+    def probes_by_name(self) -> Mapping[str, Any]:
         """Return the switch's key if its probes are attached."""
         return {self.key: True} if self._attached else {}
 

@@ -93,7 +93,7 @@ class Layers:
         for cls in [cls for cls in self._patches if cls not in self._patched]:
             undo_all([self._patches.pop(cls)])
 
-    def probed(self) -> Mapping[str, Any]:
+    def probes_by_name(self) -> Mapping[str, Any]:
         """Return the rules by their text, empty while torch is not imported."""
         return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
 

@@ -126,7 +126,7 @@ class Functions:
     def _is_in_lineage(probe: Probe, lineages: Mapping[tuple[int, str], Lineage]) -> bool:
         return any(lineage.holds(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
 
-    def probed(self) -> Mapping[str, Any]:
+    def probes_by_name(self) -> Mapping[str, Any]:
         """Return the sites of all targets with a probe, by label."""
         return {probe.target.label: probe.site for probe in self._probes}
 

@@ -47,7 +47,7 @@ class Probes(Protocol):
     def imported(self, module: ModuleType) -> bool:
         """Attach to a wanted module after its code has run. Return True if functions were replaced."""
 
-    def probed(self) -> Mapping[str, Any]:
+    def probes_by_name(self) -> Mapping[str, Any]:
         """Return a value per probe, by name. Equal values mean the same probe."""
 
     def undo(self) -> None:
@@ -241,7 +241,7 @@ class Selection:
             return bool(self._unfinished or self._looks_left)
 
     def _probed(self) -> dict[str, Any]:
-        return {name: probe for family in self._families.values() for name, probe in family.probed().items()}
+        return {name: probe for family in self._families.values() for name, probe in family.probes_by_name().items()}
 
     def after_fork_in_child(self) -> None:
         """Replace the lock, which another thread of the parent may have locked."""

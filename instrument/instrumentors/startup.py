@@ -83,9 +83,9 @@ class StartupWatch:
         self._undos: list[Undo] = []
         self._dynamo: Verdict | None = None
 
-    def probed(self) -> Mapping[str, Any]:
+    def probes_by_name(self) -> Mapping[str, Any]:
         """Return the probes on functions."""
-        return self._functions.probed()
+        return self._functions.probes_by_name()
 
     def wants(self, module_name: str) -> bool:
         """Return True if that module has functions that load or compile."""

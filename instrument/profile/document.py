@@ -468,7 +468,7 @@ def one_of(*words: str) -> Read:
 _WHOLE = late_pattern(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 
 
-def whole(least: int) -> Read:
+def whole_number(least: int) -> Read:
     """Return a reader of a whole number from `least` on."""
 
     @with_schema({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
@@ -563,7 +563,7 @@ def each(read_item: Read, allowed: str) -> Read:
     return read
 
 
-def one_or_more(read_item: Read) -> Read:
+def list_or_item(read_item: Read) -> Read:
     """Return a reader of a list of at least one item, or of a single item. It drops duplicates."""
     read_list = each(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}

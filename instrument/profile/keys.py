@@ -31,13 +31,13 @@ from instrument.profile.document import (
     clip,
     each,
     flag,
+    list_or_item,
     nearest,
     one_of,
-    one_or_more,
     or_off,
     read_text,
     string,
-    whole,
+    whole_number,
     with_schema,
 )
 from instrument.profile.presets import ENGINES, PRESETS, merge_preset, named_by, path_of
@@ -174,7 +174,7 @@ PAIR_OF_STEPS: Shape = {
     "type": "array",
     "minItems": 2,
     "maxItems": 2,
-    "items": {"anyOf": [SHAPES[whole(0)], REFERENCE]},
+    "items": {"anyOf": [SHAPES[whole_number(0)], REFERENCE]},
 }
 
 
@@ -357,7 +357,7 @@ def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
 def _schedule(node: YamlNode) -> model.Schedule:
     if node.kind != "list":
         return model.Schedule(**_fields(node, "schedule"))
-    steps = each(whole(0), "a list")(node)
+    steps = each(whole_number(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
         shown = f"[{', '.join(item.public_text for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
         node.refuse("[start, end] with 0 <= start < end, or a mapping", actual=shown)
@@ -410,7 +410,7 @@ def _is_written(node: YamlNode, name: str) -> bool:
     return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
 
 
-_exports = one_or_more(one_of(*(name for name, _ in members(model.Export))))
+_exports = list_or_item(one_of(*(name for name, _ in members(model.Export))))
 
 
 @with_schema({"anyOf": [section_shape("export"), SHAPES[_exports]]})
@@ -453,7 +453,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "functions": {
         "match": Key(
-            "match", one_or_more(readers.function_pattern), required="module:qualname, or a list of such patterns"
+            "match", list_or_item(readers.function_pattern), required="module:qualname, or a list of such patterns"
         ),
         "name": Key("name", string),
         "kind": Key("kind", one_of(*model.KINDS)),
@@ -463,11 +463,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "metrics": Key("metrics", flag),
         "gen_ai": Key("gen_ai", flag),
         "where": Key("where", _section_reader("functions.where", dict)),
-        "attributes": Key("attributes", one_or_more(_argument)),
+        "attributes": Key("attributes", list_or_item(_argument)),
         "key": Key("key", _request_keys("functions.key", readers.key_path)),
         "batch": Key("batch", _request_keys("functions.batch", readers.keys_path)),
-        "facts": Key("facts", one_or_more(_fact)),
-        "gauges": Key("gauges", one_or_more(_section_reader("functions.gauges"))),
+        "facts": Key("facts", list_or_item(_fact)),
+        "gauges": Key("gauges", list_or_item(_section_reader("functions.gauges"))),
     },
     "functions.key": {
         "argument": Key("argument", readers.key_path, required="where the key is, such as request.request_id"),
@@ -506,37 +506,37 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "every": Key("every_ns", readers.duration("1s", least="10ms")),
     },
     "layers": {
-        "match": Key("match", one_or_more(readers.layer_pattern)),
-        "type": Key("types", one_or_more(readers.class_name)),
+        "match": Key("match", list_or_item(readers.layer_pattern)),
+        "type": Key("types", list_or_item(readers.class_name)),
         "name": Key("name", string),
         "device": Key("device", flag),
     },
     "copies": {
-        "directions": Key("directions", one_or_more(one_of(*model.DIRECTIONS))),
+        "directions": Key("directions", list_or_item(one_of(*model.DIRECTIONS))),
         "min_bytes": Key("min_bytes", readers.size("64KiB")),
-        "frameworks": Key("frameworks", one_or_more(one_of(*model.COPY_FRAMEWORKS))),
+        "frameworks": Key("frameworks", list_or_item(one_of(*model.COPY_FRAMEWORKS))),
     },
     "frameworks": {
         "name": Key("name", _framework, required=f"one of {', '.join(model.FRAMEWORKS)}"),
     },
     "requests": {
-        "servers": Key("servers", one_or_more(one_of(*model.SERVERS))),
-        "ignore": Key("ignore", one_or_more(readers.path_pattern)),
+        "servers": Key("servers", list_or_item(one_of(*model.SERVERS))),
+        "ignore": Key("ignore", list_or_item(readers.path_pattern)),
         "name": Key("name", readers.request_name),
-        "attributes": Key("attributes", one_or_more(readers.request_attribute)),
+        "attributes": Key("attributes", list_or_item(readers.request_attribute)),
         "traceparent": Key("traceparent", one_of(*model.TRACEPARENT)),
-        "gen_ai": Key("gen_ai", one_or_more(readers.path_pattern)),
+        "gen_ai": Key("gen_ai", list_or_item(readers.path_pattern)),
         "provider": Key("provider", string),
         "by": Key("by", readers.attribute_name),
-        "at_most": Key("at_most", whole(1)),
+        "at_most": Key("at_most", whole_number(1)),
         "server_timing": Key("server_timing", readers.server_timing),
     },
     "schedule": {
-        "skip_first": Key("skip_first", whole(0)),
-        "closed": Key("closed", whole(0)),
-        "ready": Key("ready", whole(0)),
-        "record": Key("record", whole(1), required="how many steps to record, from 1"),
-        "repeat": Key("repeat", whole(0)),
+        "skip_first": Key("skip_first", whole_number(0)),
+        "closed": Key("closed", whole_number(0)),
+        "ready": Key("ready", whole_number(0)),
+        "record": Key("record", whole_number(1), required="how many steps to record, from 1"),
+        "repeat": Key("repeat", whole_number(0)),
         "step": Key("step", readers.function_name),
     },
     "capture": {
@@ -551,7 +551,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     "limits": {
         "ring": Key("ring_bytes", readers.ring_size),
         "ring_dir": Key("ring_folder", readers.ring_folder_or_off),
-        "spans_per_request": Key("spans_per_request", whole(1)),
+        "spans_per_request": Key("spans_per_request", whole_number(1)),
         "disk": Key("disk_bytes", readers.size("1GiB")),
         "blocked": Key("blocked_ns", readers.duration_or_off),
     },
@@ -597,14 +597,14 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "export.summary": {
         "to": Key("to", readers.summary_target),
-        "views": Key("views", one_or_more(one_of(*model.VIEWS))),
+        "views": Key("views", list_or_item(one_of(*model.VIEWS))),
         "sorted_by": Key("sorted_by", one_of(*model.SORT_KEYS)),
-        "rows": Key("rows", whole(1)),
+        "rows": Key("rows", whole_number(1)),
         "least": Key("least_ns", readers.duration("50us")),
         "unit": Key("unit", one_of(*model.TIME_UNITS)),
         "per_thread": Key("per_thread", flag),
         "corrected": Key("corrected", flag),
-        "skip_first": Key("skip_first", whole(0)),
+        "skip_first": Key("skip_first", whole_number(0)),
     },
 }
 """The keys of a profile, by section."""

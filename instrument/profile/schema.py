@@ -182,11 +182,11 @@ def _quantity_text(value: int, units: Mapping[str, int]) -> str:
     return f"{value // unit}{name}"
 
 
-def text() -> str:
+def schema_text() -> str:
     """Return the text of the file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
+    FILE.write_text(schema_text(), encoding="utf-8")
     sys.stdout.write(f"{FILE}\n")

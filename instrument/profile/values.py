@@ -20,9 +20,9 @@ from instrument.profile.document import (
     Shape,
     YamlNode,
     clip,
+    list_or_item,
     nearest,
     one_of,
-    one_or_more,
     or_off,
     quantity,
     string,
@@ -285,7 +285,7 @@ def _number(text: str) -> int | float:
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else float(text)
 
 
-_read_compared = one_or_more(_compared)
+_read_compared = list_or_item(_compared)
 
 
 @with_schema(

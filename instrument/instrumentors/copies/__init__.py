@@ -35,7 +35,7 @@ class Copies(Transfers):
         adapters = [adapter for adapter in ADAPTERS if self.asks_for(adapter.framework, adapter.directions)]
         return {name: adapter for adapter in adapters for name in adapter.modules}
 
-    def probed(self) -> Mapping[str, Any]:
+    def probes_by_name(self) -> Mapping[str, Any]:
         """Return the rules by their text, empty while no framework is attached."""
         return {rule.text: rule for rule in self.rules} if self._attached else {}
 

@@ -53,7 +53,7 @@ def _attach_numpy(numpy: Any, transfers: Transfers) -> PatchedFunctions:
         return Transfer("h2h", target.nbytes, True, is_pinned(target))
 
     patched = PatchedFunctions(transfers, "numpy")
-    patched.functions(numpy, ("copyto",), facts)
+    patched.wrap_functions(numpy, ("copyto",), facts)
     return patched
 
 
@@ -88,9 +88,9 @@ def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
             return None
         return Transfer("h2h" if _is_host(array) else "d2h", array.nbytes, True, False)
 
-    patched.functions(jax, ("device_put",), put)
+    patched.wrap_functions(jax, ("device_put",), put)
     for cls in array_classes:
-        patched.value(cls, "_value", read, lambda array: array._npy_value is None)
+        patched.wrap_property(cls, "_value", read, lambda array: array._npy_value is None)
     return patched
 
 
@@ -163,12 +163,12 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
         return Transfer(direction_between(_where(sources[0]), _where(targets[0])), moved_bytes, sync)
 
     patched = PatchedFunctions(transfers, "onnxruntime")
-    patched.factory(value_type, "ortvalue_from_numpy", made)
-    patched.methods(value_type, ("numpy",), read)
-    patched.methods(value_type, ("update_inplace",), updated)
-    patched.methods(module.IOBinding, ("bind_cpu_input",), bound)
-    patched.methods(module.IOBinding, ("copy_outputs_to_cpu",), fetched)
-    patched.functions(module, ("copy_tensors",), sent)
+    patched.wrap_factory(value_type, "ortvalue_from_numpy", made)
+    patched.wrap_methods(value_type, ("numpy",), read)
+    patched.wrap_methods(value_type, ("update_inplace",), updated)
+    patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), bound)
+    patched.wrap_methods(module.IOBinding, ("copy_outputs_to_cpu",), fetched)
+    patched.wrap_functions(module, ("copy_tensors",), sent)
     return patched
 
 
@@ -229,18 +229,18 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
         return _on_device(source, target) if isinstance(source, array_type) and source is not target else None
 
     patched = PatchedFunctions(transfers, "cupy", stream=lambda args, kwargs: None)
-    patched.methods(array_type, ("get",), got, _argument(1, "stream"))
-    patched.methods(array_type, ("set",), put, _argument(2, "stream"))
-    patched.methods(array_type, READING, read)
-    patched.functions(cupy, MAKING, made)
-    patched.functions(cupy, ("copyto",), copied)
+    patched.wrap_methods(array_type, ("get",), got, _argument(1, "stream"))
+    patched.wrap_methods(array_type, ("set",), put, _argument(2, "stream"))
+    patched.wrap_methods(array_type, READING, read)
+    patched.wrap_functions(cupy, MAKING, made)
+    patched.wrap_functions(cupy, ("copyto",), copied)
     runtime = cupy.cuda.runtime
     # memcpy(dst, src, size, kind) and memcpyPeer(dst, dstDevice, src, srcDevice, size); the others end with a stream.
     by_kind = partial(_by_kind, _argument(3, "kind"), (_argument(2, "size"),))
     by_peer = partial(_peer, _argument(3, "srcDevice"), _argument(1, "dstDevice"), _argument(4, "size"))
     for name, facts, last in (("memcpy", by_kind, 4), ("memcpyPeer", by_peer, 5)):
-        patched.functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
-        patched.functions(runtime, (f"{name}Async",), facts(False), _argument(last, "stream"))
+        patched.wrap_functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
+        patched.wrap_functions(runtime, (f"{name}Async",), facts(False), _argument(last, "stream"))
     return patched
 
 
@@ -275,9 +275,9 @@ def _attach_numba(module: Any, transfers: Transfers) -> PatchedFunctions:
         target, source, size, stream = _arguments(args, kwargs)
         return Transfer(direction_between(_device(source), _device(target)), size, not stream)
 
-    patched.functions(module, ("host_to_device",), to_device)
-    patched.functions(module, ("device_to_host",), to_host)
-    patched.functions(module, ("device_to_device",), on_device)
+    patched.wrap_functions(module, ("host_to_device",), to_device)
+    patched.wrap_functions(module, ("device_to_host",), to_host)
+    patched.wrap_functions(module, ("device_to_device",), on_device)
     return patched
 
 
@@ -307,7 +307,7 @@ def _attach_bindings(module: Any, transfers: Transfers) -> PatchedFunctions:
             continue
         facts = _facts(name, function)
         if facts is not None:
-            patched.functions(module, (name,), _if_succeeded(facts), _stream_reader(function))
+            patched.wrap_functions(module, (name,), _if_succeeded(facts), _stream_reader(function))
     return patched
 
 

@@ -51,15 +51,17 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _private_backend(torch)
     patched = PatchedFunctions(transfers, "torch", ready, _copier)
-    patched.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_conversion, fake))
-    patched.methods(tensor, ("copy_",), _if_real(_copy_transfer, fake))
-    patched.methods(tensor, ("pin_memory",), _if_new(_pinning, fake), _no_device)
+    patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_conversion, fake))
+    patched.wrap_methods(tensor, ("copy_",), _if_real(_copy_transfer, fake))
+    patched.wrap_methods(tensor, ("pin_memory",), _if_new(_pinning, fake), _no_device)
     # Most calls read tensors that are on the host already.
-    patched.methods(tensor, READING, _read, lambda args, kwargs: _copier(args, kwargs) if args[0].is_cuda else NOWHERE)
+    patched.wrap_methods(
+        tensor, READING, _read, lambda args, kwargs: _copier(args, kwargs) if args[0].is_cuda else NOWHERE
+    )
     for storage in (torch.UntypedStorage, torch.TypedStorage):
-        patched.methods(storage, ("to", "cuda", "cpu"), _storage_moved)
-        patched.methods(storage, ("copy_",), _storage_copied)
-        patched.methods(storage, ("pin_memory",), _storage_pinned, _no_device)
+        patched.wrap_methods(storage, ("to", "cuda", "cpu"), _storage_moved)
+        patched.wrap_methods(storage, ("copy_",), _storage_copied)
+        patched.wrap_methods(storage, ("pin_memory",), _storage_pinned, _no_device)
     return patched
 
 

@@ -174,30 +174,28 @@ class PatchedFunctions:
         self.undos: list[Undo] = []
         self._bound: list[tuple[Any, Any]] = []
 
-    def methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
+    def wrap_methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
         """Replace methods of a class, if they exist. `stream` defaults to the adapter's."""
         for name in names:
             method = getattr(owner, name, None)
             if method is not None:
-                self.undos.append(
-                    replace(owner, name, self._watched(method, f"{owner.__name__}.{name}", facts, stream))
-                )
+                self.undos.append(replace(owner, name, self._watch(method, f"{owner.__name__}.{name}", facts, stream)))
 
-    def factory(self, owner: Any, name: str, facts: Facts) -> None:
+    def wrap_factory(self, owner: Any, name: str, facts: Facts) -> None:
         """Replace a classmethod of a class. `facts` gets the arguments with the class as the first."""
         raw = vars(owner).get(name)
         if isinstance(raw, classmethod):
-            watched = self._watched(raw.__func__, f"{owner.__name__}.{name}", facts)
+            watched = self._watch(raw.__func__, f"{owner.__name__}.{name}", facts)
             self.undos.append(replace(owner, name, classmethod(watched)))
 
-    def value(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
+    def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
         """Replace a property of a class. A read of `object` can be a copy only if `is_fresh(object)` is true."""
         read = vars(owner)[name].fget
-        watched = self._watched(read, f"{owner.__name__}.{name}", facts)
+        watched = self._watch(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self.undos.append(replace(owner, name, replacement))
 
-    def functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
+    def wrap_functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
         """Replace functions of a module, if they exist. `bind` replaces them under their other names.
 
         The functions must not be known to numba or torch.compile by identity.
@@ -205,7 +203,7 @@ class PatchedFunctions:
         for name in names:
             function = getattr(module, name, None)
             if callable(function):
-                watched = self._watched(function, name, facts, stream)
+                watched = self._watch(function, name, facts, stream)
                 self.undos.append(replace(module, name, watched))
                 self._bound.append((function, watched))
 
@@ -219,7 +217,7 @@ class PatchedFunctions:
         rebind((watched, function) for function, watched in self._bound)
         self._bound.clear()
 
-    def _watched(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
+    def _watch(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
         return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self.stream)
 
 

@@ -110,7 +110,7 @@ class Frameworks:
                 copied = observer.imported(module) or copied
         return copied
 
-    def probed(self) -> Mapping[str, Any]:
+    def probes_by_name(self) -> Mapping[str, Any]:
         """Return the rules by their text."""
         return {rule.text: rule for rule in self.rules}
 

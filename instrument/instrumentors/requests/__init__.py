@@ -347,7 +347,7 @@ class Requests:
             if self.wants(module.__name__):
                 self.imported(module)
 
-    def probed(self) -> Mapping[str, Any]:
+    def probes_by_name(self) -> Mapping[str, Any]:
         """Return the rule by its text."""
         return {f"requests {rule.text}": rule for rule in self.rules}
 
