@@ -1137,13 +1137,21 @@ def test_reload_goes_by_the_agent_and_every_process_answers(service: subprocess.
 
 
 @pytest.mark.slow
-def test_a_process_that_has_recorded_nothing_says_that_it_hears_later() -> None:
-    waiting = begin("import sys; print('ready', flush=True); sys.stdin.readline()")
+def test_a_process_that_has_recorded_nothing_hears_later_and_its_children_are_switched_as_it_is() -> None:
+    waiting = begin(
+        "import engine, os, sys\nprint('ready', flush=True); sys.stdin.readline()\nif os.fork() == 0: engine.step(1)\n"
+        "sys.stdin.readline()"
+    )
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "ready\n"
     assert "it has recorded nothing yet" in command("off")
     assert "`instrument ps` lists their processes" in done_by("ps", "no-such").stderr
-    waiting.communicate("\n", timeout=240)
+    assert waiting.stdin is not None
+    waiting.stdin.write("\n")
+    waiting.stdin.flush()
+    while "off" not in command("ps").split():  # the child, as its parent
+        time.sleep(0.05)
+    waiting.communicate("\n\n", timeout=240)
 
 
 def test_a_request_for_an_unknown_run_gets_the_list_of_runs() -> None:

@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (323, 4),
-    "agent": (4_611, 17),
+    "agent": (4_624, 17),
     "chrome": (3_180, 9),
     "cli": (2_994, 16),
     "compat": (1_181, 6),
@@ -357,7 +357,7 @@ LINES_AND_FILES = {
     "recording": (4_196, 20),
     "report": (14_874, 50),
     "runtime": (2_820, 18),
-    "sessions": (6_792, 25),
+    "sessions": (6_794, 25),
     "trace": (10_742, 37),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

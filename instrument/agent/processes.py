@@ -105,7 +105,8 @@ _IMAGE_BYTES = 4096
 class Process:
     """One recording of one process, with the `facts` that it sent as it joined, and those of its `goodbye`.
 
-    It `hears` requests once it has a thread for them, which starts with its first recorded span. `memory` is the
+    It `hears` requests once it has a thread for them, which starts with its first recorded span. `switch` is the newest
+    one to record or not. `memory` is the
     descriptor of its recording, and `exit_fd` becomes readable at its end; both are -1 for none. `saved` is the file of
     its recording for the run's report, still being written while `is_saving`, by the process if `saves_itself`. `link`
     is a symbolic link to it if it is a capture. `files` are those that its profile asks for and that the agent wrote
@@ -127,6 +128,7 @@ class Process:
     connection: Connection | None = None
     has_recorded: bool = False
     hears: bool = False
+    switch: dict[str, Any] | None = None
     goodbye: dict[str, Any] | None = None
     saved: str = ""
     link: str = ""

@@ -89,6 +89,8 @@ class Questions:
             for process in run.living():
                 if pids and process.pid not in pids:
                     continue
+                if action.get("records") is not None:
+                    process.switch = action
                 if process.connection is None:
                     answer = {"error": "it has closed its connection to the agent"}
                     self._loop.send(connection, {"pid": process.pid, "answer": answer})
@@ -102,6 +104,14 @@ class Questions:
         self._questions[question.number] = question
         self._loop.call_later(ASKED_S, lambda: self._questions.pop(question.number, None))
         self._end_question(question)
+
+    def hand_on_switch(self, process: Process) -> None:
+        """Switch a process that has joined as its parent was switched, perhaps before that recorded anything."""
+        parent = next((member for member in process.run.processes if member.pid == process.facts.get("parent")), None)
+        if parent is not None and process.switch is None and process.connection is not None:
+            process.switch = parent.switch
+            if parent.switch is not None:
+                self._loop.send(process.connection, {"do": parent.switch, "number": 0})  # its answer is for nobody
 
     def forward_answer(self, process: Process, number: int, answer: dict[str, Any]) -> None:
         """Pass the answer of a process on to the connection that asked."""
@@ -217,6 +227,7 @@ class Agent:
             self._runs.exports.handle_gauges(process, message)
         elif process is not None and "hears" in message:
             process.hears = True
+            self._questions.hand_on_switch(process)
         elif process is not None and "goodbye" in message:
             self._runs.handle_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
         elif process is not None and "answer" in message:

@@ -83,7 +83,8 @@ class OwnExport:
             from instrument.otlp.dataset_export import DatasetExport
 
             try:
-                self._exported.dataset = DatasetExport(self.dataset, str(os.getpid()), self._disk_bytes)
+                key = f"{os.uname().nodename} {os.getpid()}"  # containers may share the folder of its journal
+                self._exported.dataset = DatasetExport(self.dataset, key, self._disk_bytes)
             except (InstrumentError, OSError) as problem:
                 logger.warning("export.parquet: %s", problem)
 

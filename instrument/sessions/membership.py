@@ -314,6 +314,7 @@ class RunFacts:
         costs_ns = session.account.costs.usual_ns()
         return {
             "run": saving.run,
+            "parent": os.getppid(),
             "memory": RECORDER.memory_path,
             "service": session.profile.service,
             "profile": session.profile.source,
