@@ -110,9 +110,10 @@ def preset_totals(recorder: Any, thread_id: int, node: int, calls: int, summed_n
     ((at,),) = np.nonzero(np.isin(totals["ring_number"], numbers) & (totals["node"] == node) & (totals["calls"] > 0))
     totals["calls"][at], totals["total_ns"][at], totals["self_ns"][at] = calls, summed_ns, summed_ns
     (chunks, first_chunk), (highs, first_high) = part_of(recorder, "chunks"), part_of(recorder, "highs")
-    if totals["waiting_count"][at]:
-        bucket = int(totals["waiting"][at][0])
-        totals["waiting_count"][at], chunk = 0, take_slot(recorder, "chunks")
+    slots = totals["waiting"].shape[1]
+    if totals["waiting_room"][at] < slots:
+        bucket = int(totals["waiting"][at][-1])
+        totals["waiting_room"][at], chunk = slots, take_slot(recorder, "chunks")
         totals["chunks"][at][bucket >> 6] = first_chunk + chunk * chunks.itemsize
         chunks["low"][chunk][bucket & 63] = 1
     (place,) = np.flatnonzero(totals["chunks"][at]).tolist()

@@ -394,6 +394,10 @@ static inline __attribute__((always_inline)) PyObject *
 call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names, int has_ticks,
              span_call otherwise)
 {
+    /* On the stack while the clock is read: a register that outlives it is saved and restored. */
+    PyObject *const *volatile kept_args = args;
+    volatile size_t kept_nargsf = nargsf;
+    PyObject *volatile kept_names = names;
     Core *core = self->core;
     __builtin_prefetch(path->steps[0]);
     if (at_hand.uid != self->uid)
@@ -416,18 +420,18 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     struct timespec begin, end; /* two, or the address of one would be kept over the call */
     begin_frame(frame, has_ticks ? ticks_as_ns(&core->ticks, read_ticks()) : read_monotonic_into(&begin));
     /* Read again, for registers are few and hold the arguments while the clock is read. */
-    node_t *node = frame->node;
+    node_t *node = frame->node, *volatile kept_node = node;
     ring = frame->ring;
-    totals_t *totals = node->totals;
+    totals_t *totals = node->totals, *volatile kept_totals = totals;
     __builtin_prefetch(totals, 1);
     PyFunctionObject *wrapped = (PyFunctionObject *)self->wrapped;
-    PyObject *result = wrapped->vectorcall((PyObject *)wrapped, args, nargsf, names);
+    PyObject *result = wrapped->vectorcall((PyObject *)wrapped, kept_args, kept_nargsf, kept_names);
     /* What the end needs comes from memory while the clock is read; the compiler is not to ask for it before the call. */
-    __asm__ volatile("" : "+r"(frame), "+r"(ring), "+r"(node));
+    __asm__ volatile("" : "+r"(frame), "+r"(ring));
     __builtin_prefetch(frame, 1);
     __builtin_prefetch((char *)frame + LINE, 1);
-    __builtin_prefetch(totals, 1);
-    __builtin_prefetch(node);
+    __builtin_prefetch(kept_totals, 1);
+    __builtin_prefetch(kept_node);
     __builtin_prefetch(ring, 1);
     __builtin_prefetch(&current->top, 1);
     int64_t end_ns = has_ticks && current->core != NULL ? ticks_as_ns(&current->core->ticks, read_ticks())
@@ -435,8 +439,7 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     int64_t total_ns = end_ns - frame->start_ns;
     node = frame->node; /* it may have been renamed */
     if (__builtin_expect(total_ns < 0 || result == NULL || current->top != frame || node->ring_number != ring->number ||
-                         !is_open_and_outermost(frame) ||
-                         ((uintptr_t)frame->published | (uintptr_t)frame->attributes) != 0, 0))
+                         !is_open_as_begun(frame), 0))
         return end_otherwise(current->maker, ring, current, frame, end_ns, result);
     if (frame->above != NULL) /* or there was nothing that it was copied under, either */
         count_against_above(current, frame, ring, end_ns);
@@ -453,7 +456,7 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     Py_DECREF(ring);
     return result;
 otherwise:
-    return otherwise(self, path, args, nargsf, names);
+    return otherwise(self, path, kept_args, kept_nargsf, kept_names);
 }
 
 /* Finding the chain of another context may run code, which may let go of the site. */

@@ -255,7 +255,7 @@ static int note_task(Core *core, Current *current)
     PyObject *loop = core->running_loop == NULL ? NULL : PyObject_CallNoArgs(core->running_loop);
     int in_loop = loop != NULL && loop != Py_None;
     PyObject *task = in_loop ? PyObject_CallOneArg(core->task_of_loop, loop) : NULL;
-    current->task = task == NULL || task == Py_None ? 0 : (uint64_t)(uintptr_t)task;
+    current->task = task == NULL || task == Py_None ? 0 : (uintptr_t)task >> 4;
     Py_XDECREF(task);
     Py_XDECREF(loop);
     current->eager = (char)in_loop;
@@ -410,8 +410,10 @@ static PyObject *new_published(Current *current, frame_t *frame)
     made->root_id = root_id;
     made->request = request;
     PyObject_GC_Track(made);
-    if (is_open)
+    if (is_open) {
         Py_XSETREF(frame->published, Py_NewRef((PyObject *)made));
+        frame->has_more = 1;
+    }
     Py_XDECREF(holder);
     return (PyObject *)made;
 }

@@ -101,7 +101,7 @@ typedef struct {
 typedef struct totals {
     uint64_t calls;
     int64_t total_ns, self_ns, min_ns, max_ns, first_ns;
-    uint16_t waiting[BUCKETS_WAITING], waiting_count;
+    uint16_t waiting[BUCKETS_WAITING], waiting_room; /* filled from the end; room: how many more fit */
     uint64_t errors, moved_bytes;
     int64_t device_ns, beyond_ns; /* beyond: by what the elapsed time exceeds the total */
     int64_t first_total_ns;       /* of the call that began first */
@@ -121,7 +121,7 @@ typedef struct {
     int64_t children_ns; /* less what the span waited: the active time less this is its own, in which it waits, too */
     uint64_t rare;
     uint32_t node;
-    uint32_t task; /* the task's address, without its four low bits */
+    uint32_t task; /* the lower half of the task's number */
 } row_t;
 
 _Static_assert(sizeof(row_t) == LINE, "a row is one cache line");
@@ -142,7 +142,7 @@ typedef struct frame {
     node_t *node;
     uint64_t span_id, parent_id, root_id; /* these and the begin in the order of a row */
     int64_t start_ns;
-    uint64_t task;
+    uint64_t task; /* its number: its address without the four low bits, or 0 */
     int64_t counted_from_ns, children_ns;
     struct ring *ring;
     PyObject *request; /* the Frame of the request that this is in, or NULL */
@@ -151,9 +151,10 @@ typedef struct frame {
     PyObject *self; /* the Frame object that holds this frame; NULL for a function's */
     PyObject *published; /* what contexts that were copied under it know it by, or NULL */
     char is_inner;   /* whether a call of its node is open around it on this thread: the time of that holds its time */
+    unsigned char has_rows : 1; /* whether what counts no time against it may name it as its parent */
+    unsigned char has_more : 1; /* whether it has got attributes or been published since it began */
     char state;
     char below_fold; /* whether a step to a node that is not below led here, on this chain or one that it continues */
-    char has_rows; /* whether what counts no time against it may name it as its parent */
     uint32_t is_extra : 1; /* whether it is given up when its call ends, and not kept for another one */
     uint32_t place : 31;   /* while spans are renamed: its number among those that are open, from 1 on, or 0 */
 } frame_t;

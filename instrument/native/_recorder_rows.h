@@ -62,7 +62,7 @@ fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t end_ns)
     row->end_ns = end_ns;
     row->children_ns = frame->children_ns;
     row->node = node->index;
-    row->task = (uint32_t)(frame->task >> 4);
+    row->task = (uint32_t)frame->task;
 }
 
 /* Has the compiler read anew what comes next, not keep it in registers, which are few. */
@@ -107,10 +107,9 @@ count_call(Core *const *core, totals_t *totals, const frame_t *frame, int64_t to
     int64_t own_ns = active_ns - frame->children_ns;
     if (__builtin_expect(own_ns >= 0, 1))
         add_time(core, &totals->self_ns, own_ns);
-    totals->waiting[totals->waiting_count] = (uint16_t)bucket_of((uint64_t)total_ns);
-    totals->waiting_count++;
+    totals->waiting[(size_t)totals->waiting_room - 1] = (uint16_t)bucket_of((uint64_t)total_ns);
     READ_ANEW();
-    return __builtin_expect(totals->waiting_count == BUCKETS_WAITING, 0);
+    return __builtin_expect(--totals->waiting_room == 0, 0);
 }
 
 /* How long what is awaited around an open span has been suspended since the span began. */

@@ -60,6 +60,7 @@ static int set_attributes(Core *core, int which, Frame *given, PyObject *more, P
         frame = failed ? NULL : open_span(core, which, given);
         if (frame != NULL && frame->span_id == span_id && frame->attributes == before) {
             frame->attributes = made;
+            frame->has_more = 1;
             Py_XDECREF(before); /* the frame's */
             Py_XDECREF(before);
             return 0;

@@ -145,22 +145,15 @@ static inline uint64_t next_identity(Core *core)
 
 static inline void set_flags(frame_t *frame, char state)
 {
-    const char flags[] = {0, state, 0, 0};
-    memcpy(&frame->is_inner, flags, sizeof flags); /* and `state`, `below_fold`, `has_rows`, as one number */
+    const char flags[] = {0, 0, state, 0};
+    memcpy(&frame->is_inner, flags, sizeof flags); /* and what is behind it up to `below_fold`, as one number */
 }
 
 /* Whether a span is open as it began, and no flag is set. */
 static inline int is_open_as_begun(const frame_t *frame)
 {
-    static const char expected[] = {0, OPEN, 0, 0};
+    static const char expected[] = {0, 0, OPEN, 0};
     return memcmp(&frame->is_inner, expected, sizeof expected) == 0;
-}
-
-/* Whether a span is open, as those of functions and scopes are, and no call of its node is open around it. */
-static inline int is_open_and_outermost(const frame_t *frame)
-{
-    static const char expected[] = {0, OPEN};
-    return memcmp(&frame->is_inner, expected, sizeof expected) == 0; /* and `state` */
 }
 
 /* Whether a span is open, as those of functions and scopes are, and no step to a node that is not below led to it. */

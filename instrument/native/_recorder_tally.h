@@ -28,6 +28,7 @@ static totals_t *totals_of(Ring *ring, uint32_t index)
         (*totals)->node = index;
         (*totals)->ring_number = ring->number;
         (*totals)->min_ns = (*totals)->first_ns = INT64_MAX;
+        (*totals)->waiting_room = BUCKETS_WAITING;
     }
     return *totals;
 }
@@ -82,22 +83,22 @@ static void count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t
  * memory one right after the other, for the processor to wait for them together. */
 static void count_waiting(Core *core, totals_t *totals)
 {
-    uint32_t left = totals->waiting_count;
-    for (; left > 0; left--) {
-        uint32_t bucket = totals->waiting[left - 1];
+    uint16_t room = totals->waiting_room;
+    for (; room < BUCKETS_WAITING; room++) {
+        uint32_t bucket = totals->waiting[room];
         chunk_t *chunk = totals->chunks[bucket >> 6];
         uint16_t *low = chunk == NULL ? NULL : &chunk->low[bucket & 63];
         if (__builtin_expect(chunk == NULL || *low == UINT16_MAX, 0))
             break;
         ++*low;
     }
-    totals->waiting_count = (uint16_t)left;
-    while (totals->waiting_count > 0) {
-        uint32_t bucket = totals->waiting[totals->waiting_count - 1];
+    totals->waiting_room = room;
+    while (totals->waiting_room < BUCKETS_WAITING) {
+        uint32_t bucket = totals->waiting[totals->waiting_room];
         chunk_t *chunk = chunk_of(totals, bucket);
         if (core == NULL && (chunk == NULL || (chunk->low[bucket & 63] == UINT16_MAX && carry(chunk, bucket & 63, 0) < 0)))
             return;
-        totals->waiting_count--;
+        totals->waiting_room++;
         count_bucket(core, totals, bucket, 1);
     }
 }
@@ -106,18 +107,18 @@ static void count_waiting(Core *core, totals_t *totals)
 static __attribute__((noinline)) void count_all_waiting(Core *core, totals_t *totals)
 {
 #pragma GCC unroll 7
-    for (int i = BUCKETS_WAITING; i-- > 0;) {
-        uint32_t bucket = totals->waiting[i];
+    for (uint16_t i = 0; i < BUCKETS_WAITING; i++) {
+        uintptr_t bucket = totals->waiting[i];
         chunk_t *chunk = totals->chunks[bucket >> 6];
         if (__builtin_expect(chunk == NULL, 0) || __builtin_expect(++chunk->low[bucket & 63] == 0, 0)) {
             if (chunk != NULL)
                 chunk->low[bucket & 63] = UINT16_MAX;
-            totals->waiting_count = (uint16_t)(i + 1);
+            totals->waiting_room = i;
             count_waiting(core, totals);
             return;
         }
     }
-    totals->waiting_count = 0;
+    totals->waiting_room = BUCKETS_WAITING;
 }
 
 /* Add to a sum of times, which stays at its largest value instead of turning negative. Where there is no core at `core` it

@@ -433,8 +433,8 @@ class Mapped:
                 if same and 0 <= node < len(tree) and ring is not None and span_id not in ended:
                     span_by_id[span_id] = OpenSpan(
                         tree.site(node), node, span_id, int(frame["parent_id"] & np.uint64((1 << 63) - 1)),
-                        int(frame["root_id"] & np.uint64((1 << 63) - 1)), int(frame["task"]), ring.thread_id,
-                        int(frame["start_ns"]), min(max(int(frame["children_ns"]), 0), FARTHEST_NS),
+                        int(frame["root_id"] & np.uint64((1 << 63) - 1)), int(frame["task"]) & 0xFFFFFFFF,
+                        ring.thread_id, int(frame["start_ns"]), min(max(int(frame["children_ns"]), 0), FARTHEST_NS),
                         self._attributes_of(place, span_id),
                     )  # fmt: skip
             if np.all(is_same):
@@ -576,7 +576,7 @@ class Mapped:
                 break
         threads = {ring.number: ring for ring in sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))}
         is_counted = np.isin(totals["ring_number"], np.array(list(threads), np.uint64)) & (totals["calls"] > 0)
-        is_counted &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
+        is_counted &= (totals["node"] < len(tree)) & (totals["waiting_room"] <= totals["waiting"].shape[1])
         if choose_sites is not None:
             of_node = np.array(choose_sites(tree), np.bool_)[np.array(tree.site_of, np.int64)]
             is_counted[is_counted] = of_node[totals["node"][is_counted]]
@@ -599,7 +599,7 @@ class Mapped:
         at, bucket = np.nonzero(times)
         counted = buckets_of(row[at], place[at] * 64 + bucket, times[at, bucket])
         # Buckets of calls that are not added yet, one entry per call.
-        waits = np.arange(totals["waiting"].shape[1]) < totals["waiting_count"][:, None]
+        waits = np.arange(totals["waiting"].shape[1]) >= totals["waiting_room"][:, None]
         of, slot = np.nonzero(waits)
         every = np.concatenate([counted, buckets_of(of, totals["waiting"][of, slot], np.ones(len(of), np.int64))])
         return np.asarray(every[every["bucket"] <= LAST_BUCKET])

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from instrument.runtime.cheap_start import NamedTuple
 
-MAGIC, VERSION = b"instrrec", 8
+MAGIC, VERSION = b"instrrec", 9
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -96,7 +96,7 @@ TOTALS = Record(
     640,
     {
         "calls": (0, "Q"), "total_ns": (8, "q"), "self_ns": (16, "q"), "min_ns": (24, "q"), "max_ns": (32, "q"),
-        "first_ns": (40, "q"), "waiting": (48, "7H"), "waiting_count": (62, "H"), "errors": (64, "Q"),
+        "first_ns": (40, "q"), "waiting": (48, "7H"), "waiting_room": (62, "H"), "errors": (64, "Q"),
         "moved_bytes": (72, "Q"), "device_ns": (80, "q"), "beyond_ns": (88, "q"), "first_total_ns": (96, "q"),
         "steps": (104, "Q"), "waiting_ns": (112, "q"), "chunks": (120, f"{CHUNKS}Q"), "ring_number": (600, "Q"),
         "node": (608, "I"), "cancelled": (616, "Q"),
@@ -108,7 +108,7 @@ FRAME = Record(
     128,
     {
         "node": (8, "Q"), "span_id": (16, "Q"), "parent_id": (24, "Q"), "root_id": (32, "Q"), "start_ns": (40, "q"),
-        "task": (48, "Q"), "children_ns": (64, "q"), "ring": (72, "Q"), "state": (121, "B"),
+        "task": (48, "Q"), "children_ns": (64, "q"), "ring": (72, "Q"), "state": (122, "B"),
     },
 )  # fmt: skip
 ROW = _in_order(

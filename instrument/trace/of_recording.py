@@ -250,7 +250,7 @@ class RowSnapshot:
             parent_id=column("parent_id", [span.parent_id for span in opened]),
             root_id=column("root_id", [span.root_id for span in opened]),
             thread_id=np.concatenate([threads, np.array([span.thread_id for span in opened], np.int64)]),
-            task_id=column("task", [span.task_id >> 4 & (1 << 32) - 1 for span in opened]),
+            task_id=column("task", [span.task_id for span in opened]),
             start_ns=starts,
             end_ns=ends,
             active_ns=active_ns,
