@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import compileall
+import functools
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
+
+sys.dont_write_bytecode = False  # else each process of the tests would rewrite all asserts, those of hypothesis, too
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import instrument
-from instrument.instrumentors import contexts, loaders
+from instrument.instrumentors import contexts, loaders, probe_cost
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER, RING_BYTES, Recorder
@@ -48,10 +54,25 @@ settings.register_profile("quick", settings.get_profile("instrument"), max_examp
 settings.load_profile("fast")  # or what --hypothesis-profile says; .ci/run says `instrument` beside the slow tests
 
 
+def rewrite_asserts(name: str) -> None:
+    """Have pytest rewrite the asserts of a file of tests into its cache. None of the file's code runs."""
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    vars(module)["__builtins__"] = {}
+    with suppress(ImportError):  # by the first import of the file, because there is no function that imports
+        spec.loader.exec_module(module)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Hundreds of tests start a Python of their own. Where PYTHONDONTWRITEBYTECODE is set, each would compile all of
     # ours anew, which takes longer than what most of them do.
     compileall.compile_dir(Path(instrument.__file__).parent, quiet=2)
+    if getattr(config.option, "numprocesses", None):
+        # Else each process of pytest-xdist would rewrite the asserts of all files, and at the same time.
+        with multiprocessing.get_context("fork").Pool() as processes:
+            processes.map(rewrite_asserts, sorted(path.stem for path in Path(__file__).parent.glob("test_*.py")), 1)
     # In the order below: pytest-xdist would begin with the files that have most tests.
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
@@ -158,15 +179,25 @@ def clean_process() -> Iterator[None]:
     assert left == []
 
 
-@pytest.fixture
-def small_heap() -> Iterator[None]:
-    """The garbage collector, and who asks it what there is, sees what the test makes and nothing from before.
+@pytest.fixture(autouse=True, scope="session")
+def measured_costs() -> Iterator[None]:
+    """Measure the costs of probes once per process of the tests, instead of at the start of each session."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("measure_costs", "measure_passed_ns", "measure_cold_ns"):
+            patch.setattr(probe_cost, name, functools.cache(getattr(probe_cost, name)))
+        yield
 
-    Not for tests of what else may hold something: a hundred thousand objects of pytest are among what there is.
-    """
+
+@pytest.fixture(autouse=True, scope="module")
+def heap_of_the_file() -> None:
+    """Hide what was there before this file's tests from the garbage collector, and from searches of the heap."""
     gc.freeze()
-    yield
-    gc.unfreeze()
+
+
+@pytest.fixture
+def small_heap() -> None:
+    """Hide what was there before this test from the garbage collector, such as models of other tests."""
+    gc.freeze()
 
 
 @pytest.fixture

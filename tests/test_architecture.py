@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_711, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
-    "instrumentors": (12_957, 51),
+    "instrumentors": (12_955, 51),
     "native": (9_220, 29),
     "otlp": (5_412, 20),
     "profile": (2_615, 8),

@@ -58,19 +58,17 @@ class Name(NamedTuple):
 
 
 def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
-    """Return the names of objects in the imported modules, except modules of the packages in `spared`.
-
-    It takes some milliseconds in a large process.
-    """
+    """Return the names of objects in the imported modules, but not in `spared` packages."""
     ids, spared = set(map(id, things)), {"instrument", *spared}
     result: list[Name] = []
     spawned = spawned_main()
-    behind = [] if spawned is None else [(MAINS[1], spawned)]
-    for name, module in [*loaded_modules(), *behind] if ids else ():
-        names = namespace(module)
+    for module in [*sys.modules.copy().values(), *([] if spawned is None else [spawned])] if ids else ():
         # One loop in C, as hardly any module has such a name.
-        if not ids.isdisjoint(map(id, list(names.values()))) and name.partition(".")[0] not in spared:
-            result += [Name(module, bound, id(value)) for bound, value in list(names.items()) if id(value) in ids]
+        if issubclass(type(module), ModuleType) and not ids.isdisjoint(map(id, list(namespace(module).values()))):
+            names = namespace(module)
+            name = MAINS[1] if module is spawned else names.get("__name__")
+            if isinstance(name, str) and name.partition(".")[0] not in spared:
+                result += [Name(module, bound, id(value)) for bound, value in list(names.items()) if id(value) in ids]
     return result
 
 
