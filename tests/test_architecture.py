@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (137, 1),
     "instrumentors": (12_955, 51),
     "native": (9_220, 29),
-    "otlp": (5_412, 20),
+    "otlp": (5_420, 20),
     "profile": (2_615, 8),
     "proposal": (1_403, 5),
     "recorder": (2_651, 11),

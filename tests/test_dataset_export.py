@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pytest
 from otlp_collectors import collecting, take
 from test_agent import agents, begin, children_of, folder, run, until
@@ -28,7 +29,8 @@ from instrument.cli import main
 from instrument.otlp import dataset_export
 from instrument.otlp.dataset_export import DatasetExport
 from instrument.profile.model import Capture, Parquet
-from instrument.trace.columns import DeviceIntervals
+from instrument.recording.spans import BATCH_KEYS, DeviceInterval, Span
+from instrument.trace.columns import LABELS, device_intervals
 from instrument.trace.dataset import DatasetProcess, DatasetRows, definition
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.merge import merge
@@ -60,11 +62,10 @@ def settled(run: Run, every_ns: int, sample: float = 1.0) -> Rows:
         facts = saved(spans, number, "one").trace
         members.append(DatasetProcess(facts, facts.origin.realtime_of(0)))
     tables: list[tuple[str, Any]] = []
-    remembered = RememberedTraces()
+    remembered, intervals = RememberedTraces(), [intervals_of(spans) for spans in (run.front, run.engine)]
 
     def take(decisions: Any, now_ns: int) -> None:
-        none = [lambda *_: DeviceIntervals.none()] * 2
-        rows = SettledRows(decisions, members, none, remembered, now_ns)
+        rows = SettledRows(decisions, members, intervals, remembered, now_ns)
         tables.extend(rows.tables(pyarrow.array([True, True]).to_numpy(zero_copy_only=False)))
 
     settling = Settling()
@@ -76,6 +77,33 @@ def settled(run: Run, every_ns: int, sample: float = 1.0) -> Rows:
     front.rows.is_over = engine.rows.is_over = True
     settling.settle(80 * S, is_last=True)
     return rows_in(tables)
+
+
+CELLS = [(name, np.int64) for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
+
+
+def intervals_of(spans: Sequence[Span]) -> Any:
+    """Return the reader of the device intervals of a process."""
+    cells = np.array(
+        [
+            (span.span_id, *(getattr(item, name) for name, _ in CELLS[1:5]), LABELS.index(item.label), 0)
+            for span in spans
+            for item in span.device
+        ],
+        dtype=CELLS,
+    )
+    return lambda span_id, asking, _: device_intervals(cells[np.isin(cells["span_id"], span_id[asking])], span_id)
+
+
+def on_device(run: Run) -> Run:
+    """Give the batches of an engine device intervals."""
+    for span in [span for span in run.engine if BATCH_KEYS in span.attributes]:
+        span.site = replace(span.site, device=True)
+        span.device = (
+            DeviceInterval(0, 7, span.start_ns, span.end_ns),
+            DeviceInterval(1, 8, span.start_ns, span.end_ns),
+        )
+    return run
 
 
 def converted(run: Run) -> Rows:
@@ -91,10 +119,11 @@ def converted(run: Run) -> Rows:
     ("make", "seed"), [(run_of, 1), (run_of, 2), (with_strays, 8), (with_nested, 4), (with_slots, 6)]
 )
 def test_settled_rows_are_those_of_a_conversion(make: Any, seed: int) -> None:
-    expected = converted(make(seed))
+    expected = converted(on_device(make(seed)))
+    assert expected["intervals"]
     for every_ns in (S // 2, 7 * S):
-        rows = settled(make(seed), every_ns)
-        for name in ("spans", "requests", "batches", "members"):
+        rows = settled(on_device(make(seed)), every_ns)
+        for name in ("spans", "requests", "batches", "members", "intervals"):
             assert rows[name] == expected[name], name
 
 
@@ -170,7 +199,7 @@ def read(table: str, columns: str, where: str = "data") -> list[tuple[Any, ...]]
 
 @pytest.mark.slow
 def test_a_dataset_grows_while_services_run_and_a_killed_exporter_loses_what_it_says() -> None:
-    profile("path: data/, every: 1s", "  recording: {path: 'files/{pid}.npz'}")
+    profile("path: data/, every: 1s", "  recording: {path: 'files/{pid}.npz'}\ndevice: {host: 50ms}")
     service = begin(SERVICE)
     say(service, "ask")
     say(service, "child")
@@ -194,6 +223,13 @@ def test_a_dataset_grows_while_services_run_and_a_killed_exporter_loses_what_it_
     columns = "span_id, trace_id, name, error, unknown_ns, is_complete, start_unix_ns - clock_offset_ns, host, process"
     assert read("requests", columns) == read("requests", columns, "converted")
     assert len({process for (process,) in read("processes", "process")}) == 2
+    columns = "start_unix_ns - clock_offset_ns, process, name, device, value, unit"
+    gauges, from_files = read("gauges", columns), read("gauges", columns, "converted")
+    assert len(gauges) == len(set(gauges)) > 100
+    ends = {process: at_ns for at_ns, process, *_ in sorted(from_files)}
+    assert [row for row in gauges if row[0] <= ends.get(row[1], 0)] == from_files
+    for table, columns in (("losses", "reason, count"), ("intervals", "span_id")):
+        assert read(table, columns) == read(table, columns, "converted") == []
     assert not [path for path in Path("data").rglob("*") if path.suffix == ".part"]
     assert {path.stat().st_mode & 0o777 for path in Path("data").rglob("*.parquet")} == {0o600}
 

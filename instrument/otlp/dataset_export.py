@@ -74,6 +74,8 @@ class ReadRecording(Protocol):
     ended_ns: int
 
     @property
+    def key(self) -> str: ...
+    @property
     def mapped(self) -> Mapped: ...
     @property
     def source(self) -> Source | None: ...
@@ -121,6 +123,8 @@ class DatasetExport:
         """The spans that no whole file has, of recordings that send none."""
         self._windows: dict[ReadRecording, tuple[int, Counter[str]]] = {}
         """The end of the last window of each recording, and the losses until then."""
+        self._whole_windows: dict[str, tuple[int, Counter[str]]] = {}
+        """The same by the key of each recording, as far as whole files have it. The next exporter continues there."""
         self._go_on()
 
     def _go_on(self) -> None:
@@ -129,6 +133,8 @@ class DatasetExport:
         with suppress(OSError, ValueError, KeyError, TypeError):
             journal = json.loads((self._spool / JOURNAL).read_text("utf-8"))
             lost = int(journal["rows"])
+            windows = dict(journal["windows"])
+            self._whole_windows = {key: (int(end_ns), Counter(losses)) for key, (end_ns, losses) in windows.items()}
             for part in journal["parts"]:
                 self._local.remove(str(part))
             self._lose(lost, "its exporter was killed before it had closed the files")
@@ -159,7 +165,8 @@ class DatasetExport:
 
     def put_window(self, member: ReadRecording) -> None:
         """Take the gauges, losses and facts of a recording since the last call."""
-        process, (since_ns, before) = _process_of(member), self._windows.get(member, (0, Counter[str]()))
+        since = self._windows.get(member) or self._whole_windows.get(member.key)
+        process, (since_ns, before) = _process_of(member), since or (0, Counter[str]())
         facts, losses = process.facts, Counter({**member.mapped.losses(), **losses_by_name(member.fates)})
         del losses[OVERWRITTEN]  # the reader counts those that it has missed
         samples = [sample for sample in member.mapped.samples(since_ns) if since_ns < sample.at_ns <= facts.end_ns]
@@ -213,7 +220,7 @@ class DatasetExport:
         self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.rows)
         parts = [] if self._writer is None else self._writer.parts
         with suppress(OSError), atomic.replacing(self._spool / JOURNAL) as file:
-            file.write(json.dumps({"rows": self._rows, "parts": parts}).encode())
+            file.write(json.dumps({"rows": self._rows, "parts": parts, "windows": self._whole_windows}).encode())
 
     def take_lost(self) -> int:
         """Return the number of rows that were lost since the last call."""
@@ -237,6 +244,7 @@ class DatasetExport:
             self._give_up(problem)
         else:
             self._settle_unwritten(is_written=True)
+            self._whole_windows = {member.key: window for member, window in self._windows.items()}
             rows, self._rows, self._writer = self._rows, 0, None
             self._number += 1
             if self._uploads is None:

@@ -165,10 +165,11 @@ def questions(name: str, folder: str) -> Iterator[tuple[str, str]]:
 def asked(name: str, folder: str, run: Callable[[str], Any]) -> dict[str, list[tuple[Any, ...]]]:
     answers = {}
     for title, statement in questions(name, folder):
-        began_s = time.perf_counter()
+        began_s, used_s = time.perf_counter(), time.process_time()
         answers[title] = run(statement)
+        began_s, used_s = time.perf_counter() - began_s, time.process_time() - used_s
         if not title.startswith("Questions") and answers[title]:
-            print(f"  {title}: {time.perf_counter() - began_s:.2f} s", flush=True)
+            print(f"  {title}: {began_s:.2f} s, {used_s:.2f} s of processor", flush=True)
     return answers
 
 
