@@ -52,6 +52,7 @@ def test_the_cause_of_a_slow_request_is_named_with_its_time_and_its_rows(inciden
     }  # fmt: skip
     assert notes.get(incident, "") in lead.note
     assert {cause.name for cause in (*explanation.causes, *explanation.rivals)} <= set(CAUSES)
+    assert min(cause.typical_ns for cause in (*explanation.causes, *explanation.rivals)) >= 0
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,29 @@ def test_the_times_of_causes_add_up_to_the_wall_of_each_request() -> None:
     for place in range(len(rows)):
         assert sum(times.times_of(place).values()) == pytest.approx(int(recording.columns.total_ns[rows[place]]))
         assert sum(times.parts_of(place).values()) == int(recording.columns.total_ns[rows[place]])
+
+
+def test_a_slow_step_of_others_between_two_batches_is_slow_service_and_no_preemption() -> None:
+    trace, key, delay_ns = Lives(3, "preemption", size_ms=60, requests=FEW).planted()
+    root = next(span for span in trace.spans if span.attributes.get(KEY) == key and span.site.kind == "request")
+    part = max(
+        (span for span in trace.spans if span.site.name == "part 3" and root.start_ns < span.start_ns < root.end_ns),
+        key=lambda span: span.start_ns - (span.start_ns > root.start_ns + 40_000_000) * 10**9,
+    )
+
+    def later(span: Span) -> Span:
+        moved = 2 * delay_ns
+        begins_later, ends_later = span.start_ns >= part.end_ns, span.end_ns >= part.end_ns
+        spent = {"self_ns": span.self_ns + moved} if span is part else {}
+        return replace(
+            span, start_ns=span.start_ns + moved * begins_later, end_ns=span.end_ns + moved * ends_later,
+            active_ns=span.active_ns + moved * (ends_later and not begins_later), device=(), **spent,
+        )  # fmt: skip
+
+    stopped = replace(trace, spans=list(map(later, trace.spans)), end_ns=trace.end_ns + 2 * delay_ns, samples=())
+    causes = {cause.name: cause.accounted_ns for cause in explained(stopped, RequestChoice(request=key)).causes}
+    assert causes["slow service"] == pytest.approx(2 * delay_ns, rel=0.1)
+    assert causes["preemption"] == pytest.approx(delay_ns, rel=0.15)
 
 
 @pytest.mark.parametrize("incident", ["processor contention", "waiting to fill a batch"])

@@ -339,15 +339,15 @@ class CauseTimes:
         """Add the time that a request spent in some steps, or waited for them, by cause. Return the sum."""
         if not len(steps):
             return 0.0
-        if part == STALL:
-            times[PREEMPTED, ""] += float(spent_ns.sum())
-            return float(spent_ns.sum())
         costs = self.costs
         shares = spent_ns / np.maximum(costs.end_ns[steps] - costs.start_ns[steps], 1)
         load_ns, heavy_ns = cells_of(costs, steps, place)
-        times[LOAD, IN_QUEUE if part == QUEUE else IN_BATCH] += float(shares @ load_ns)
-        times[PREFILL, ""] += float(shares @ heavy_ns)
-        times[PADDING, ""] += float(shares @ costs.padding_ns[steps])
+        if part == STALL:
+            times[PREEMPTED, ""] += float(shares @ (load_ns + heavy_ns + costs.padding_ns[steps]))
+        else:
+            times[LOAD, IN_QUEUE if part == QUEUE else IN_BATCH] += float(shares @ load_ns)
+            times[PREFILL, ""] += float(shares @ heavy_ns)
+            times[PADDING, ""] += float(shares @ costs.padding_ns[steps])
         times[FIRST, ""] += float(shares @ self.first_ns[steps])
         times[DEVICE, ""] += float(shares @ self.device_ns[steps])
         by_path = shares @ self.excess_ns[steps]

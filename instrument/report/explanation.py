@@ -180,7 +180,11 @@ class Explanation(View):
         if self.verdict == TYPICAL:
             work = f", for its work ({lead.path})" if lead is not None and lead.path.startswith(MORE_STEPS) else ""
             most = in_unit(self.usual_most_ns, unit)
-            return f"{typical}: within the usual spread, which reaches {most} {unit}{work}."
+            usual = f"{typical}: within the usual spread, which reaches {most} {unit}{work}."
+            is_near = self.excess_ns <= LEAST_SHARE * self.typical_ns
+            if work or is_near or lead is None or (lead.ratio or 0.0) < MOSTLY:
+                return usual
+            return f"{usual} Most of its excess is {safe(lead.title())} ({tenths(lead.ratio, 1)})."
         part = max(self.parts, key=lambda part: part.excess_ns, default=None)
         more = f": {in_unit(part.excess_ns, unit)} {unit} more in {safe(part.name)}" if part else ""
         because = "" if lead is None else f" {_because(lead, unit)}"
@@ -540,7 +544,9 @@ def _excess_of(claim: CauseShare) -> float:
 
 
 def _share_of(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    return CauseShare(cause, path, round(spent_ns), round(usual_ns), 0, None)
+    """Return a cause without its share. A typical step faster than expected counts as one without the cause."""
+    faster_ns = max(-usual_ns, 0.0)
+    return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 
 
 def _accounted(

@@ -6,8 +6,8 @@
 Three tenants share an engine; one is noisy in one of six ways: many requests, bursts, long prompts, huge prompts, long
 answers, or a blocked event loop. Each workload runs with it, and its arrivals run again without it. The bill must be
 conserved, and the predicted fall of the queue time of the others, in the mean and at p99, within 15 % of the measured.
-Then a placebo: the requests get one of three names by chance. A request of the placebo must inflict on others what it
-does with other names by chance, within three standard deviations.
+Then a placebo: the requests get one of three names by chance. A request of the placebo must inflict on others at most
+what it does by other names by chance: no more than all of 180 such groups.
 
 `--demonstration` does the same, placebos too, with N workloads on the service in `examples/chat` over HTTP. A device of
 a fixed speed is in the place of its model, so that other work on the machine changes little. A run in which other work
@@ -15,8 +15,9 @@ on the machine stopped the steps is tried again. Each side runs `--repeats` time
 run, whose bill predicts it, to the median of the quiet runs. Medians of these are compared. Loud runs are never
 compared with each other: one list of arrivals has queues that differ by half from run to run.
 
-`--unpaced` has the model instead, one run at a time. The speed of its steps then depends on other work on the machine,
-by a factor of three where that fills the processors. So the runs have real-time priority, which needs root.
+`--unpaced` has the model instead, one run of three times the requests at a time. The speed of its steps then depends on
+other work on the machine, by a factor of three where that fills the processors. So the runs take precedence, which
+needs root. Real-time priority would stop each step of a busy second for 50 ms.
 
 Targets: suffered equals inflicted in 30 of 30, predictions right in 27 of 30, placebos within noise in 27 of 30. A
 recording of a million spans within 2 s.
@@ -62,9 +63,9 @@ from noisy_tenants import (
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 15
-SLOWNESS, UNPACED_SLOWNESS = 4, 0.6
+SLOWNESS, UNPACED_SLOWNESS = 4, 0.4
 """The factors of all times of the demonstration. Stops by other work on the machine matter less in longer times. The
-model on a processor of 2024 takes some 0.6 of the times of the paced device."""
+model on a processor of 2024 takes some 0.4 of the times of the paced device."""
 
 LENGTH = 320
 """The most tokens of a prompt and its answer for the model."""
@@ -120,12 +121,14 @@ chat.weights.build_model = lambda weights: Paced(size)
 
 def asked_of_demonstration(seed: int, *, is_paced: bool) -> list[Arrival]:
     """Return the requests of three tenants to the demonstration: when, whose, words of the prompt, tokens."""
-    slowness, longest = (SLOWNESS, 10_000) if is_paced else (UNPACED_SLOWNESS, LENGTH - 70)
+    slowness, longest, seconds = (
+        (SLOWNESS, 10_000, SECONDS) if is_paced else (UNPACED_SLOWNESS, LENGTH - 70, 3 * SECONDS)
+    )
     rng, requests = random.Random(seed), list[Arrival]()
 
     def add(tenant: str, a_second: float, words: int = 5, tokens: int = 10, burst: int = 1) -> None:
         at_s = rng.expovariate(a_second)
-        while at_s < SECONDS:
+        while at_s < seconds:
             for _ in range(burst):
                 size = min(max(1, round(words * math.exp(rng.gauss(0, 0.4)))), longest)
                 length = min(1 + int(rng.expovariate(1 / tokens)), 64)
@@ -241,13 +244,18 @@ def falls_of(loud: Sequence[Run], quiet: Sequence[Run]) -> list[tuple[float, flo
     return falls
 
 
+def take_precedence() -> None:
+    """Let this process and its children run before all others of the machine."""
+    os.setsid()
+    os.setpriority(os.PRIO_PROCESS, 0, -20)
+    Path("/proc/self/autogroup").write_text("-20", "utf-8")
+
+
 def demonstrations(seeds: Sequence[int], repeats: int, *, is_paced: bool) -> None:
     """Print the falls of workloads on the demonstration, predicted and measured, each by the median of runs."""
     right = right_but_for_noise = conserved = undisturbed = right_undisturbed = 0
-    count = len(seeds)
-    if not is_paced:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    with ProcessPoolExecutor(AT_ONCE if is_paced else 1, multiprocessing.get_context("spawn")) as pool:
+    count, spawn = len(seeds), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(AT_ONCE if is_paced else 1, spawn, None if is_paced else take_precedence) as pool:
         frees = [pool.submit(is_placebo_free_in_demonstration, seed, is_paced) for seed in seeds]
         runs = [
             [[pool.submit(demonstrated, seed, is_loud, is_paced) for _ in range(repeats)] for is_loud in (True, False)]
