@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_403, 5),
     "recorder": (2_651, 11),
     "recording": (4_196, 20),
-    "report": (14_874, 50),
+    "report": (14_907, 50),
     "runtime": (2_820, 18),
     "sessions": (6_794, 25),
     "trace": (10_742, 37),

@@ -16,7 +16,7 @@ from simulated_engine import ENGINE_THREAD, INCIDENTS, Lives, Service
 import instrument
 from instrument.cli import main
 from instrument.profile.model import FunctionRule, Profile, RequestKeys
-from instrument.recording.spans import KEY, Origin, Site, Span
+from instrument.recording.spans import BATCH_KEYS, KEY, Origin, Site, Span
 from instrument.report.causes import CAUSES, CauseTimes
 from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Explanation, RequestChoice, explain
 from instrument.report.requests_view import joined_requests
@@ -185,6 +185,32 @@ def test_a_service_without_batches_and_keys_is_explained_by_its_calls() -> None:
     assert any("no rule has `batch:`" in reason for reason in explanation.not_assessed)
     assert any(reason.startswith("wait for a lock (no rule has a function") for reason in explanation.not_assessed)
     assert "processor contention or garbage collection, not assessed, would look alike" in explanation.sentence()
+
+
+def test_a_long_prompt_of_another_request_is_known_by_its_size_without_weights() -> None:
+    request, prefill = Site("POST /", "request", "app", "post"), Site("prefill", "op", "engine", "prefill")
+    size, spans, free_ns = "http.request.body.size", [], 0
+    for number in range(80):
+        begin_ns = 10**9 + number * 10**7 - (number == 41) * 9_000_000
+        served_ns = max(begin_ns + 1_000, free_ns)
+        free_ns = served_ns + 1_000_000 + (60_000_000 if number == 40 else number % 7 * 1_000)
+        key, first = f"r{number}", 2 * number + 1
+        facts = {KEY: key, size: 6_000 if number == 40 else 40 + number % 7}
+        took_ns = free_ns - served_ns
+        spans.append(Span(prefill, first + 1, 0, first + 1, 2, 0, served_ns, free_ns, took_ns, took_ns,
+                          attributes={BATCH_KEYS: (key,)}))  # fmt: skip
+        end_ns = free_ns + 2_000
+        spans.append(Span(request, first, 0, first, 1, number + 1, begin_ns, end_ns, end_ns - begin_ns, 3_000,
+                          attributes=facts))  # fmt: skip
+    trace = Trace(Origin(1, "sized", 0, 0), 10**9, spans[-1].end_ns, spans)
+    explanation = explained(trace, RequestChoice(request="r41"))
+    lead = explanation.causes[0]
+    assert (lead.name, "for r40" in lead.note) == ("another request's prefill", True)
+    unsized = [
+        replace(span, attributes={**span.attributes, size: 40}) if span.site is request else span for span in spans
+    ]
+    explanation = explained(replace(trace, spans=unsized), RequestChoice(request="r41"))
+    assert any(reason.startswith("another request's prefill, padding (") for reason in explanation.not_assessed)
 
 
 GATE = threading.BoundedSemaphore()

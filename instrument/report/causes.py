@@ -7,6 +7,7 @@ first. The ledger's part decides on all other time. `instrument.trace.step_costs
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, Site, is_blocked_loop, is_collection
+from instrument.report.comparison import size_numbers, sizes_in
 from instrument.report.request_groups import joined_requests
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
@@ -23,6 +25,7 @@ from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import firsts_of
 from instrument.trace.intervals import union_by_group
+from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, phase_of, turns_of, waits_for_lock
 from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, PREEMPTIONS
 from instrument.trace.step_costs import Floats, StepCosts, cells_of, step_costs
@@ -64,6 +67,9 @@ SPREAD = "all call paths alike"
 
 Key = tuple[str, str]
 """A cause (or `LOAD`, `UNKNOWN_REST`) and its detail: a call path or a part of the request."""
+
+INPUT = re.compile("input|request|prompt")
+"""A pattern of the names of sizes that are those of a request's input."""
 
 PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
 """The gauge that proves a cause. Its values are percentages of the time since the last reading."""
@@ -516,7 +522,26 @@ def _without(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
 
 def _costs(recording: Recording) -> StepCosts:
     joined = recording.once(joined_requests)
-    return step_costs(recording.columns, joined.served, len(joined.rows))
+    served = replace(joined.served, weight=recording.once(weights))
+    return step_costs(recording.columns, served, len(joined.rows))
+
+
+def weights(recording: Recording) -> Int64s:
+    """Return the weight of each pair of a batch and a request.
+
+    Without weights of `batch:`, the member of a batch for one request has the size of its request's input.
+    """
+    trace, joined = recording.columns, recording.once(joined_requests)
+    served = joined.served
+    names = sorted(filter(INPUT.search, sizes_in(trace)))
+    if not len(served.batch) or np.ptp(served.weight) or not names:
+        return served.weight
+    site, members = trace.site[served.batch], np.bincount(served.batch, minlength=len(trace))
+    most_members = np.zeros(len(trace.sites), dtype=np.int64)
+    np.maximum.at(most_members, site, members[served.batch])
+    sizes = np.append(size_numbers(trace, names[0])[joined.rows], 0.0)[served.request]
+    is_sized = (most_members[site] == 1) & (sizes > 0)
+    return np.where(is_sized, (np.minimum(sizes, 1e9) * THOUSANDTHS).astype(np.int64), served.weight)
 
 
 class _Processes:

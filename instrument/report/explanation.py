@@ -584,7 +584,9 @@ def _not_assessed(recording: Recording, times: CauseTimes) -> list[str]:
         steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)
         reasons[", ".join(steps)] = "no rule has `batch:`"
     elif np.ptp(times.joined.served.weight) == 0:
-        reasons[listed.PADDING] = "no weights of `batch:` say how large the members are"
+        has_sizes = np.ptp(recording.once(listed.weights)) > 0
+        unknown = (listed.PADDING,) if has_sizes else (listed.PREFILL, listed.PADDING)
+        reasons[", ".join(unknown)] = "no weights of `batch:` say how large the members are"
     if not len(times.collections):
         reasons[listed.COLLECTED] = "none was recorded"
     if not len(times.blocks):
