@@ -1,1 +1,1 @@
-"""The agent of a run: a process that shares the memory of all recordings, so that these outlive their processes."""
+"""The agent of a run: a process that maps the memory of all recordings, so that these outlive their processes."""

@@ -21,10 +21,10 @@ from instrument.agent.loop import Connection
 from instrument.runtime import packets
 
 MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
-"""The most starts of a child within a window in seconds. After more, none starts until the window has passed."""
+"""The most starts of a child within this many seconds. With more starts, the next one waits until they have passed."""
 
 REAP_S, LOOK_S = 2.0, 0.001
-"""The longest wait for the end of a killed child, and the pause between two checks of it, in seconds."""
+"""The most seconds of waiting for the end of a killed child, and the seconds between two checks of it."""
 
 PIPE_BYTES = 1 << 16
 
@@ -39,9 +39,9 @@ of 64 KiB (M_MMAP_THRESHOLD), and threads share one arena (M_ARENA_MAX)."""
 class Child:
     """A child process, started on its first task, and the agent's end of the connection to it.
 
-    `selector` is the agent's own. `serve` runs in the child and serves the agent at the other end until it returns.
-    `ps` shows the first 15 characters of `name`. `heard` is called with each message of the child, `has_ended` at its
-    end, and `has_sent_all` once no message to it waits any more.
+    `selector` is the agent's own. `serve` runs in the child until the child ends. `ps` shows the first 15 characters of
+    `name`. `heard` is called with each message of the child, `has_ended` at its end, and `has_sent_all` once all
+    waiting messages are sent.
     """
 
     selector: selectors.BaseSelector
@@ -58,7 +58,7 @@ class Child:
 
     @property
     def is_there(self) -> bool:
-        """Return True while no end of the child has been seen."""
+        """Return True from the child's start until its end is noticed."""
         return self._connection is not None
 
     @property
@@ -67,7 +67,7 @@ class Child:
         return self._connection is not None and self._connection.has_waiting
 
     def begin(self) -> str:
-        """Start a child unless one runs. Return the reason for which none could be started, else ""."""
+        """Start a child unless one runs. Return the reason of a failure, "" after success."""
         if self._connection is not None:
             return ""
         now = time.monotonic()
@@ -90,7 +90,7 @@ class Child:
     def _watch(self, connection: Connection) -> None:
         """Read from a connection, and write to it while messages wait.
 
-        Kill a child whose queue is full: its end is noticed, and another child starts.
+        Kill a child whose queue is full, so that another child starts.
         """
         if connection.is_broken:
             os.kill(self._pid, signal.SIGKILL)
@@ -118,7 +118,7 @@ class Child:
     def end(self) -> None:
         """Kill the child, reap it, and handle the messages that it sent before.
 
-        Leave a child alone that hangs in a driver beyond the time limit.
+        After `REAP_S` leave a child that hangs in a driver.
         """
         connection, self._connection = self._connection, None
         if connection is None:
@@ -136,7 +136,7 @@ class Child:
 
 
 def _receive_next(connection: Connection) -> packets.Message | None:
-    """Return the next message of a child, None after its last. Raise `BlockingIOError` if one may still come."""
+    """Return the next message of a child, None after its last one. Raises `BlockingIOError` if there is none yet."""
     try:
         message, descriptors = connection.receive()
     except packets.PacketError:
@@ -147,7 +147,7 @@ def _receive_next(connection: Connection) -> packets.Message | None:
 
 
 class AgentEnd:
-    """In the child: the agent at the other end of a connection."""
+    """The child's end of the connection to the agent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -159,7 +159,7 @@ class AgentEnd:
         self.has_gone = False
 
     def receive(self, wait_s: float) -> Iterator[tuple[packets.Message, list[int]]]:
-        """Yield the messages of the agent with their descriptors, once the first one comes within `wait_s`."""
+        """Wait at most `wait_s` for messages of the agent. Yield all that are there, with their descriptors."""
         if not self._waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)):
             return
         with suppress(BlockingIOError):
@@ -179,18 +179,18 @@ class AgentEnd:
                 yield message, descriptors
 
     def wake(self) -> None:
-        """End the wait in `hear`, from another thread."""
+        """End the wait in `receive`, from another thread."""
         with suppress(BlockingIOError):
             os.write(self._waker, b".")
 
     def send(self, message: packets.Message) -> None:
-        """Send the agent a message. Ignore errors: `hear` notices the end of the connection."""
+        """Send the agent a message. Ignore errors: `receive` notices the end of the connection."""
         with suppress(OSError):
             packets.send(self._connection, message)
 
 
 def run_in_child(work: Callable[[], object]) -> int:
-    """Fork a child that does some work and ends. Return its process id. Raise `OSError`."""
+    """Fork a child that calls `work` and ends. Return its process id. Raises `OSError`."""
     pid = os.fork()
     if pid:
         return pid
@@ -203,7 +203,7 @@ def run_in_child(work: Callable[[], object]) -> int:
 
 
 def _fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
-    """Fork a child. Return the agent's end of the connection to it, and its process id. Raise `OSError`."""
+    """Fork a child. Return the agent's end of the connection to it, and its process id. Raises `OSError`."""
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
     with theirs:
         try:
@@ -230,7 +230,7 @@ def _serve_in_child(connection: socket.socket, serve: Callable[[socket.socket], 
 
 
 def _prepare(agent: int) -> None:
-    """Let this child die with the agent, even if it hangs, so that its claims are freed. Have its allocator return
+    """Have the kernel kill this child when the agent dies, so that its locks are freed. Have its allocator return
     unused memory."""
     with suppress(ImportError, OSError, AttributeError):
         import ctypes

@@ -1,4 +1,4 @@
-"""The client of agents: commands ask the agents of the same user's runs, through the socket in each run's folder."""
+"""The client of agents: commands query the agents of the same user's runs, by the socket in each run's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instrument.runtime import packets, run_folder
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of a run: the facts of its agent, and the descriptor of its recording, -1 for none."""
+    """A process of a run: the facts from the run's agent, and the descriptor of the recording, -1 for none."""
 
     facts: Mapping[str, Any]
     memory: int = -1
@@ -36,12 +36,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The answer of a run's agent: its socket, its name, and its processes, or the `problem` that left it without an
-    answer.
+    """The answer of an agent on one run: its socket, its name and its processes, or the `problem` if it did not answer.
 
-    `folded` counts processes that ended before the ended ones among `members`, and of which no more is known. `unseen`
-    is the sentence on processes that record nothing. An agent without a run, and which nobody has joined, has the path
-    of its socket as its name.
+    `folded` counts ended processes that are not in `members`. `unseen` is a sentence on processes that record nothing.
+    The path of the socket is the name if the agent has no run yet.
     """
 
     socket: Path
@@ -60,7 +58,7 @@ class Asked:
 
     @property
     def description(self) -> str:
-        """The name of the run, with its services, its count of living processes, and its age in seconds."""
+        """The name of the run with its services, the count of its living processes, and its age in seconds."""
         members = self.living or self.members
         if not members:
             return f"{self.name} ({self.problem or 'no process has joined'})"
@@ -71,7 +69,7 @@ class Asked:
 
     @property
     def none_joined(self) -> str:
-        """The sentence on a run that has answered and has no known process, else ""."""
+        """A sentence on an answering run without processes, "" for other runs."""
         if self.problem or self.members:
             return ""
         if self.name != str(self.socket):
@@ -81,10 +79,10 @@ class Asked:
 
 @contextmanager
 def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
-    """Yield the runs of this user, or those that `name` means, with open recordings if `memory`.
+    """Yield the runs of this user that match `name`, with descriptors of their recordings if `memory`.
 
     `name` is a run's name or its beginning, a service, a process id, or the path of an agent's socket. The default is
-    the run in `INSTRUMENT_AGENT`, or all. Raises `InstrumentError` if there is none.
+    the run in `INSTRUMENT_AGENT`, or all. Raises `InstrumentError` for no match.
     """
     own_agent = os.environ.get(run_folder.VARIABLE, "")
     asked_name = name or own_agent
@@ -131,7 +129,7 @@ def _select(run: Asked, name: str) -> list[Asked]:
 
 
 def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
-    """Return the runs that an agent serves."""
+    """Return the runs that the agent at a socket serves."""
     members: list[Member] = []
     try:
         with run_folder.connect_to_agent(socket, run_folder.ANSWER_S) as caller:
@@ -162,7 +160,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
 
 
 def _why_silent(socket: Path, error: Exception) -> str:
-    """Return the reason for which nobody answers, and the user's next step."""
+    """Return the reason why a socket does not answer, and the user's next step."""
     if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
         holder = run_folder.listener_pid(socket)
         if isinstance(error, TimeoutError) and holder is not None:
@@ -184,7 +182,7 @@ def _why_silent(socket: Path, error: Exception) -> str:
 def request_of(
     run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Ask processes of a run to do something. Yield the process id and the answer of each, within `wait_s` seconds."""
+    """Send the request `do` to processes of a run. Yield each one's id and answer, for at most `wait_s` seconds."""
     end = time.monotonic() + wait_s
     with run_folder.connect_to_agent(run.socket, min(LOOK_S, wait_s)) as caller:
         packets.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
@@ -199,4 +197,4 @@ def request_of(
 
 
 LOOK_S = 0.2
-"""The most seconds that one wait for an answer lasts, before the client checks its time limit again."""
+"""The most seconds of one wait for an answer. After each wait the client checks its time limit."""

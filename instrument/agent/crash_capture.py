@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 RECORDING = ".npz"
-"""The suffix of the names of recordings."""
+"""The suffix of a recording's file."""
 
 LAST_GAUGES = " Its last gauges, "
 
 MOST_REQUESTS = 5
-"""The most open requests that the message on an ended process names. The capture has all of them."""
+"""The most open requests in the message on an ended process. The capture has all of them."""
 MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
-"""The most attributes of a span that the message on an ended process names, and the most characters of each value."""
+"""The most attributes of a span in the message on an ended process, and the most characters of a value."""
 OF_TRANSPORT = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
-"""The prefixes of attributes that the message on an ended process leaves out. The capture has them."""
+"""The prefixes of attributes that are left out of the message on an ended process. The capture has them."""
 NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
-"""The gauges whose last readings the message on an ended process names. The capture has the readings of all gauges."""
+"""The gauges whose last readings are in the message on an ended process. The capture has the readings of all gauges."""
 
 
 def capture(
@@ -44,10 +44,10 @@ def capture(
 ) -> Mapping[str, Any]:
     """Save the spans and totals of a recording in memory.
 
-    `end_kind` describes the end of a process that has ended, at `end_ns`, or after all its rows if None. The file and
-    the answer then name the open spans, under `died`. Both repeat the costs and losses of the process's `goodbye`.
-    `copies` are paths of further recordings and Chrome traces; the answer names the written ones. Raises `TraceError`
-    for what is no sound recording.
+    `end_kind` describes the end of an ended process. It ended at `end_ns`, or after its last row if that is None. The
+    file and the answer then name the open spans, under `died`. Both have the costs and losses of the process's
+    `goodbye`. `copies` are paths of further recordings and Chrome traces; the answer names the written ones. Raises
+    `TraceError` for an invalid recording.
     """
     from dataclasses import replace
 
@@ -81,7 +81,7 @@ def _is_written(path: str, trace: Trace, tally: Tally | None) -> bool:
 
 
 def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
-    """Return the answer of `capture` from a file that it has saved for a process of a run; None without one."""
+    """Return the answer of `capture` from its file for a process of a run; None without such a file."""
     from instrument.errors import TraceError
     from instrument.trace import file
 
@@ -96,7 +96,7 @@ def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
 
 
 def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
-    """Return a trace with the costs, losses and notes that its process sent. Raise `TraceError` if malformed."""
+    """Return a trace with the costs, losses and notes of its process's goodbye. Raises `TraceError` if malformed."""
     from dataclasses import replace
 
     from instrument.errors import TraceError
@@ -123,7 +123,7 @@ def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
 
 
 def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
-    """Return a sentence with the newest readings of memory and load, "" without any."""
+    """Return a sentence with the newest readings of memory and load, "" for none."""
     newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
     texts: dict[int, list[str]] = {}
     for (device, name), sample in newest.items():
@@ -146,10 +146,10 @@ def death_of(
     errors: Mapping[int, tuple[str, str]] | None = None,
     least: str = "",
 ) -> str:
-    """Return a sentence on how a process ended, with its open spans by request, newest first.
+    """Return a sentence on the end of a process, with its open spans by request, newest first.
 
-    `errors` has the newest error of ended spans by root id; the sentence names that of the first request. `least`
-    precedes each age: a hanging process records nothing, so its end may be long after `end_ns`.
+    `errors` has the newest error of ended spans by root id; the sentence has that of the first request. `least`
+    precedes each age, for a process whose end may be long after `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
@@ -180,7 +180,7 @@ def _describe_tree(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
 
 
 def attributes_text(span: OpenSpan) -> str:
-    """Return the first attributes of a span in brackets, without those of its transport, which are part of its name."""
+    """Return the first attributes of a span in brackets, without those of `OF_TRANSPORT`."""
     names = [name for name in span.attributes if name != REMOTE and not name.startswith(OF_TRANSPORT)]
     texts = [f"{name}={span.attributes[name]!s:.{VALUE_LENGTH}}" for name in names]
     more = [f"{len(texts) - MOST_ATTRIBUTES} more"] if len(texts) > MOST_ATTRIBUTES else []

@@ -1,10 +1,9 @@
 """The ends of processes and of runs: captures of vanished processes, and one report of each run.
 
-Readers of recordings are imported in a child of the agent only.
-
-Readers that wait for the end of a service's output must not wait for the agent. So it opens the standard error of a
-living process, writes, and closes it again. Without such a process it opens a file or a terminal by name. If all have
-closed a pipe, the message goes to the system's log; without one, a message on a capture goes to a text file next to it.
+Only children of the agent import readers of recordings. The agent never keeps a service's output open, because a reader
+may wait for its end. So it opens the standard error of a living process, writes, and closes it again. Without such a
+process it opens a file or a terminal by name. If no process has the pipe any more, the message goes to the system's
+log. Without a log, a message on a capture goes to a text file next to it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from instrument.runtime.cheap_start import NamedTuple
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A function that prints a message where no process of the run has a standard error for it. None: nothing prints it."""
+"""A function that prints a message if no process of the run has a standard error for it. None prints nothing."""
 
 WAIT_MS = 50
-"""The most milliseconds for which a message to a process's standard error waits for room in a full pipe."""
+"""The most milliseconds that a message to a process's standard error waits for room in a full pipe."""
 
 MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file with a message next to a capture."""
@@ -42,7 +41,7 @@ _PIDFD_GETFD = 438
 
 
 def write_message(run: Run, text: str, of: Process | None = None) -> bool:
-    """Write a text to standard error of a process, else of the service, else to the log. Return True on success."""
+    """Write a text to the standard error of a process, else of the service, else to the log. Return True on success."""
     text = text if text.endswith("\n") else f"{text}\n"
     data = text.encode(errors="backslashreplace")
     targets = [run.stderr, *(str(process.facts.get("stderr", "")) for process in run.processes)]
@@ -55,7 +54,7 @@ def write_message(run: Run, text: str, of: Process | None = None) -> bool:
 
 
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
-    """Write a message to the standard error of a process, or of the run. Without one, pass it to `says`, or save it."""
+    """Write a message to the standard error of a process or its run. If that fails, pass it to `says`, or save it."""
     if write_message(run, text, process):
         return
     if says is not None:
@@ -65,7 +64,7 @@ def deliver_message(says: Says, run: Run, text: str, process: Process | None = N
 
 
 def _paths_of(run: Run, target: str) -> Iterator[str]:
-    """Yield the paths by which a standard error can be opened now."""
+    """Yield the paths by which the standard error `target` can be opened now."""
     elsewhere = {process.pid for process in run.processes if process.is_elsewhere}
     numbers = {process.pid for process in run.processes if not process.ended_ns} | {run.first}
     for pid in numbers - elsewhere - {0}:
@@ -138,7 +137,7 @@ CAPTURE = "-died.npz"
 """The end of a capture's file name."""
 
 FOR_REPORT = "-left.npz"
-"""The end of a file name with data for the report of a run. Such a file is removed with the run."""
+"""The end of the name of a file for a run's report. Such a file is removed with the run."""
 
 ENDED_BEFORE = "ended under an agent before this one"
 
@@ -148,7 +147,7 @@ _RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
 
 def facts_of(process: Process) -> dict[str, Any]:
-    """Return the facts of a process for a command that asks."""
+    """Return the facts of a process for a command's query."""
     names = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
     return {
         **{name: process.facts.get(name) for name in names},
@@ -166,7 +165,7 @@ def facts_of(process: Process) -> dict[str, Any]:
 
 
 def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
-    """Return a job that makes the report of a run, from files of its processes, also those under an earlier agent."""
+    """Return a job that makes the report of a run, from files of its processes and of `left_before`."""
     of = next((process.facts["report"] for process in reversed(run.recorded()) if process.facts.get("report")), None)
     settings = of or {"views": ["brief"], "options": {}}
     parts = [
@@ -182,9 +181,9 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
 
 
 def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes of a run that ended under an agent before this one, from their files in a folder.
+    """Return the processes of a run that ended under an earlier agent, from their files in a folder.
 
-    The kind of end is known only for a process with a capture.
+    Only a capture shows that its process vanished.
     """
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _report_files(folder):
@@ -201,13 +200,13 @@ def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
 
 
 def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Return the files in a folder that reports of runs are made of, each with the match of its name."""
+    """Return the files in a folder for reports of runs, each with the match of its name."""
     paths = run_folder.paths_in(folder, f"*{FOR_REPORT}")
     return [(path, of) for path in paths if (of := _LEFT.fullmatch(path.name)) is not None]
 
 
 def _as_file_name(run: Run) -> str:
-    """Return the name of a run as a part of a file name."""
+    """Return the name of a run for use in a file name."""
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
 
@@ -224,7 +223,7 @@ def _line_in_report(process: Process) -> str:
 
 
 def captures_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
-    """Return a job that saves the recordings of some ended processes for the run's report."""
+    """Return a job that saves the recordings of ended processes for the run's report."""
     jobs = [capture_job(process, process.saved, folder) for process in processes]
 
     def attempt(job: Callable[[], Answer]) -> Answer:
@@ -237,10 +236,10 @@ def captures_job(processes: Sequence[Process], folder: Path) -> Callable[[], Ans
 
 
 def capture_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
-    """Return a job that saves the recording of a process, and of one that vanished its open spans.
+    """Return a job that saves the recording of a process, with the open spans if it vanished.
 
-    The job goes on if the agent is killed meanwhile. The next agent waits for it and takes over its file. For one that
-    exited the job also writes the files of its profile: it could not write them.
+    The job goes on if the agent is killed meanwhile. The next agent waits for it and uses its file. For a process that
+    exited without a goodbye, the job also writes the files of its profile.
     """
     copies = process.facts.get("files", ()) if process.end_kind == EXITED else ()
     end_kind = _end_text(process) if process.end_kind == VANISHED else ""
@@ -284,12 +283,12 @@ def captures_for_reports(folder: Path) -> set[str]:
 
 
 def remove_for_report(folder: Path, run: Run) -> None:
-    """Remove what was saved in a folder for the report of a run. Raises nothing."""
+    """Remove the files in a folder for the report of a run. Raises nothing."""
     remove_saved(folder, [str(path) for path, of in _report_files(folder) if of["run"] == _as_file_name(run)])
 
 
 def remove_saved(folder: Path, paths: Iterable[str]) -> None:
-    """Remove those of some files that lie in a folder for the report of a run. Raises nothing."""
+    """Remove the given files that are in a folder and for a run's report. Raises nothing."""
     for path in paths:
         if path.endswith(FOR_REPORT) and Path(path).parent == folder:
             with suppress(OSError):
@@ -297,9 +296,9 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
 
 
 def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
-    """Remove the files that an agent before this one had saved for reports of runs that never came back.
+    """Remove the files of an earlier agent for reports of runs that have not come back.
 
-    Say how many processes of each such run no report has.
+    Print the count of such a run's unreported processes.
     """
     living_runs, counts = {_as_file_name(run) for run in runs}, Counter[str]()
     for path, of in _report_files(folder):
@@ -314,7 +313,7 @@ def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], ob
 
 
 def why_unread(process: Process) -> str:
-    """Return the reason for which nothing of a process can be saved."""
+    """Return the reason why the recording of a process cannot be saved."""
     if process.is_missed:
         return "the agent of its run had gone before that was done, and what it recorded went with it"
     return "it recorded where nobody else can read"
@@ -329,9 +328,9 @@ def path_of_capture(process: Process, folder: Path | None) -> str:
 
 
 def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
-    """Remove the oldest files of a service until all fit into `disk_bytes`. Return the number of removed files.
+    """Remove the oldest files of a service until all fit into `disk_bytes`.
 
-    The file `saved` and those in `kept_paths`, which a report of a run still needs, remain.
+    Return the number of removed files. `saved` remains, and so do `kept_paths`, which a run's report still needs.
     """
     service_part, files = _without_numbers(saved.name, service), []
     for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
@@ -349,14 +348,14 @@ def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes
 
 
 def _without_numbers(name: str, service: str) -> str:
-    """Return the part of a file name that all captures of a service share, without numbers of runs and processes."""
+    """Return a capture's file name without the numbers of run and process: all captures of a service share the rest."""
     run = _RUN.search(name)
     at = run.start() if run is not None else len(service) if name.startswith(service) else 0
     return f"{name[:at]}*{_NUMBERS.sub('', name[at:])}"
 
 
 def end_line(process: Process, answer: Answer) -> str:
-    """Return the line on how a process ended, its open spans, and the file that was saved of it."""
+    """Return the line on the end of a process: its kind, the open spans, and the saved file."""
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
     saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
     return f"instrument: process {process.pid}{service} {answer.get('died') or _end_text(process)}; {saved}"
@@ -369,7 +368,7 @@ def _end_text(process: Process) -> str:
 
 
 def end_of(process: Process) -> str:
-    """Return how a process ended, in a word or two."""
+    """Return the kind of a process's end, in a word or two."""
     words = {GOODBYE: "in order", EXITED: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
     return f"{words.get(process.end_kind, 'runs')}{_status_text(process.status)}"
 
@@ -386,7 +385,7 @@ def _status_text(status: int | None) -> str:
 
 
 def export_loss_line(lost: Mapping[str, int]) -> str:
-    """Return the line on data of a run that reached neither the collector nor the dataset."""
+    """Return the line on spans of a run that reached neither the collector nor the dataset."""
     counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
     return f"instrument: some data of this run has not arrived at its destination: {counts}"
 
@@ -398,7 +397,7 @@ def unrecorded_text(process: Process) -> str:
 
 
 def none_joined_text(pid: int, after_s: float) -> str:
-    """Return the line on a run without a recording process, with the reason from the environment of its first one."""
+    """Return the line on a run without a recording process, with the reason from the first process's environment."""
     return (
         f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unloaded(pid)}. "
         "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
@@ -407,7 +406,7 @@ def none_joined_text(pid: int, after_s: float) -> str:
 
 
 def _why_unloaded(pid: int) -> str:
-    """Return the reason for which our autostart is not loaded by the program that a process runs."""
+    """Return the reason why the program of a process does not load our autostart."""
     try:
         environ = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
     except OSError:
@@ -433,7 +432,7 @@ NAMED_PROCESSES = 12
 class ReportedProcess(NamedTuple):
     """A process of a run, or a group of `processes`: its name in the report, and the path of its recording ("": none).
 
-    One that `is_notable` vanished or failed. One that `is_reported` printed its own report before the others joined.
+    A process `is_notable` if it vanished or failed, `is_reported` if it printed its own report before others joined.
     """
 
     name: str
@@ -446,7 +445,7 @@ class ReportedProcess(NamedTuple):
 def combined_report(
     parts: Sequence[ReportedProcess], views: Sequence[str], options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the report as text. Raises `InstrumentError` if none can be made."""
+    """Return one report on all processes, as text. Raises `InstrumentError` if no report can be made."""
     from instrument.errors import TraceError
     from instrument.report.summary import summary
     from instrument.report.view import Options, Recording
@@ -477,8 +476,8 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into one of bounded size at `into`, and remove those in its folder. Return its path, and the
-    number of unreadable ones."""
+    """Merge recordings into one of bounded size at `into`, and remove those in the same folder. Return its path, and
+    the count of unreadable files."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import folded

@@ -1,7 +1,7 @@
 """The program of the agent's exporter: a child of the agent, which reads recordings and gauges, and sends spans.
 
-The agent hands over each recording to export, and announces the end of its process. The exporter ends on the agent's
-request, within a time limit, and at once if the agent is gone: the next agent's exporter goes on from there.
+The agent sends it the descriptor of each recording, and reports the end of its process. The exporter ends within a time
+limit on the agent's request, and at once if the agent is gone. The next exporter continues from the recordings.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ LOOK_S = 0.2
 """Seconds between two reads of all recordings. Rows that a thread's ring overwrites within that time are lost."""
 
 BEHIND_S = 0.02
-"""Seconds between two rounds while recordings have spans that wait to be sent."""
+"""Seconds between two reads while recordings have spans that wait to be sent."""
 
 EXPORTERS = 8
-"""The number of exporters, one thread each, beyond which those that no recording uses are stopped."""
+"""The number of exporters, one thread each, above which unused ones are stopped."""
 
 SCRAPE_LOOKS = 20
-"""The most rounds of reading all recordings for one scrape, or for settling what has ended."""
+"""The most reads of all recordings for one scrape, or for settling all ended requests."""
 
 SAID = 1000
-"""The most characters of a problem in the exporter process that the agent prints."""
+"""The most characters of a message of the exporter process that the agent prints."""
 
 
 class _Teller(logging.Handler):
-    """Sends the agent what a service would log, for the standard error of the services."""
+    """A logging handler that sends warnings to the agent, which prints them to the services' standard error."""
 
     def __init__(self, send: Callable[[packets.Message], object]) -> None:
         super().__init__(logging.WARNING)
@@ -65,7 +65,7 @@ class _Teller(logging.Handler):
 
 
 class ExportLoop:
-    """Serves the agent at the other end of `connection` until that ends."""
+    """Serves the agent at the other end of `connection` until the connection ends."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
@@ -74,11 +74,10 @@ class ExportLoop:
         self._recordings: dict[int, recording_export.RecordingExport] = {}
         self._settings: dict[int, Otlp | None] = {}
         self._scopes: dict[int, list[scrapes.Scope]] = {}
-        """The scopes of scrapes that each recording belongs to, by number."""
+        """The scopes of scrapes to which each recording belongs, by the recording's number."""
         self._scrapes: scrapes.Scrapes | None = None
         self._datasets: dict[tuple[str, str], dataset_export.DatasetExport] = {}
         """The dataset of each run, by the settings as text."""
-        """The lost rows of datasets that the agent knows of."""
         self._folder: Path | None = None
         self._ends_at = 0.0
         logger.addHandler(_Teller(self._agent.send))
@@ -87,7 +86,7 @@ class ExportLoop:
         self.faults = 0
 
     def serve(self) -> None:
-        """Serve until the agent asks for the end, or is gone."""
+        """Serve until the agent asks for the end or is gone."""
         has_more = False
         while not self._ends_at:
             wait_s = BEHIND_S if self._is_behind else LOOK_S
@@ -158,7 +157,7 @@ class ExportLoop:
                 self._attempt(int(message[name]), partial(action, int(message[name]), export))
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
-        """Answer a scrape on a connection, or those at an address."""
+        """Answer one scrape on a connection, or all scrapes at an address."""
         try:
             self._scrapes = self._scrapes or scrapes.Scrapes(self._agent.wake)
         except ExportError as problem:
@@ -198,7 +197,7 @@ class ExportLoop:
             os.close(fd)
 
     def _begin_dataset(self, export: recording_export.RecordingExport, message: Mapping[str, Any]) -> None:
-        """Have what is settled of a recording written into the dataset of its run."""
+        """Have the settled requests of a recording written into the dataset of its run."""
         settings, run = message["settings"]["parquet"], str(message["run"])
         place = run, repr(settings)
         if place not in self._datasets:
@@ -209,7 +208,7 @@ class ExportLoop:
         export.dataset = self._datasets[place]
 
     def _attempt_dataset(self, action: Callable[[], object]) -> None:
-        """Do something about a dataset. A failure is said, and what it loses is counted."""
+        """Call an action on a dataset. Report its failure and the lost rows to the agent."""
         try:
             action()
         except Exception as problem:
@@ -219,7 +218,7 @@ class ExportLoop:
             self._agent.send({"dataset": lost})
 
     def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
-        """Return the exporter for a collector. None asks for one that has nowhere to send and is never started."""
+        """Return the exporter for a collector. With None it has no collector and is never started."""
         if settings not in self._exporters:
             self._stop_unused()
             origin = Origin(os.getpid(), "", 0, 0)
@@ -231,7 +230,7 @@ class ExportLoop:
         return self._exporters[settings]
 
     def _stop_unused(self) -> None:
-        """Stop exporters that no recording has any more, the oldest ones beyond a few."""
+        """Stop the oldest exporters that no recording uses, until fewer than `EXPORTERS` remain."""
         used = set(self._settings.values())
         unused = [
             otlp for otlp, sender in self._exporters.items() if otlp not in used and not sender.counts()["pending"]
@@ -240,7 +239,7 @@ class ExportLoop:
             self._exporters.pop(settings).stop(0)
 
     def _note_settled(self, source: Source) -> None:
-        """Note what was sent of a source's spans. The thread that sends calls this."""
+        """Note the progress of sending a source's spans. The sending thread calls this."""
         for export in list(self._recordings.values()):
             if export.is_of(source):
                 export.note_sent()
@@ -260,7 +259,7 @@ class ExportLoop:
     def _read_all(
         self, *, is_last: bool = False, at_once: bool = False, metered: recording_export.RecordingExport | None = None
     ) -> bool:
-        """Read and settle all recordings once, and take the metrics of `metered`. Return True if any has more rows."""
+        """Read and settle all recordings once, and take the metrics of `metered`. Return True if more rows are left."""
         has_more = bool(self._recordings) and self._run.look(
             self._attempt, is_last=is_last, at_once=at_once, metered=metered
         )
@@ -282,20 +281,20 @@ class ExportLoop:
             self._end_export(number)
 
     def _send_window(self, message: Mapping[str, Any], _: int, export: recording_export.RecordingExport) -> None:
-        """Send all that was recorded in a time; requests that are open are kept until they end."""
+        """Send all spans of an interval. Open requests are kept until they end."""
         spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
         export.keep_open(spans)
         self._settle_all()
         export.send(export.unsent(spans))
 
     def _settle_all(self) -> None:
-        """Settle what has ended by now, in as many rounds as that takes."""
+        """Settle all requests that have ended by now, in at most `SCRAPE_LOOKS` reads."""
         for _ in range(SCRAPE_LOOKS):
             if not self._read_all(at_once=True):
                 return
 
     def _send_now(self, _: int, export: recording_export.RecordingExport) -> None:
-        """Send what a process has recorded until now."""
+        """Send the spans that a process has recorded so far."""
         self._settle_all()
         self._read_all(at_once=True, metered=export)
         export.is_settled()

@@ -1,7 +1,7 @@
 """The agent's side of its exporter: a child that starts with the first recording to export or gauge to read.
 
-It reads recordings and talks to a collector and to drivers. So the agent stays small, answers meanwhile, and survives a
-fault there: after a crash another child goes on from the progress in the recordings.
+The child reads recordings, and calls collectors and drivers. So the agent stays small, answers meanwhile, and survives
+the child's faults. After a crash another child continues from the progress in the recordings.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ ELSEWHERE = "the processes of its container are not to be seen from that of the 
 class Exports:
     """The recordings that are exported, the processes whose gauges are read, and the child that does both.
 
-    A file in `folder` has the number of spans of ended processes that may still be unsent, for the agent itself may be
-    killed meanwhile. The number that one before this one left there is among the `fates`.
-    `selector` is the agent's own, `send` sends a message to a process. `changed` is called when a recording needs no
-    export any more, and `says` with each line about the export. A process that wants its recording exported is sent
-    `unexported` where it is not, any more or at all.
+    A file in `folder` has the count of ended processes' spans that may be unsent, in case the agent is killed. The
+    count of an earlier agent is added to `fates`. `selector` is the agent's own, `send` sends a message to a process.
+    `changed` is called when a recording needs no more export, and `says` with each line about the export. A process
+    whose export fails or ends early is sent `unexported`.
     """
 
     def __init__(
@@ -50,19 +49,19 @@ class Exports:
         self._send = send
         self._says = says
         self.is_ending = False
-        """True once the exporter process was asked to end."""
+        """True once the child was asked to end."""
         self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
         self._gauged: dict[int, Process] = {}
-        """The processes whose gauges are read, by number."""
+        """The processes whose gauges are read, by the number that the child uses."""
         self._to_flush: set[int] = set()
         self._next = 0
         self._folder = folder
         self._unsent: dict[Process, int] = {}
-        """The most unsent spans of each process at its end."""
+        """The most spans of each ended process that may be unsent."""
         self._listeners: dict[str, socket.socket | None] = {}
         """The listening socket of each address for scrapes, None if it cannot be opened."""
         self._handed_over: set[str] = set()
-        """Addresses whose listening sockets the child has."""
+        """The addresses whose listening sockets the child has."""
         self.fates: Counter[str] = Counter()
         """The outcomes of spans of ended processes, with their counts."""
         self.fates["perhaps"] = run_folder.unsent(folder)
@@ -74,21 +73,21 @@ class Exports:
 
     @property
     def is_done(self) -> bool:
-        """Return True if no child exports."""
+        """Return True if no child runs."""
         return not self._child.is_there
 
     @property
     def lost(self) -> Mapping[str, int]:
-        """Return the losses of ended processes, by the names that users see."""
+        """Return the counts of ended processes' losses, by the reasons in messages."""
         return losses_by_name(self.fates)
 
     def add(self, process: Process) -> None:
-        """Export what a process records, or read it for scrapes, if it or somebody else asks for that."""
+        """Export the recording of a process or read it for scrapes, if the process or a scrape asks for that."""
         if not self._numbers_of(process):
             self._add(process)
 
     def scrape(self, run: Run, connection: socket.socket) -> None:
-        """Answer a scrape of a run on a connection; from now on its processes are read for that."""
+        """Answer a scrape of a run on a connection. From now on the run's recordings are read for scrapes."""
         run.is_scraped = True
         for process in run.living():
             self.add(process)
@@ -128,7 +127,7 @@ class Exports:
         self._start_export(self._next)
 
     def note_ended(self, process: Process) -> None:
-        """Have the rest of a process's recording sent: it has ended."""
+        """Have the child send the remaining spans of an ended process."""
         for number in self._send_command("ended", process):
             self._note_unsent(process, self._recordings[number][1])
         if (gauged := self._gauged_number(process)) is not None:
@@ -136,12 +135,12 @@ class Exports:
             self._child.send({"process": gauged, "ended": True})
 
     def send_window(self, process: Process, begin_ns: int, end_ns: int) -> None:
-        """Send all that a process has recorded in a time, also what is not sampled."""
+        """Have the child send all spans of a process in an interval, also unsampled ones."""
         for number in self._numbers_of(process):
             self._child.send({"window": number, "begin_ns": begin_ns, "end_ns": end_ns})
 
     def flush(self, process: Process) -> None:
-        """Send what a process has recorded now; once, however often that is asked for while the child is busy."""
+        """Have the child send the spans recorded so far. Calls while the child is busy are served once."""
         if self._child.has_waiting:
             self._to_flush |= self._numbers_of(process)
         else:
@@ -157,7 +156,7 @@ class Exports:
         return numbers
 
     def end(self, within_s: float) -> None:
-        """Have the child send as much as it can within a time."""
+        """Have the child send all that it can within `within_s` seconds, and end."""
         if not self.is_ending:
             self.is_ending = True
             self._child.send({"end": within_s})
@@ -190,7 +189,7 @@ class Exports:
             self._start_gauges(self._next)
 
     def handle_gauges(self, process: Process, message: packets.Message) -> None:
-        """Handle a message on gauges: new settings, None for the end, or readings that only the process can make."""
+        """Handle a process's message on gauges: new settings, None for the end, or readings that only it can take."""
         number = self._gauged_number(process)
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]
@@ -236,7 +235,7 @@ class Exports:
             self._child.send({"ended": number})
 
     def _note_problem(self, problem: str) -> None:
-        """Note why a recording is not exported, and say the first such reason."""
+        """Note the reason why a recording is not exported. Print the first such reason."""
         if problem and not self.problem:
             self._says(f"instrument: the agent could not export what a process records: {problem}")
         self.problem = problem or self.problem
@@ -291,7 +290,7 @@ class Exports:
             self._clear_unsent(process)
 
     def count_left(self, process: Process, memory: int, *, is_reported: bool) -> None:
-        """Count the unread rows of an ended process, and the fates of its spans unless that `is_reported`."""
+        """Count the unread rows of an ended process, and its spans by fate unless they are reported."""
         if process.lives or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
@@ -320,7 +319,7 @@ class Exports:
         self._changed()
 
     def _send_unexported(self, process: Process) -> None:
-        """Let a process know that its recording is not exported, so that it waits for nothing at its end."""
+        """Report to a process that its recording is not exported, so that it does not wait at its end."""
         if exports_spans(process):
             self._send(process, {"unexported": True})
 
@@ -333,7 +332,7 @@ class Exports:
             self._clear_unsent(process)
 
     def _note_unsent(self, process: Process, memory: int) -> None:
-        """Note the most spans of a process that may still be unsent."""
+        """Note the count of a process's spans that may be unsent."""
         if process in self._unsent or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
@@ -368,7 +367,7 @@ def _listener_at(address: str) -> socket.socket:
 
 
 def _serve(connection: socket.socket) -> None:
-    """In the child: export what is handed over."""
+    """Serve the agent in the child: export the recordings that it sends."""
     from instrument.agent.export_loop import ExportLoop
 
     ExportLoop(connection).serve()

@@ -24,7 +24,7 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 
 AGAIN_S = 1.0
-"""Seconds until the next try to take over a process's gauges, while the process still reads them itself."""
+"""Seconds between two attempts to read a process's gauges, while the process still reads them itself."""
 
 SILENT_S = 10.0
 """Seconds after which a reading is reported as hanging, in a note to each process."""
@@ -52,7 +52,7 @@ class _Watched:
         self._place = GaugePlace(fd)
 
     def change(self, facts: Mapping[str, Any]) -> None:
-        """Take over the environment variables that the process has now."""
+        """Replace the environment variables by those that the process has now."""
         self._environ.clear()
         self._environ.update({str(name): str(value) for name, value in dict(facts.get("environ") or {}).items()})
 
@@ -63,7 +63,7 @@ class _Watched:
         self._place.close()
 
     def wait_s(self) -> float:
-        """Return the seconds until something is due."""
+        """Return the seconds until a gauge is due."""
         if self._sources is None:
             return max(self._begin_at - time.monotonic(), 0.0)
         wait_ns = self._sources.wait_ns()
@@ -84,7 +84,7 @@ class _Watched:
         return {"gpus": [asdict(gpu) for gpu in sources.gpus()], "notes": sources.notes()}
 
     def add(self, rows: Sequence[Any]) -> None:
-        """Add readings that only the process itself can make."""
+        """Add readings that only the process itself can take."""
         if self._sources is not None:
             now_ns = time.monotonic_ns()
             self._store([Sample(str(name), int(device), now_ns, _number(value)) for device, name, value in rows])
@@ -115,9 +115,9 @@ class _LeftError(Exception):
 
 
 class GaugeThread:
-    """Reads the gauges of the processes that it is handed, by number. `send` sends the agent a message about one.
+    """Reads the gauges of numbered processes.
 
-    `ask` and `look` are for the thread that serves the agent.
+    `send` sends the agent a message about one of them. The agent's server thread calls `ask` and `report_silence`.
     """
 
     def __init__(self, send: Send) -> None:
@@ -128,10 +128,10 @@ class GaugeThread:
         self._watched: dict[int, _Watched] = {}
         self._busy_at = math.inf
         self._reports: dict[int, Mapping[str, Any]] = {}
-        """The last report on each process, by number, without sentences on silences."""
+        """The last report on each process, by number, without the sentence on a hanging driver."""
         self._silences: Counter[int] = Counter()
         self._silent: set[int] = set()
-        """The processes that were sent a note about the present silence."""
+        """The processes that were sent a note about the current hang of a driver."""
 
     def ask(self, message: packets.Message, descriptors: Sequence[int]) -> None:
         """Handle a message of the agent about the gauges of a process."""
@@ -143,7 +143,7 @@ class GaugeThread:
             self._thread.start()
 
     def report_silence(self, now: float) -> None:
-        """Send processes a note where a reading takes too long: the thread is inside of the driver."""
+        """Send each process a note if a reading takes more than `SILENT_S`: the thread hangs in a driver."""
         if now - self._busy_at <= SILENT_S:
             self._silent.clear()
             return
@@ -153,7 +153,7 @@ class GaugeThread:
             self._report(number)
 
     def stop(self) -> None:
-        """End the thread, once it is out of the driver."""
+        """End the thread after its current call of a driver."""
         self._is_over = True
         self._asked.put(None)
 
@@ -215,7 +215,7 @@ class GaugeThread:
                 self._report(number)
 
     def _report(self, number: int) -> None:
-        """Send a process the last report of its gauges, with a sentence on silences."""
+        """Send a process the last report on its gauges, with a sentence on a hanging driver."""
         report, count = self._reports.get(number, {}), self._silences[number]
         notes = list(report.get("notes", ()))
         if count:
@@ -242,9 +242,9 @@ class GaugeThread:
 
 
 def why_in_process(pid: int) -> str:
-    """Return the reason for which a reading here may differ from one in the process, "" where it is the same.
+    """Return the reason why a reading here may differ from one in the process, "" if it is the same.
 
-    Devices, groups and files are those of a container, and containers may share their processes.
+    Each container has its own devices, groups and files, but containers may share process ids.
     """
     try:
         own_namespace, namespace = (os.readlink(f"{PROC}/{name}/ns/mnt") for name in ("self", pid))  # noqa: PTH115 - no file to find

@@ -1,7 +1,7 @@
-"""Jobs that child processes do for the agent, which stays small and keeps answering.
+"""Jobs that child processes do for the agent, which stays small and answers meanwhile.
 
 A recording of a crashed process may be damaged: a fault in its reader ends only the child. Each child has a time-out,
-and few run at a time. Starting one takes longer than saving a short recording, so a child saves many recordings.
+and few run at a time. One child saves many recordings, because a start takes longer than a save.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Child:
 
 
 class Jobs:
-    """The agent's children. `selector` is the agent's own. It calls a function once a descriptor can be read."""
+    """The children of the agent that do jobs. `selector` is the agent's own."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -139,9 +139,9 @@ SAVED_AT_ONCE = 64
 
 
 class Saves:
-    """The processes whose recordings are to be saved in `folder`, each as its `saved` says.
+    """The processes whose recordings are to be saved, each to its path `saved`.
 
-    `on_saved` is called with each process after the attempt. Its `saved` is "" if that failed.
+    `folder` has their notes. `on_saved` is called with each process afterwards; its `saved` is "" after a failure.
     """
 
     def __init__(self, jobs: Jobs, folder: Path, on_saved: Callable[[Process], object]) -> None:
@@ -152,7 +152,7 @@ class Saves:
         self._running = 0
 
     def add(self, process: Process) -> None:
-        """Save a process's recording: at once, or together with others when the running job ends."""
+        """Save a process's recording: at once, or with others after the running job."""
         self._waiting.append(process)
         self._start_waiting()
 

@@ -1,7 +1,7 @@
-"""The live view of a run: open requests, rates by endpoint, where the time goes, and losses.
+"""The live view of a run: open requests, rates by endpoint, times by site, and losses.
 
 Numbers cover the time since the previous look, at first since the begin of each session. They are read from the
-recordings of the running processes, without their help.
+recordings of the running processes, which do nothing for it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
 EVEN = 0.9
-"""The least ratio of the processes' shortest window to their longest. Below it the screen shows the window of each
-process."""
+"""The least ratio of the processes' shortest window to the longest. Below it the screen shows each process's window."""
 
 ROWS = 12
-"""Rows of each table, at most; the others are counted."""
+"""The most rows of each table. The other rows are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A request that has begun and not ended: its age, and the innermost span that is open in it, with its age.
+    """An open request with its age, and its innermost open span with the span's age.
 
-    `bears` is the text of its first attributes.
+    `bears` is the text of the request's first attributes.
     """
 
     pid: int
@@ -55,7 +54,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Requests of one name that ended in the time; `cancelled` are those that were broken off and have not failed."""
+    """The requests of one name that ended in the window. `cancelled` counts those cancelled without an error."""
 
     name: str
     requests: int
@@ -68,7 +67,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A site, and the time that its calls spent themselves and on devices."""
+    """A site, with the self time and the device time of its calls."""
 
     name: str
     calls: int
@@ -79,10 +78,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNow:
-    """A process: its profile's generation, its calls since it began, their estimated share of time, and its losses.
+    """A process: its profile's generation, its calls since its begin, the estimated cost of their probes, and its
+    losses.
 
-    Calls, cost and losses are None for a process that has ended, whose report has them, and for an unreadable
-    recording. `up_ns` is None if the agent missed both begin and end of the process.
+    Calls, cost and losses are None for an ended process and an unreadable recording. `up_ns` is None if the agent
+    missed its begin and end.
     """
 
     pid: int
@@ -98,10 +98,10 @@ class ProcessNow:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """One look at a run. Rates and shares are of the last `window_ns`, or of the whole life of a younger process.
+    """One look at a run.
 
-    All numbers are of living processes, except `ended`, the number of ended ones. The look `is_uneven` if some
-    processes are much younger than others.
+    Rates and shares are of the last `window_ns`, or of the whole life of a younger process. All numbers but `ended` are
+    of living processes. It `is_uneven` if some processes are much younger than others.
     """
 
     run: str
@@ -120,7 +120,7 @@ class Screen:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the screen as text, each table bounded to `ROWS`."""
+        """Return the lines of the screen, with at most `ROWS` rows in each table."""
         living = [row for row in self.processes if row.state in ("running", "off")]
         off = sum(row.state == "off" for row in living)
         lines = [
@@ -145,7 +145,7 @@ class Screen:
         return [*lines, *map(safe, self.problems)]
 
     def process_lines(self) -> list[str]:
-        """Return the table of all processes."""
+        """Return the lines of the table of all processes."""
         columns = (
             "service=Service|pid=Process|state=State|up_ns=For, s|generation=Profile|calls=Calls|cost_ratio=Cost|"
             "lost=Lost"
@@ -169,7 +169,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 class LiveSampler:
-    """Samples the processes of a run, again and again."""
+    """Samples the processes of a run repeatedly."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -180,7 +180,7 @@ class LiveSampler:
         return self._run == run
 
     def look(self, members: Sequence[Member], folded: int = 0) -> Screen:
-        """Return the screen as it is now. `folded` counts ended processes that are not in `members`."""
+        """Return the current screen. `folded` counts ended processes that are not in `members`."""
         windows_ns, grown = list[int](), list[Tally]()
         processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
         losses: Counter[str] = Counter()
@@ -219,7 +219,7 @@ class LiveSampler:
 
 
 class _Seen:
-    """The contents of one recording at `at_ns`: all that was open then has begun. Raises `TraceError`."""
+    """The contents of one recording at `at_ns`. Raises `TraceError`."""
 
     def __init__(self, memory: int) -> None:
         with closing(Mapped(memory)) as mapped:
@@ -279,7 +279,7 @@ def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[In
 
 
 def _endpoints(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
-    """Return the requests that ended, by name; rates are those of each process in its own time."""
+    """Return the ended requests by name. A rate is the sum of each process's rate in its own window."""
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in topmost_by_name(part, is_request).items():
@@ -295,7 +295,7 @@ def _endpoints(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) 
 
 
 def _places(tally: Tally) -> tuple[Place, ...]:
-    """Return the sites that were called, heaviest first, without interruptions, which are parts of other calls."""
+    """Return the called sites by self time, largest first, without interruptions, which are within other calls."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
     sums = [(name, tally.total(places)) for (name, _), places in tally.lines_by(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)

@@ -46,9 +46,9 @@ class Connection:
         return bool(self._waiting)
 
     def send(self, message: packets.Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a packet now, or when there is room for it. Descriptors are copied; raises nothing.
+        """Send a packet now, or when there is room for it.
 
-        An end that has closed hears nothing more; what it said before that can still be received.
+        Descriptors are copied; raises nothing. To a closed end, packets are dropped; its own can still be received.
         """
         if self._is_deaf:
             return
@@ -62,7 +62,7 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as there is room."""
+        """Send the waiting packets, as far as there is room."""
         while self._waiting and not self.is_broken:
             message, descriptors = self._waiting[0]
             try:
@@ -89,7 +89,7 @@ class Connection:
             return False
 
     def receive(self) -> tuple[packets.Message | None, list[int]]:
-        """The next packet, None if the other end has closed. Raises `BlockingIOError` and `PacketError`."""
+        """Return the next packet, None if the other end has closed. Raises `BlockingIOError` and `PacketError`."""
         while True:
             try:
                 return packets.receive(self.sock)
@@ -108,7 +108,7 @@ class Connection:
 
 
 CONNECTIONS = 2048
-"""The most open connections. The agent closes a new one beyond them."""
+"""The most open connections. The agent closes any further one."""
 
 PACKETS_AT_ONCE = 64
 """The most packets read from one connection before the loop reads the next one."""
@@ -117,7 +117,7 @@ ACCEPT_AGAIN_S = 0.2
 """Seconds without accepting connections after the agent ran out of descriptors."""
 
 FAULT_REST_S = 0.01
-"""Seconds of rest after a fault: its cause may be there again at once."""
+"""Seconds of rest after a fault, which may repeat at once."""
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class EventLoop:
     """The event loop of an agent that listens on `listener`.
 
     `heard(connection, message, descriptors)` is called with each packet, and returns the descriptors that it keeps.
-    `dropped(connection)` is called at the end of a connection, `says` with messages on faults.
+    `dropped(connection)` is called at the end of a connection, `says(text)` with a message on a fault.
     """
 
     _listener: socket.socket
@@ -143,11 +143,11 @@ class EventLoop:
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.faults = self.refused = 0
         self.is_replaced = False
-        """True once another agent serves the run. This one then stops."""
+        """True once another agent serves the run. This agent then stops."""
         self._listen()
 
     def run_once(self) -> None:
-        """Do what is due, wait until there is anything else to do, and do that."""
+        """Call due timers, wait for an event, and handle it."""
         now = time.monotonic()
         due = [timer for timer in self._timers if timer[0] <= now]
         self._timers = [timer for timer in self._timers if timer[0] > now]
@@ -165,7 +165,7 @@ class EventLoop:
                 self.attempt(partial(key.data, key.fd))
 
     def _is_replaced(self) -> bool:
-        """Return True if another socket has the path of this one, or the folder was removed with its run."""
+        """Return True if another socket has this socket's path, or the folder was removed with its run."""
         now = run_folder.identity(self._path)
         return now != self._identity and (now is not None or not self._path.parent.exists())
 
@@ -180,7 +180,7 @@ class EventLoop:
                 self._says(f"instrument: a fault of the agent itself, later ones are only counted: {fault!r:.500}")
 
     def call_later(self, wait_s: float, action: Callable[[], object]) -> None:
-        """Do something once so much time has passed."""
+        """Call an action after `wait_s` seconds."""
         self._timers.append((time.monotonic() + wait_s, action))
 
     def drop_all(self) -> None:
@@ -221,7 +221,7 @@ class EventLoop:
             self.selector.register(connection, selectors.EVENT_READ)
 
     def _handle_joins(self) -> None:
-        """Handle pending joins before other messages, whose senders may have heard from the joining processes."""
+        """Handle pending joins before other messages, which may be about the joining processes."""
         self._accept(0)
         for connection in list(self._silent):
             if connection.is_about_to_join():
@@ -238,7 +238,7 @@ class EventLoop:
         self._watch(connection)
 
     def receive(self, connection: Connection, *, is_last: bool = False) -> None:
-        """Read packets of a connection: all with `is_last`, else at most `PACKETS_AT_ONCE`."""
+        """Handle packets of a connection: all with `is_last`, else at most `PACKETS_AT_ONCE`."""
         count = 0
         while (is_last or count < PACKETS_AT_ONCE) and self._handle_packet(connection):
             count += 1
@@ -286,7 +286,7 @@ class EventLoop:
             self.selector.modify(connection, events)
 
     def send(self, connection: Connection, message: packets.Message, descriptors: list[int] | None = None) -> None:
-        """Send a packet, now or when there is room for it; nothing on a connection that has ended."""
+        """Send a packet, now or when there is room for it. Do nothing on a connection that has ended."""
         if connection in self._connections:
             connection.send(message, descriptors or [])
             self._watch(connection)

@@ -1,9 +1,8 @@
-"""The processes of a run in the agent: their facts, their states and ends, and a note for the next agent on each.
+"""The processes of a run in the agent: their facts, their states and ends, and a note on each for the next agent.
 
-Notes are files next to the run's socket, for an agent that takes over. A living process joins the next agent by itself.
-A process that ended without an agent, or before its recording was saved, is known by its note only. Its rows are lost,
-unless they are in a file (`limits.ring_dir`) or a child of the former agent still saves them. That child locks the
-note.
+Notes are files next to the run's socket. A living process joins the next agent by itself. The next agent knows a
+process only by its note if it ended without an agent, or before its recording was saved. Its rows are lost, unless they
+are in a file (`limits.ring_dir`) or a child of the former agent still saves them. That child locks the note.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _EXIT_CODE_FIELD = 49
 
 
 def status_of(exit_fd: int, pid: int) -> int | None:
-    """Return the exit status of a process that its parent gets, None if it is unknown."""
+    """Return the exit status that a process's parent gets, None if unknown."""
     with suppress(OSError):
         info = _INFO.unpack(fcntl.ioctl(exit_fd, _GET_INFO, _INFO.pack(_EXIT, *[0] * 13)))
         if info[0] & _EXIT:
@@ -61,7 +60,7 @@ def memory_events(pid: int) -> Path | None:
 
 
 def oom_kills(events: Path | None) -> int:
-    """Return the number of processes in the group that were killed for want of memory so far."""
+    """Return the count of processes in the group that were killed for lack of memory so far."""
     with suppress(OSError, ValueError, IndexError):
         for line in events.read_text().splitlines() if events is not None else ():
             if line.startswith("oom_kill "):
@@ -70,7 +69,7 @@ def oom_kills(events: Path | None) -> int:
 
 
 def has_content(fd: int) -> bool:
-    """Return True if any span has begun in this generation. False for a file that is no recording."""
+    """Return True if a span has begun in the recording's current session; False for any other file."""
     try:
         head = RecordingHead(fd)
         return any(ring.head for ring in head.rings()) or head.has_open_span()
@@ -87,7 +86,7 @@ def has_open_span(fd: int) -> bool:
 
 
 def rows_kept(fd: int) -> int:
-    """Return about the number of spans in the rings of a recording; 0 for a file that is no recording."""
+    """Return the approximate number of spans in the rings of a recording; 0 for a file that is no recording."""
     try:
         return RecordingHead(fd).rows_kept()
     except OSError:
@@ -95,27 +94,27 @@ def rows_kept(fd: int) -> int:
 
 
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
-"""The ends of a process. It said goodbye, or it vanished without a word. It was replaced by another program or another
-recording. It exited with code 0 and no open span, past Python's own end, as workers forked for a job do."""
+"""The kinds of a process's end. It said goodbye, or it vanished without one. It was replaced by another program or
+another recording. It exited by `os._exit(0)` without an open span, as workers forked for a job do."""
 
 _IMAGE_BYTES = 4096
 
 
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """One recording of one process, with the `facts` that it sent as it joined, and those of its `goodbye`.
+    """One recording of one process, with the `facts` of its join and of its `goodbye`.
 
-    It `hears` requests once it has a thread for them, which starts with its first recorded span. `switch` is the newest
-    one to record or not. `memory` is the
+    It `hears` requests once it has a control thread, which starts with its first recorded span. `switch` is the newest
+    request to record or not. `memory` is the
     descriptor of its recording, and `exit_fd` becomes readable at its end; both are -1 for none. `saved` is the file of
-    its recording for the run's report, still being written while `is_saving`, by the process if `saves_itself`. `link`
-    is a symbolic link to it if it is a capture. `files` are those that its profile asks for and that the agent wrote
-    for it. One that was alone printed its own report (`is_reported`), and has no such file. `is_missed`: the agent
-    of its run ended before it had saved the recording. `is_elsewhere`: its process id is one of another namespace; it
-    lives as long as it is connected. `ended_ns` is 0 while it lives. `status` has the form of `os.waitpid`, None if
-    unknown. `ports` are those at which it has `listened` and got connections without a recorded request. It
-    `has_requests` once it reports one, and may share a network with its agent (`shares_network`). `memory_events` is
-    the file with its control group's count of processes killed for want of memory, `oom_kills` that count as it joined.
+    its recording for the run's report, incomplete while `is_saving`, and written by the process if `saves_itself`.
+    `link` is a symbolic link to `saved` if that is a capture. `files` are the profile's files that the agent wrote for
+    it. A process that was alone printed its own report (`is_reported`), and has no `saved`. `is_missed`: an earlier
+    agent ended before it had saved the recording. `is_elsewhere`: its process id is of another namespace; it lives as
+    long as it is connected. `ended_ns` is 0 while it lives. `status` has the form of `os.waitpid`, None if unknown.
+    `ports` are those at which it has `listened` and got connections without a recorded request. It `has_requests` once
+    it reports one, and may share a network with its agent (`shares_network`). `memory_events` is the file in which its
+    control group counts processes killed for lack of memory, `oom_kills` that count as it joined.
     """
 
     run: Run
@@ -155,12 +154,12 @@ class Process:
         return not self.ended_ns and self.goodbye is None
 
     def check_recorded(self) -> bool:
-        """Return True if the process has recorded anything, by its own message or by its recording."""
+        """Return True if the process has recorded a span, by its own message or by its recording."""
         self.has_recorded = self.has_recorded or (self.memory >= 0 and has_content(self.memory))
         return self.has_recorded
 
     def has_exited(self) -> bool | None:
-        """Return True if the process has ended by the system's account, None if that is unknown."""
+        """Return True if the process has ended according to the system, None if unknown."""
         if self.exit_fd >= 0:
             waiting = select.poll()
             waiting.register(self.exit_fd, select.POLLIN)
@@ -170,7 +169,7 @@ class Process:
         return None
 
     def has_become_another_program(self) -> bool:
-        """Return True if the process runs another program than when it joined."""
+        """Return True if the process has executed another program since it joined."""
         now = b"" if self.is_elsewhere else program_of(self.pid)
         return bool(self.image and now and now != self.image)
 
@@ -184,13 +183,13 @@ class Process:
 
 @dataclass(eq=False)
 class Run:
-    """The processes that one `instrument run` started. `first` is the process id of its command, 0 if unknown.
+    """The processes that one `instrument run` started.
 
-    `is_reported` is True once a report of all spans so far is printed, or about to be. `waiting` is the connection of
-    the process that waits for it. `folded` is the file with the totals of the processes that ended first; `folded_ends`
-    counts these by how they ended, `unfolded` those with unreadable recordings. `captures` counts vanished processes.
-    The run `is_scraped` after its first scrape. `stderr` is the standard error of the first process, or of the first
-    one to join: the service's, as helpers that outlive it may have their own.
+    `first` is the process id of its command, 0 if unknown. `is_reported` is True once a report of all spans so far is
+    printed or under way. `waiting` is the connection of the process that waits for the report. `folded` is the file
+    with the totals of the processes that ended first. `folded_ends` counts these by the kind of their end, `unfolded`
+    those with unreadable recordings. `captures` counts vanished processes. The run `is_scraped` after its first scrape.
+    `stderr` is the standard error of the first process, or of the first one to join, as helpers may have another.
     """
 
     name: str
@@ -228,10 +227,10 @@ class Run:
         return not waiting.poll(0)
 
     def is_last(self, leaving: Process) -> bool:
-        """Return True if a leaving process prints the run's report, since no other process is left that could.
+        """Return True if a leaving process prints the run's report, because no other living process could.
 
-        Others that could are the run's first process, if it has joined, and processes that have recorded. If the
-        leaving one's standard error is not the service's file, the agent prints the report.
+        The run's first process could, if it has joined, and so could any process that has recorded. If the leaving
+        process has another standard error than the service, the agent prints the report.
         """
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False
@@ -243,13 +242,13 @@ class Run:
         return leaving.pid == self.first or has_left or not self.first_has_joined or not self.first_lives()
 
     def recorded(self) -> list[Process]:
-        """Return the processes that have recorded anything, the oldest first."""
+        """Return the processes that have recorded a span, the oldest first."""
         return [process for process in self.processes if process.has_recorded]
 
 
 def exit_fd_of(pid: int, started: int) -> int:
-    """Return a descriptor that becomes readable at a process's end; -1 if the system has none, or the process is
-    another one."""
+    """Return a descriptor that becomes readable at a process's end; -1 if the system has none, or the id is another
+    process's."""
     if pid <= 0:
         return -1
     try:
@@ -263,10 +262,10 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def exit_fd_of_another(variable: str, value: str) -> int:
-    """Return a descriptor that becomes readable at the end of a process with this variable in its environment; -1
-    without one.
+    """Find another process with this variable in its environment.
 
-    This process and its children do not count. A process that has overwritten its environment is not found.
+    Return a descriptor that becomes readable at its end, else -1. This process and its children do not count. A process
+    that has overwritten its environment is not found.
     """
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
     for path in run_folder.paths_in(PROC, "[0-9]*"):
@@ -289,9 +288,9 @@ def program_of(pid: int) -> bytes:
 
 
 def write_note(folder: Path, process: Process) -> None:
-    """Note that a process records: of one whose end can be seen. Raises nothing.
+    """Write the note of a process, if the agent can see its end.
 
-    The settings of its collector may hold secrets, and stay in memory.
+    Raises nothing. The settings of its collector are not written: they may contain secrets.
     """
     if process.exit_fd >= 0:
         facts = {name: fact for name, fact in process.facts.items() if name != "export"}
@@ -325,7 +324,7 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
 
 
 def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """Return the processes whose ends nobody has reported, each as a living one.
+    """Return the processes whose ends no agent has reported, each as a living one.
 
     `run_of` returns the run of a name. Processes that have joined since are left out: the agent sees their ends.
     """
@@ -344,7 +343,7 @@ def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process
 
 
 def awaits_others(folder: Path, run: Run) -> bool:
-    """Return True if processes of a run live that an agent before this one knew, and that have not joined yet."""
+    """Return True if a living process of a run had joined an earlier agent, but has not joined this one."""
     joined = {(process.pid, process.started) for process in run.processes}
     return any(
         facts.get("run") == run.name and (pid, started) not in joined and _is_running(pid, started)
@@ -353,8 +352,8 @@ def awaits_others(folder: Path, run: Run) -> bool:
 
 
 def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
-    """Return the numbers of living and of ended processes that have notes, and the folders with recordings of the
-    latter in files."""
+    """Return the counts of living and of ended processes with notes, and the folders with ended processes'
+    recordings."""
     living, ended, folders = 0, 0, dict[str, None]()
     for facts, pid, started in _notes(folder):
         if _is_running(pid, started):
@@ -369,7 +368,7 @@ def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
 
 
 def _notes(folder: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the facts, the id and the start of each process that has a sound note."""
+    """Yield the facts, the id and the start time of each process with a valid note."""
     for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())
@@ -381,7 +380,7 @@ def _is_running(pid: int, started: int) -> bool:
 
 
 def _file_of(path: object) -> int:
-    """Return a descriptor of the file that a process recorded into, -1 for none."""
+    """Return a descriptor of a process's recording in a file, -1 for none."""
     if isinstance(path, str) and path:
         with suppress(OSError):
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

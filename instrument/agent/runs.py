@@ -1,6 +1,6 @@
 """The runs that an agent serves: joins, goodbyes and crashes of processes, their files and messages, the end of a run.
 
-It reads no recording itself: children of `jobs` do.
+Only children of `jobs` read recordings.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ GRACE_S = 0.3
 """Seconds without a living process after which a run ends: a child may be about to join."""
 
 AGAIN_S = 5.0
-"""Seconds between two checks whether a run has ended. The checks do not wait for a message of a process."""
+"""Seconds between two checks for ends of processes and runs that no message has reported."""
 
 STATUS_S = 0.3
-"""Seconds after the end of a process in which its parent may still report the exit status."""
+"""Seconds after the end of a process until its parent must have reported the exit status."""
 
 CAPTURES = 20
 """The most captures of vanished processes per run."""
@@ -54,23 +54,23 @@ MOST_ROWS = 10_000
 """The most spans that an ending process saves itself. The agent saves the recording of a process with more."""
 
 ENDED = 16
-"""The number of ended processes from which on the oldest half is reduced to totals, without spans."""
+"""The number of ended processes at which the oldest half is reduced to totals, without spans."""
 
 START_S = 10.0
-"""Seconds after a run's start without a joined process until a message reports that."""
+"""Seconds after a run's start until a message reports that no process has joined."""
 
 
 ABANDONED_S = 60.0
-"""Seconds after which a new agent without a run of its own removes the files that its predecessor saved for reports. It
-keeps those of a run that has come back."""
+"""Seconds after which a new agent without a run of its own removes its predecessor's files for reports. It keeps the
+files of runs that have come back."""
 
 
 class Runs:
     """The runs of an agent: its `own`, None for an agent that any process may join.
 
-    `folder` is for files with data for a run's report, `captures` for captures of vanished processes. `says` is called
-    with each message that no process of a run can print. `changed` is called when the runs may be done: after the end
-    of a run, and when a recording needs no export any more.
+    `folder` has the files for runs' reports, `captures` the captures of vanished processes. `says` is called with each
+    message that no process of a run can print. `changed` is called when the runs may be done: after the end of a run,
+    and when a recording needs no more export.
     """
 
     def __init__(
@@ -124,21 +124,21 @@ class Runs:
         return iter(list(self._runs.values()))
 
     def member(self, connection: Connection) -> Process | None:
-        """Return the process that joined by a connection, None for none."""
+        """Return the process at the other end of a connection, None for none."""
         return self._members.get(connection)
 
     @property
     def are_done(self) -> bool:
-        """Return True if no process lives, and no job runs for ended ones."""
+        """Return True if no process lives, and no job for an ended process runs."""
         return self.are_saved and not any(run.living() for run in self)
 
     @property
     def are_saved(self) -> bool:
-        """Return True if no job runs for ended processes."""
+        """Return True if no job for an ended process runs."""
         return self._jobs.is_idle
 
     def close(self, kept_runs: Collection[Run] = ()) -> None:
-        """Stop all work and close all. Files for the reports of `kept_runs` remain, for an agent after this one."""
+        """Stop all work and close all descriptors. Files for the reports of `kept_runs` remain for the next agent."""
         self._jobs.stop()
         self.exports.stop()
         self.unseen.close()
@@ -152,7 +152,7 @@ class Runs:
     # ---------------------------------------------------------------- who joins
 
     def add_process(self, connection: Connection, facts: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Add a process that joins, or comes back. Return those of its descriptors that are kept."""
+        """Add a process that joins, or that returns with a new connection. Return the descriptors to keep."""
         if connection in self._members:
             raise ValueError("a connection joins once")
         name = str(facts.get("run", ""))[:64]
@@ -200,7 +200,7 @@ class Runs:
         return [memory] if memory >= 0 else []
 
     def _report_missed(self) -> None:
-        """Report the processes that ended after an agent before this one did, and have not joined this one."""
+        """Report the processes that joined an earlier agent and ended without joining this one."""
         for process in processes.missed_processes(self._folder, self._run_of):
             self._note_vanished(process)
             if process.memory >= 0:
@@ -210,14 +210,14 @@ class Runs:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
 
     def note_recording(self, process: Process) -> None:
-        """Note that a process records now."""
+        """Note that a process has begun to record."""
         process.has_recorded = True
         process.run.is_reported = False
         processes.write_note(self._folder, process)
         self._read_gauges(process)
 
     def _read_gauges(self, process: Process) -> None:
-        """Read the gauges of a process once it records: many processes only start others."""
+        """Have the gauges of a process read once it records: many processes only start others."""
         if process.has_recorded:
             self._loop.attempt(partial(self.exports.read_gauges, process))
 
@@ -260,7 +260,7 @@ class Runs:
         self._report_if_due(run)
 
     def _report_if_due(self, run: Run) -> None:
-        """Make the report for the process that waits for it, once the others have saved what they recorded."""
+        """Make the report for the process that waits for it, once the other processes' recordings are saved."""
         connection = run.waiting
         if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
@@ -269,7 +269,7 @@ class Runs:
         self._jobs.start(report, partial(self._print_report, run, connection=connection))
 
     def note_saved(self, process: Process) -> None:
-        """Note that the recording of an ended process is saved, by itself or by a job, or cannot be."""
+        """Note that the recording of an ended process has been saved, or cannot be saved."""
         process.is_saving = False
         for path in process.files:
             self._make_room(process, Path(path))
@@ -290,7 +290,7 @@ class Runs:
             self._note_ended(process, GOODBYE)
 
     def note_closed(self, connection: Connection) -> None:
-        """Note the end of a connection: of a process, or of one that waits for the report of its run."""
+        """Note the end of a process's connection. If the process waited for its run's report, print the report."""
         process = self._members.pop(connection, None)
         if process is not None and process.connection is connection:
             process.connection, process.hears = None, False
@@ -379,7 +379,7 @@ class Runs:
                     process.status = status
 
     def _capture(self, process: Process) -> None:
-        """Save the recording of a process that vanished, and report it, unless the process ended in order."""
+        """Save and report the recording of a process that vanished. Do nothing for a process that exited in order."""
         run = process.run
         if process.status == 0 and process.memory >= 0 and not has_open_span(process.memory):
             process.end_kind = EXITED
@@ -419,7 +419,7 @@ class Runs:
             self._loop.call_later(GRACE_S, lambda: self._end_of(run))
 
     def _drop_ended(self, run: Run) -> None:
-        """Drop ended processes without rows, and fold the older half of many others into their totals."""
+        """Drop ended processes without rows. Of many others, reduce the older half to totals."""
         ended = [process for process in run.processes if process.ended_ns and not process.is_saving]
         for process in [member for member in ended if not member.has_recorded]:
             run.processes.remove(process)
@@ -450,7 +450,7 @@ class Runs:
             self._jobs.start(lambda: departure.merge_files(paths, into), note_merged)
 
     def _end_of(self, run: Run) -> None:
-        """End a run once no process of it is left; report it first if no process could."""
+        """End a run without living processes. Print its report first, if no process could."""
         now_ns = time.monotonic_ns()
         if not run.is_over() or any(now_ns - process.ended_ns < GRACE_S * 1e9 for process in run.processes):
             if run.is_over():
@@ -500,7 +500,7 @@ class Runs:
         self._runs.pop(run.name, None)
 
     def _print_report(self, run: Run, answer: Any, connection: Connection | None = None) -> None:
-        """Send the report of a run to the process that waits for it; write it where that one has not waited so long."""
+        """Send the report of a run to the process that waits for it. Print it if that process has gone."""
         answer = self._complete_report(run, answer)
         if connection is not None and self._loop.has(connection):
             self._loop.send(connection, {"goodbye": answer})
@@ -509,7 +509,7 @@ class Runs:
         self._end_of(run)
 
     def _complete_report(self, run: Run, answer: Any) -> Any:
-        """Return the report of a run, with the facts below it that only the agent knows."""
+        """Return the report of a run, with added lines that only the agent can write."""
         if not answer.get("report"):
             return answer
         unseen = self.unseen.sentence(for_report=True)

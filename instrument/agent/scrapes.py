@@ -23,23 +23,20 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 ANSWER_S = 10.0
-"""The most seconds for receiving a scrape's request, and again for making its answer."""
+"""The most seconds to receive a scrape's request, and again to make its answer."""
 
 APART, SCOPES = 16, 64
-"""The most ended processes whose totals are separate, because a scrape may read them once more. Older totals are summed
-by scope and service, for at most `SCOPES` of such pairs."""
+"""The most ended processes with totals of their own, because their recordings may be read once more. Older totals are
+summed by scope and service, for at most `SCOPES` pairs."""
 
 FILE = "metrics.ended"
 
 Scope = tuple[str, str]
-"""The processes that a scrape reads: (`run`, name of the run), or (`listen`, address of the scraped socket)."""
+"""The set of processes that a scrape reads: (`run`, name of the run), or (`listen`, address of the scraped socket)."""
 
 
 class EndedMetrics:
-    """The totals of processes that have ended, in a file of `folder`.
-
-    Each has a `key`, the scopes that it is of, and a service.
-    """
+    """The totals of ended processes, in a file of `folder`. Each process has a `key`, scopes and a service."""
 
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / FILE
@@ -53,7 +50,7 @@ class EndedMetrics:
                     self._together[scope, service] = metrics
 
     def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
-        """Keep the counts of an ended process, in place of earlier ones of it."""
+        """Store the totals of an ended process, in place of its earlier ones."""
         if metered.snapshot is None or not scopes:
             return
         metrics = [metric for metric in metered.snapshot.metrics if metric.kind in (COUNTER, HISTOGRAM)]
@@ -97,9 +94,10 @@ def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
 
 
 class Scrapes:
-    """Answers scrapes over HTTP, each on a thread of its own; `wake` is called where one waits to be answered.
+    """Serves scrapes over HTTP, each on a thread of its own.
 
-    Who reads the recordings answers them by `answer`. Raises `ExportError` if the client library is not installed.
+    `wake` is called when a scrape waits for `answer_waiting`. Raises `ExportError` if the client library is not
+    installed.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -108,8 +106,8 @@ class Scrapes:
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[Family]]]] = SimpleQueue()
 
     def answer_waiting(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
-        """Answer the waiting scrapes. `look` returns the living metrics of a scope, and the totals of ended processes
-        by service."""
+        """Answer the waiting scrapes. `look` returns a scope's metrics of living processes, and totals of ended ones by
+        service."""
         with suppress(Empty):
             while True:
                 scope, reply = self._asked.get_nowait()
@@ -122,7 +120,7 @@ class Scrapes:
         return reply.get(timeout=ANSWER_S)
 
     def listen(self, descriptor: int, address: str) -> None:
-        """Answer all who connect to a socket that listens at an address, from now on."""
+        """Answer all connections to the socket that listens at an address, from now on."""
         server = self._server(("listen", address))
         server.socket = socket.socket(fileno=descriptor)
         Thread(server.serve_forever, "instrument-scrapes").start()

@@ -23,11 +23,11 @@ from instrument.agent.runs import Runs
 from instrument.runtime import packets, run_folder
 
 ASKED_S = 30.0
-"""Seconds for which a question to processes waits for their answers."""
+"""The most seconds that a request to processes waits for their answers."""
 
 
 class Questions:
-    """Questions that some processes have not answered yet."""
+    """The requests of commands to processes that some processes have not answered."""
 
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop
@@ -36,13 +36,13 @@ class Questions:
         self._numbers = 0
 
     def forget_asker(self, asker: Connection) -> None:
-        """Forget the questions of a closed connection."""
+        """Drop the requests of a closed connection."""
         for question in list(self._questions.values()):
             if question.asker is asker:
                 del self._questions[question.number]
 
     def answer_question(self, connection: Connection, message: packets.Message) -> None:
-        """Answer a question, or pass it on to the processes."""
+        """Answer a command's request, or send it to the processes."""
         subject = message["ask"]
         if subject == "processes":
             for run in self._runs:
@@ -130,7 +130,7 @@ class Questions:
 
 @dataclass(eq=False)
 class Question:
-    """A question to processes, and those that have not answered yet."""
+    """A command's request to processes, and the processes that have not answered."""
 
     number: int
     asker: Connection
@@ -138,7 +138,7 @@ class Question:
 
 
 END_S = 4.5
-"""The longest life of the agent after SIGTERM, in seconds."""
+"""The most seconds that the agent runs after SIGTERM."""
 
 LIVE_S = 3.0
 """Seconds after SIGTERM for which the agent waits for living processes and exports their spans."""
@@ -147,17 +147,17 @@ SEND_S = 4.0
 """The most seconds for sending the last spans as the agent ends."""
 
 CLOSE_S = 0.5
-"""Seconds after the last sending in which the exporter reports the outcome to the agent."""
+"""Seconds for the exporter to report the outcome to the agent after the last send."""
 
 LOOK_S = 0.1
 """Seconds between two checks for the end of all saving."""
 
 
 class Agent:
-    """The agent that listens on `listener` for a `run`, None for an agent that any process may join.
+    """The agent that listens on `listener` for a `run`; None for an agent that any process may join.
 
-    The agent of a run ends with its run, any other by a signal. `folder` is for files with data for a run's report.
-    `says` is called with each message that no process of a run can print.
+    The agent of a run ends with its run, another agent by a signal. `folder` has the files for runs' reports. `says` is
+    called with each message that no process of a run can print.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class Agent:
         self._loop.selector.register(self._wake, selectors.EVENT_READ, self._end_after_signal)
 
     def serve(self) -> bool:
-        """Serve until the run is over, or a signal comes; on the main thread.
+        """Serve on the main thread until the run is over or a signal comes.
 
-        Return False if another agent has taken this one's place or may do so. Then the run's files stay for that agent.
+        Return False if another agent has replaced this one or may do so. The run's files then remain for that agent.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: os.write(self._waker, b"."))
@@ -202,7 +202,7 @@ class Agent:
         return not (self._loop.is_replaced or (self._is_of_run and self._is_needed))
 
     def _act_on_packet(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
-        """Act on a packet. Returns those of its descriptors that are kept."""
+        """Handle a packet. Return its descriptors to keep."""
         process = self._runs.member(connection)
         if "join" in message:
             return self._runs.add_process(connection, dict(message["join"]), descriptors)
@@ -245,7 +245,7 @@ class Agent:
     # ---------------------------------------------------------------- the end
 
     def _end_after_signal(self, descriptor: int) -> None:
-        """End after a signal: at once without living processes, else after a while."""
+        """End after a signal: at once without living processes, else after `LIVE_S`."""
         os.read(descriptor, 64)
         if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + END_S
@@ -303,8 +303,8 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
 def serve_on(
     listener: socket.socket, folder: Path, run: Run | None, *, captures: Path | None = None, says: bool
 ) -> bool:
-    """Serve as the agent at a socket until nothing is left to do. `captures` is the folder for captures of all runs.
-    Returns False if another agent has taken over, or may do so."""
+    """Serve as the agent at a socket until the run is over or a signal comes. `captures` is the folder for captures of
+    all runs. Returns False if another agent has replaced this one or may do so."""
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,9 +1,9 @@
-"""Python processes of a run that have no session, and requests that no process records.
+"""Python processes of a run without a session, and requests that no process records.
 
-A process in which our `sitecustomize` cannot start a session, such as one of an older Python, notes that itself. Other
-processes never load it: the agent finds them among the descendants of the run's first process. It also looks for
-connections to processes without a recorded request, soon after they join, then at growing intervals. The process gets
-the ports and makes a verdict. If it has ended, the agent reports them.
+Our `sitecustomize` reports a process in which it cannot start a session, such as one of an older Python. Some processes
+never load it: the agent finds them among the descendants of the run's first process. It also looks for connections to
+processes without a recorded request, soon after they join, then at growing intervals. A living process gets the ports
+for its own verdict; for an ended one, the agent reports them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instrument.agent.processes import PROC, Process
 from instrument.runtime import listening, run_folder
 
 LOOK_S = 1.0
-"""Seconds between two searches for processes that have no session."""
+"""Seconds between two searches for processes without a session."""
 
 BEGUN_S = (0.005, 0.03)
 """Seconds from the start of an interpreter to the two searches for it. A process that ends earlier is missed."""
@@ -32,7 +32,7 @@ BEGUN_S = (0.005, 0.03)
 _IN_OPEN = 0x20
 """The event of inotify(7) when a file is opened, as the system does when a process begins to run it."""
 _MOST_NEW = 500
-"""The most new process ids that are examined one by one. After more, or a wrap, the next regular search finds them."""
+"""The most new process ids that are examined at once. The next regular search finds further ones."""
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
@@ -44,10 +44,10 @@ _OFF = (b"off", b"0", b"false", b"no")
 
 @dataclass(eq=False)
 class Unseen:
-    """Counts a run's unseen processes by the reason. `first` is the run's first process; with 0, nothing is counted.
+    """Counts a run's processes without a session, by reason.
 
-    `after(seconds, function)` calls a function later, `joined()` returns the processes that have joined. `selector` is
-    the agent's own.
+    `first` is the run's first process; with 0, none is counted. `after(seconds, function)` calls a function later,
+    `joined()` returns the processes that have joined. `selector` is the agent's own.
     """
 
     _socket: Path
@@ -61,10 +61,10 @@ class Unseen:
         self._is_reported = not self._first
         self._known: set[int] = set()
         self._family: dict[int, tuple[bytes, str]] = {self._first: (b"", "")}
-        """Living processes of the run: the command of each as it was last looked at, and why it is not seen."""
+        """The living processes of the run: the last known command of each, and the reason why it has no session."""
         self._gone: Counter[str] = Counter()
         self._young: set[int] = set()
-        """The processes found since the last look. They may not have begun their command yet."""
+        """The processes found since the last search. They may not have begun their command yet."""
         self._newest = _newest_id()
         self._begun_fd = -1
         if self._first:
@@ -76,7 +76,7 @@ class Unseen:
                 self._selector.register(self._begun_fd, selectors.EVENT_READ, self._schedule_looks)
 
     def close(self) -> None:
-        """Look for new processes no more."""
+        """End the search for new processes."""
         if self._begun_fd >= 0:
             self._selector.unregister(self._begun_fd)
             os.close(self._begun_fd)
@@ -88,7 +88,7 @@ class Unseen:
             self._look()
 
     def _schedule_looks(self, descriptor: int) -> None:
-        """Look soon at the processes that begin to run the interpreter of this run now."""
+        """Schedule searches for processes that have just begun to run the interpreter of this run."""
         with suppress(BlockingIOError):
             os.read(descriptor, 1 << 16)
         if not self._is_reported:
@@ -96,7 +96,7 @@ class Unseen:
                 self._after(wait_s, self._look_at_new)
 
     def _look_at_new(self) -> None:
-        """Look at processes with ids newer than at the look before."""
+        """Examine the processes with newer ids than at the last search."""
         before, self._newest = self._newest, _newest_id()
         if before < self._newest <= before + _MOST_NEW:
             for pid in range(before + 1, self._newest + 1):
@@ -108,7 +108,7 @@ class Unseen:
             self._name_causes(self._young & self._family.keys())
 
     def _look(self) -> None:
-        """Look at processes that are new, or run another command than at the last look."""
+        """Examine the processes that are new, or run another command than at the last search."""
         self._young.clear()
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
@@ -123,7 +123,7 @@ class Unseen:
         self._name_causes(self._family)
 
     def _name_causes(self, pids: Iterable[int]) -> None:
-        """Note the causes of processes that run another command than at the last look."""
+        """Note the reasons of processes that run another command than at the last search."""
         joined = self._joined()
         for pid in pids:
             command, _ = self._family[pid]
@@ -156,9 +156,9 @@ class Unseen:
         return "" if has_ours or is_off else "its own environment"
 
     def sentence(self, *, for_report: bool = False) -> str:
-        """Return a sentence with the count of such processes and the causes; "" for none.
+        """Return a sentence with the count of processes without a session, and the reasons; "" for none.
 
-        With `for_report` the caller prints it in the run's report, and later calls return "".
+        With `for_report` it is for the run's report, and later calls return "".
         """
         if self._is_reported:
             return ""
@@ -177,7 +177,7 @@ class Unseen:
 
 
 def _opens_of(path: str) -> int:
-    """Return a descriptor that can be read once a file was opened, -1 if the system offers none."""
+    """Return a descriptor that becomes readable when a file is opened, -1 if the system has none."""
     import ctypes  # the agent alone
 
     system = ctypes.CDLL(None)
@@ -189,7 +189,7 @@ def _opens_of(path: str) -> int:
 
 
 def _newest_id() -> int:
-    """Return the id of the newest process or thread of this namespace, 0 if the system does not say it."""
+    """Return the id of the newest process or thread of this namespace, 0 if unknown."""
     try:
         return int((PROC / "loadavg").read_bytes().split()[4])
     except (OSError, ValueError, IndexError):
@@ -197,7 +197,7 @@ def _newest_id() -> int:
 
 
 def _is_process(pid: int) -> bool:
-    """Return True for the id of a process, False for that of a thread."""
+    """Return True for the id of a process, False for a thread's."""
     with suppress(OSError):
         return f"\nTgid:\t{pid}\n".encode() in (PROC / str(pid) / "status").read_bytes()
     return False
@@ -212,15 +212,15 @@ def _parent_of(pid: int) -> int:
 
 
 FIRST_S, LONGEST_S = 0.5, 60.0
-"""The fewest and the most seconds between two looks at a process."""
+"""The fewest and the most seconds between two checks of a process's connections."""
 
 AGE_SHARE, COST_SHARE = 4, 100
-"""The pause between two looks at a process: a fourth of its time since joining, plus 100 times the cost of a look."""
+"""The pause between two checks of a process: a fourth of its time since joining, plus 100 times the cost of a check."""
 
 
 @dataclass(eq=False)
 class ConnectionWatch:
-    """Looks at the processes that live. `after(seconds, function)` calls a function later, `send` sends a message."""
+    """Checks the connections of living processes. `after` calls a function later, `send` sends a message."""
 
     _after: Callable[[float, Callable[[], object]], object]
     _send: Callable[[Process, Mapping[str, Any]], None]
@@ -232,7 +232,7 @@ class ConnectionWatch:
         self._table_users: set[int] = set()
 
     def begin(self, process: Process) -> None:
-        """Begin to look at a process that has joined, if its process id is valid here and it asks for that."""
+        """Begin the checks of a process, if its process id is valid here and its profile asks for them."""
         if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
             self._after(FIRST_S, lambda: self._check_ports(process))
 
@@ -249,9 +249,9 @@ class ConnectionWatch:
         self._after(wait_s, lambda: self._check_ports(process))
 
     def note_ports(self, process: Process, by_table_of_s: float = 0.0) -> None:
-        """Note the ports at which a process has had connections, also those at which it no longer listens.
+        """Note the ports at which a process has had connections, also those that it has closed.
 
-        The network's table is read again if this process has used it, or if it is older than `by_table_of_s`.
+        The network's table of connections is read again if this process has used it, or after `by_table_of_s`.
         """
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or listening.is_same_network(folder)
