@@ -51,7 +51,7 @@ def test_the_waits_of_an_end_take_no_longer_together_than_it_may(
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
     monkeypatch.setattr(clocks, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now}))
     monkeypatch.setattr(leaving, "UNSEEN_S", 0.01)
-    monkeypatch.setattr(Membership, "await_word", answer)
+    monkeypatch.setattr(Membership, "await_message", answer)
     running = begin(collector, ", summary: {to: stderr}")
     serve(3)
     until(lambda: running.threads.have_begun)

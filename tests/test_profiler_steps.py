@@ -107,7 +107,7 @@ def test_any_function_of_steps_gives_windows_that_hold_each_recorded_step_once(s
         if window is not None:
             assert window[1] // 10 == first
             found.append(range(first, end))
-        windows.arm(end * 10 + 5)
+        windows.begin_window(end * 10 + 5)
     assert [step for steps in found for step in steps] == [n for n, state in enumerate(states) if state in RECORDING]
     for steps in found:
         assert State.RECORD_AND_RETURN not in [states[step] for step in steps[:-1]]

@@ -37,7 +37,7 @@ from instrument.recorder.wrapping import bare_of
 from instrument.sessions import control
 from instrument.sessions.control import ControlThread
 from instrument.sessions.membership import Membership
-from instrument.sessions.profile_reload import AT_START, MOST_NAMES, Reload, Request, refusals, taken_on
+from instrument.sessions.profile_reload import AT_START, MOST_NAMES, Reload, Request, refusals, with_start_settings
 from instrument.sessions.session import Session
 
 WORK = """
@@ -596,7 +596,7 @@ def test_stop_waits_for_the_reload_that_has_begun() -> None:
     generations: Any = SimpleNamespace(
         prepare_to_watch=lambda: True, watched=file, answer=slow, settle=lambda: False, has_ended=lambda: False
     )
-    exporting: Any = SimpleNamespace(look_after=lambda **_: None)
+    exporting: Any = SimpleNamespace(publish_facts=lambda **_: None)
     thread = ControlThread(generations, membership, exporting, lambda: None)
     thread.watch()
     assert begun.wait(240)
@@ -620,7 +620,7 @@ def test_a_reload_applies_all_of_a_profile_that_needs_no_start(name: str) -> Non
         "startup": "auto", "export.otlp": "{otlp: {}}",
     }[name]  # fmt: skip
     wanted = loads(f"service: other\n{name.partition('.')[0]}: {other}", environ={})
-    kept = taken_on(wanted, now)
+    kept = with_start_settings(wanted, now)
     assert kept == replace(now, service="other")
     (refused,) = refusals(wanted, kept)
     assert refused.startswith(f"{name} keeps its value until a restart: ")

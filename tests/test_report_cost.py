@@ -59,7 +59,7 @@ def trace_of_a_service() -> Trace:
     )  # fmt: skip
 
 
-def upkeep() -> InstrumentationStats:
+def stats() -> InstrumentationStats:
     return InstrumentationStats(
         clock="CLOCK_MONOTONIC",
         added_ns=lambda sites: [EACH_NS[site] for site in sites],
@@ -83,7 +83,7 @@ def running(trace: Trace) -> Recording:
         notes=trace.notes,
         window_ns=trace.end_ns,
         recorder="native",
-        make_upkeep=upkeep,
+        make_stats=stats,
     )
 
 
@@ -245,12 +245,12 @@ def test_every_number_is_that_of_the_raw_spans(trace: Trace, each_ns: int, threa
 
     def kept() -> InstrumentationStats:
         return replace(
-            upkeep(), added_ns=lambda sites: [cost_of[site] for site in sites], passed=muted, muted=set(list(muted)[:1])
+            stats(), added_ns=lambda sites: [cost_of[site] for site in sites], passed=muted, muted=set(list(muted)[:1])
         )
 
     recording = running(trace) if is_live else Recording.of_trace(trace)
     if is_live:
-        recording.make_upkeep = kept
+        recording.make_stats = kept
     view = cost(recording, Options())
     calls: dict[Site, list[Span]] = {}
     for span in trace.spans:

@@ -202,7 +202,7 @@ def running(trace: Trace) -> Recording:
         lambda: counted(trace.spans, trace.threads), lambda: trace, make_cost=lambda: trace.cost, losses=trace.losses,
         notes=trace.notes, window_ns=trace.end_ns, recorder="native", make_startup=lambda: trace.startup,
         collector_ids=lambda span, _: (span.root_id, 2**64 - 1),
-        make_upkeep=lambda: InstrumentationStats(
+        make_stats=lambda: InstrumentationStats(
             "time stamp counter", lambda sites: [48.5] * len(sites), 300.0, {"\n" + "x" * 200: 7_000, "": 11},
             {span.site: 900 for span in trace.spans}, {span.site for span in trace.spans[::2]}, 54, 4096, 64 << 20,
             trace.notes,

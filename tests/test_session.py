@@ -668,7 +668,7 @@ def test_spans_that_nobody_wants_are_not_read_while_the_service_runs(
     monkeypatch.setattr(Cursor, "read", lambda _: looks.append(None) or [])
     session = begin(profile)
     request(3)
-    session.exporting.pump()
+    session.exporting.read_recorded()
     assert bool(looks) == are_read
 
 

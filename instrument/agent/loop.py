@@ -195,7 +195,7 @@ class EventLoop:
 
     # ---------------------------------------------------------------- connections
 
-    def has(self, connection: Connection) -> bool:
+    def is_open(self, connection: Connection) -> bool:
         """Return True if a connection has not ended."""
         return connection in self._connections
 

@@ -278,7 +278,7 @@ class Runs:
         process.release()
         self._drop_ended(process.run)
         self._report_if_due(process.run)
-        self._end_of(process.run)
+        self._end_if_over(process.run)
 
     def _handle_exit(self, process: Process) -> None:
         """Read the last messages of a process that has exited, then note its end."""
@@ -298,7 +298,7 @@ class Runs:
         for run in self:
             if run.waiting is connection:
                 run.waiting, run.is_reported = None, False  # its process cannot print it: we do
-                self._end_of(run)
+                self._end_if_over(run)
 
     def _note_disconnected(self, process: Process) -> None:
         """Note that a process's connection has ended. The process may have ended, run another program, or only closed
@@ -369,7 +369,7 @@ class Runs:
             os.close(process.exit_fd)
             process.exit_fd = -1
         self._drop_ended(process.run)
-        self._loop.call_later(GRACE_S, lambda: self._end_of(process.run))
+        self._loop.call_later(GRACE_S, lambda: self._end_if_over(process.run))
 
     def note_exit_status(self, pid: int, status: int) -> None:
         """Note the exit status of a process, which its parent reports."""
@@ -416,7 +416,7 @@ class Runs:
         self._loop.selector.unregister(descriptor)
         if self._own is not None:
             run = self._own
-            self._loop.call_later(GRACE_S, lambda: self._end_of(run))
+            self._loop.call_later(GRACE_S, lambda: self._end_if_over(run))
 
     def _drop_ended(self, run: Run) -> None:
         """Drop ended processes without rows. Of many others, reduce the older half to totals."""
@@ -444,17 +444,17 @@ class Runs:
                 departure.remove_saved(self._folder, [into, *first_files])
             self._drop_ended(run)
             self._report_if_due(run)
-            self._end_of(run)
+            self._end_if_over(run)
 
         if paths:
             self._jobs.start(lambda: departure.merge_files(paths, into), note_merged)
 
-    def _end_of(self, run: Run) -> None:
+    def _end_if_over(self, run: Run) -> None:
         """End a run without living processes. Print its report first, if no process could."""
         now_ns = time.monotonic_ns()
         if not run.is_over() or any(now_ns - process.ended_ns < GRACE_S * 1e9 for process in run.processes):
             if run.is_over():
-                self._loop.call_later(GRACE_S, lambda: self._end_of(run))
+                self._loop.call_later(GRACE_S, lambda: self._end_if_over(run))
             return
         if not self._jobs.is_idle or any(process.is_saving for process in run.processes):
             return  # what is being saved of it calls again
@@ -490,7 +490,7 @@ class Runs:
         os.close(descriptor)
         self._another_fd = -1
         if self._own is not None:
-            self._end_of(self._own)
+            self._end_if_over(self._own)
 
     def _forget(self, run: Run, *, keeps_files: bool = False) -> None:
         for process in run.processes:
@@ -502,11 +502,11 @@ class Runs:
     def _print_report(self, run: Run, answer: Any, connection: Connection | None = None) -> None:
         """Send the report of a run to the process that waits for it. Print it if that process has gone."""
         answer = self._complete_report(run, answer)
-        if connection is not None and self._loop.has(connection):
+        if connection is not None and self._loop.is_open(connection):
             self._loop.send(connection, {"goodbye": answer})
         elif answer.get("report"):
             self._say(run, str(answer["report"]))
-        self._end_of(run)
+        self._end_if_over(run)
 
     def _complete_report(self, run: Run, answer: Any) -> Any:
         """Return the report of a run, with added lines that only the agent can write."""
@@ -537,7 +537,7 @@ class Runs:
                 elif process.has_become_another_program():  # long after it had closed all that it found open
                     self._note_replaced(process)
             self._report_if_due(run)
-            self._end_of(run)
+            self._end_if_over(run)
 
     # ---------------------------------------------------------------- what is exported of them
 
@@ -547,7 +547,7 @@ class Runs:
     def _exports_changed(self) -> None:
         self._changed()
         for run in self:
-            self._end_of(run)
+            self._end_if_over(run)
 
     def _send_message(self, process: Process, message: Mapping[str, Any]) -> None:
         if process.connection is not None:

@@ -70,10 +70,10 @@ class Unseen:
         if self._first:
             with suppress(OSError):
                 self._notes.touch(0o600)
-            self._look_repeatedly()
+            self._search_repeatedly()
             self._begun_fd = _opens_of(sys.executable)
             if self._begun_fd >= 0:
-                self._selector.register(self._begun_fd, selectors.EVENT_READ, self._schedule_looks)
+                self._selector.register(self._begun_fd, selectors.EVENT_READ, self._schedule_searches)
 
     def close(self) -> None:
         """End the search for new processes."""
@@ -82,20 +82,20 @@ class Unseen:
             os.close(self._begun_fd)
             self._begun_fd = -1
 
-    def _look_repeatedly(self) -> None:
+    def _search_repeatedly(self) -> None:
         if not self._is_reported:
-            self._after(LOOK_S, self._look_repeatedly)
+            self._after(LOOK_S, self._search_repeatedly)
             self._look()
 
-    def _schedule_looks(self, descriptor: int) -> None:
+    def _schedule_searches(self, descriptor: int) -> None:
         """Schedule searches for processes that have just begun to run the interpreter of this run."""
         with suppress(BlockingIOError):
             os.read(descriptor, 1 << 16)
         if not self._is_reported:
             for wait_s in BEGUN_S:
-                self._after(wait_s, self._look_at_new)
+                self._after(wait_s, self._search_new)
 
-    def _look_at_new(self) -> None:
+    def _search_new(self) -> None:
         """Examine the processes with newer ids than at the last search."""
         before, self._newest = self._newest, _newest_id()
         if before < self._newest <= before + _MOST_NEW:

@@ -170,21 +170,21 @@ class InstrumentationCost(View):
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
     """Return the view of the tally and the kept spans. `rows` bounds the table of sites to the most expensive ones,
     `least_ns` to sites that cost at least that time."""
-    spent, upkeep = recording.cost, recording.upkeep
+    spent, stats = recording.cost, recording.stats
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
     coverage, device_asked, missing = _span_facts(recording)
     return InstrumentationCost(
         recorder=recording.recorder,
-        clock="" if upkeep is None else upkeep.clock,
+        clock="" if stats is None else stats.clock,
         cost=spent,
         window_ns=window_ns,
-        parts=() if spent is None else _parts(spent, upkeep, window_ns),
+        parts=() if spent is None else _parts(spent, stats, window_ns),
         sites=() if spent is None else _sites(recording, spent, options),
-        is_each_known=upkeep is not None,
+        is_each_known=stats is not None,
         losses={reason: count for reason, count in recording.losses.items() if count},
-        notes=recording.notes if upkeep is None else tuple(upkeep.notes),
-        muted=None if upkeep is None else _muted_sites(upkeep),
-        rings=None if upkeep is None else RingUse(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
+        notes=recording.notes if stats is None else tuple(stats.notes),
+        muted=None if stats is None else _muted_sites(stats),
+        rings=None if stats is None else RingUse(stats.held_rows, stats.ring_rows, stats.ring_bytes),
         coverage=coverage,
         device_asked=device_asked,
         device_missing=dict(sorted(missing.items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0]))),
@@ -192,15 +192,15 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     )
 
 
-def _parts(spent: Cost, upkeep: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
+def _parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
     """Return the parts of the total cost. The probes' part is the total without the other parts."""
-    pairs_ns = 0 if upkeep is None else round(upkeep.pairs_ns)
+    pairs_ns = 0 if stats is None else round(stats.pairs_ns)
     parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
-    threads = {"threads of its own": spent.thread_ns} if upkeep is None else upkeep.threads_ns
+    threads = {"threads of its own": spent.thread_ns} if stats is None else stats.threads_ns
     # The threads ran on between the two readings. The first one, which is of the whole, counts.
     left_ns = spent.thread_ns
     for name, thread_ns in threads.items():
-        parts.append((name if upkeep is None else f"thread {name}", min(thread_ns, left_ns)))
+        parts.append((name if stats is None else f"thread {name}", min(thread_ns, left_ns)))
         left_ns -= parts[-1][1]
     probes_ns = spent.total_ns - sum(part_ns for _, part_ns in parts)
     all_of_it = [("probes", probes_ns), *parts]
@@ -208,13 +208,13 @@ def _parts(spent: Cost, upkeep: InstrumentationStats | None, window_ns: int) -> 
 
 
 def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
-    tally, upkeep = recording.totals(merged=True), recording.upkeep
+    tally, stats = recording.totals(merged=True), recording.stats
     tree = tally.tree
     keys = tree.keys()
     labels = tree.by_site(_label)
     sums = tally.by(np.asarray(keys)[tally.site_of], len(keys))
     calls, host_ns = sums["calls"].tolist(), sums["total_ns"].tolist()
-    each_ns = [spent.per_call_ns] * len(keys) if upkeep is None else upkeep.added_ns(tree.sites[: len(keys)])
+    each_ns = [spent.per_call_ns] * len(keys) if stats is None else stats.added_ns(tree.sites[: len(keys)])
     costs = {key: round(called * each_ns[key]) for key, called in enumerate(calls) if called}
     whole_ns = sum(costs.values())
     shown = [key for key, cost_ns in costs.items() if cost_ns >= options.least_ns]
@@ -242,12 +242,12 @@ def _place_of(site: Site) -> str:
     return site.instance or where_of(site)
 
 
-def _muted_sites(upkeep: InstrumentationStats) -> tuple[MutedSite, ...]:
-    sites = sorted({*upkeep.passed, *upkeep.muted}, key=lambda site: -upkeep.passed.get(site, 0))
+def _muted_sites(stats: InstrumentationStats) -> tuple[MutedSite, ...]:
+    sites = sorted({*stats.passed, *stats.muted}, key=lambda site: -stats.passed.get(site, 0))
     return tuple(
-        MutedSite(site.name, site.kind, _place_of(site), upkeep.passed.get(site, 0), site in upkeep.muted)
+        MutedSite(site.name, site.kind, _place_of(site), stats.passed.get(site, 0), site in stats.muted)
         for site in sites
-        if upkeep.passed.get(site) or site in upkeep.muted
+        if stats.passed.get(site) or site in stats.muted
     )
 
 

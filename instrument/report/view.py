@@ -130,7 +130,7 @@ class InstrumentationStats:
 class Recording:
     """The tally of all calls, the trace of the kept spans, and facts on both.
 
-    The functions `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_upkeep` and `make_cost` run when
+    The functions `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_stats` and `make_cost` run when
     their result is first read. `make_totals` makes the tally at a lower cost, merged if requested. `window_ns` is the
     length of the tally's time, `recorder` is `native` or `other`. `collector_ids` returns a request's trace id and span
     id at the collector, from its span and its first key. `benchmark` has the steps that a running loop has counted.
@@ -145,7 +145,7 @@ class Recording:
     window_ns: int | None = None
     recorder: str = ""
     collector_ids: Callable[[Span, str], tuple[int, int]] | None = None
-    make_upkeep: Callable[[], InstrumentationStats | None] = lambda: None
+    make_stats: Callable[[], InstrumentationStats | None] = lambda: None
     benchmark: Benchmark | None = None
     make_startup: Callable[[], Startup | None] = lambda: None
     make_totals: Callable[[bool], Tally] | None = None
@@ -199,9 +199,9 @@ class Recording:
         return self.make_startup()
 
     @cached_property
-    def upkeep(self) -> InstrumentationStats | None:
+    def stats(self) -> InstrumentationStats | None:
         """The facts that only the running process knows, None for a saved trace."""
-        return self.make_upkeep()
+        return self.make_stats()
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:

@@ -87,7 +87,7 @@ class SessionDiagnostics:
             logger.warning("reload: %s", message)
         self.refused = (message,)
 
-    def lose(self, reason: str, count: int) -> None:
+    def count_loss(self, reason: str, count: int) -> None:
         """Count recorded items that were lost. Called by one thread at a time."""
         self._losses[reason] += count
 
@@ -131,7 +131,7 @@ class SessionDiagnostics:
             ns_by_work["resolving device times"] = self.timing.cost_ns()[1]
         return {name: spent_ns for name, spent_ns in ns_by_work.items() if spent_ns}
 
-    def upkeep(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
+    def stats(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
         """Return the statistics of the instrumentation that only this process has. `clock` names the clock of spans."""
         rings = self.recorder.rings()
         return view.InstrumentationStats(
@@ -179,7 +179,7 @@ class SessionDiagnostics:
             if (verdict.state not in unreported or _is_idle_rule(verdict))
             and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
         ]
-        if uncalled := _uncalled(verdict for verdict in verdicts if verdict.rule not in idle):
+        if uncalled := _uncalled_targets(verdict for verdict in verdicts if verdict.rule not in idle):
             notes.append(never_called(uncalled))
         notes.extend(f"{event}: {count} times" for event, count in self.recorder.counts().items())
         notes.extend(FAULTS.notes_of_rules())
@@ -203,7 +203,7 @@ class SessionDiagnostics:
         notes.extend(self._complaints)
         return notes
 
-    def unmet(self) -> str:
+    def unmet_text(self) -> str:
         """Return a sentence on requests or jobs that arrived and were not recorded, "" for none."""
         self.selection.attach_family("requests")
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=False), board.marks())
@@ -218,7 +218,7 @@ class SessionDiagnostics:
         waiting += [(board.called(verdict.rule), str(verdict)) for verdict in unmet]
         idle = self.selection.idle_preset_rules()
         own_verdicts = drop_recorded_elsewhere(verdicts, board.marks())
-        uncalled = sorted(_uncalled(verdict for verdict in own_verdicts if verdict.rule not in idle))
+        uncalled = sorted(_uncalled_targets(verdict for verdict in own_verdicts if verdict.rule not in idle))
         listed = uncalled if len(uncalled) <= UNCALLED_KEPT else []
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))
 
@@ -241,7 +241,7 @@ def _is_idle_rule(verdict: Verdict) -> bool:
     return verdict.state == "uncalled" and verdict.target == verdict.rule and verdict.site is None
 
 
-def _uncalled(verdicts: Iterable[Verdict]) -> list[str]:
+def _uncalled_targets(verdicts: Iterable[Verdict]) -> list[str]:
     """Return the targets without a call."""
     uncalled = (verdict for verdict in verdicts if verdict.state == "uncalled" and not _is_idle_rule(verdict))
     return [verdict.target or verdict.rule for verdict in uncalled]

@@ -168,12 +168,12 @@ class ControlThread:
             if is_joined:
                 self._agent_fd = membership.fileno()
                 membership.send({"hears": True})
-        self._exporting.look_after(is_joined=self._agent_fd >= 0)
+        self._exporting.publish_facts(is_joined=self._agent_fd >= 0)
         return now + EXPORT_S if self._agent_fd >= 0 else self._agent_at
 
     def _handle_agent_message(self) -> None:
         membership = self._membership
-        message = membership.heard()
+        message = membership.next_message()
         if message is None:
             self._agent_fd = -1
             membership.close()

@@ -68,17 +68,17 @@ class SessionLock:
         finally:
             if is_acquired:
                 self._lock.release()
-            if self._postponed and not self._is_mine():
+            if self._postponed and not self._is_owned():
                 number, self._postponed = self._postponed, 0
                 os.kill(os.getpid(), number)
 
     def postpone(self, number: int) -> bool:
         """Return True if the calling thread has the lock. The signal is then sent again at the lock's release."""
-        if self._is_mine():
+        if self._is_owned():
             self._postponed = number
-        return self._is_mine()
+        return self._is_owned()
 
-    def _is_mine(self) -> bool:
+    def _is_owned(self) -> bool:
         return bool(self._lock._is_owned())
 
 
@@ -149,7 +149,7 @@ class Exporting:
     def choose(self) -> None:
         """Leave the export to the agent if there is one, or can be one. The choice is final, even if the agent ends."""
         if self._is_left_to_agent():
-            self.handover.leave_to_agent()
+            self.handover.export_by_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
             run = files.run_shared() or ("" if self.handover.has_agent else files.run_of_environment())
             if run != self._exporter.own.ids.run:
@@ -185,7 +185,7 @@ class Exporting:
             FAULTS.note("export of the recording", fault)
             return True
 
-    def look_after(self, *, is_joined: bool) -> None:
+    def publish_facts(self, *, is_joined: bool) -> None:
         """Publish the facts that the agent needs to export this recording. The control thread calls this regularly."""
         self._facts.publish_resource()
         self._facts.publish_books()
@@ -201,7 +201,7 @@ class Exporting:
         if "unexported" in message:
             self.handover.is_refused = True
         if "gauges" in message:
-            self._gauge_watch.hear(message["gauges"])
+            self._gauge_watch.handle_message(message["gauges"])
         if isinstance(ports := message.get("connections"), list):
             self._recorded.selection.note_connections(ports)
 
@@ -237,21 +237,21 @@ class Exporting:
     def count_loss(self, reason: str, count: int) -> None:
         """Count recorded items that were lost, for the reports."""
         with self.lock.acquired():
-            self._recorded.account.lose(reason, count)
+            self._recorded.account.count_loss(reason, count)
 
     # ---------------------------------------------------------------- while it runs
 
-    def is_looked_after(self) -> bool:
+    def must_read(self) -> bool:
         """Return True if a thread must read the recording while the service runs."""
         recorded = self._recorded
         is_read = self.reading is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.are_used
 
-    def pump(self, timeout_s: float = -1, *, meters: bool = False) -> None:
+    def read_recorded(self, timeout_s: float = -1, *, meters: bool = False) -> None:
         """Read the rows recorded since the last call. With `meters`, take metrics now."""
         recorded, cut = self._recorded, self._recorded.windows.cut
         with self.lock.acquired(timeout_s) as is_acquired:
-            if not is_acquired or not (self.is_looked_after() or cut):
+            if not is_acquired or not (self.must_read() or cut):
                 return
             if self._exporter is not None:
                 self._exporter.own.look_at_clock()
@@ -274,7 +274,7 @@ class Exporting:
         why_alone = "agent: off" if self._recorded.profile.agent == "off" else "for it has no agent"
         if self._facts.has_agent():
             try:
-                self._scraped[openmetrics] = self._membership.scraped(self._saving.run, openmetrics=openmetrics)
+                self._scraped[openmetrics] = self._membership.fetch_metrics(self._saving.run, openmetrics=openmetrics)
             except TimeoutError:
                 pass  # the answer is the last one
             except OSError:
@@ -331,7 +331,7 @@ class Exporting:
         Returns the counts of delivered and undelivered spans; None if the profile exports to no collector.
         """
         end = time.monotonic() + timeout_s
-        self.pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
+        self.read_recorded(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
         if (reader := self.reading) is not None:
@@ -381,7 +381,7 @@ class Exporting:
             seen_at = now if is_awaited else seen_at
             is_read = seen_rows >= recorded and progress.settled_ns >= asked_ns
             settled = is_read and not pending and self._are_metrics_settled(asked_ns)
-            if self.handover.is_given_up():  # what it has read and not sent is lost, and counted so
+            if self.handover.is_abandoned():  # what it has read and not sent is lost, and counted so
                 end = pending = 0
             if settled or now >= end or (seen_rows < recorded and now - seen_at > patience_s):
                 delivery = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent_counts)  # type: ignore[arg-type]
@@ -411,7 +411,7 @@ class Exporting:
         if count := self.flush_by_agent(0.0)[1]:
             self.handover.left = {ABANDONED: count}
 
-    def read_to_end(self, end: float) -> None:
+    def read_remaining(self, end: float) -> None:
         """Read and offer all recorded rows until the time `end`, if the session reads its recording itself."""
         if (reader := self.reading) is not None:
             self._read_own(partial(reader.end, end))

@@ -32,7 +32,7 @@ class GaugeWatch:
     """The reading of a process's gauges from `begin` on.
 
     `_changed()` is called when other GPUs are read. One thread at a time calls `begin` and `stop`; the control thread
-    calls `look` and `hear`.
+    calls `look` and `handle_message`.
     """
 
     _gauges: Gauges
@@ -95,7 +95,7 @@ class GaugeWatch:
             self._send_changes()
             self._send_torch_memory()
 
-    def hear(self, message: Any) -> None:
+    def handle_message(self, message: Any) -> None:
         """Handle a message of the agent: the GPUs that it reads, with notes, or its refusal to read this process."""
         if not isinstance(message, dict):
             return
@@ -147,10 +147,10 @@ class GaugeWatch:
     def _await_last(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
         while (left_s := end - time.monotonic()) > 0:
-            message = self._membership.await_word("gauges", left_s)
+            message = self._membership.await_message("gauges", left_s)
             if message is None:
                 break
-            self.hear(message["gauges"])
+            self.handle_message(message["gauges"])
             if isinstance(message["gauges"], dict) and message["gauges"].keys() & {"ended", "yours"}:
                 return
         self._gauges.note_outside(

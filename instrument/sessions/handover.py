@@ -233,19 +233,19 @@ class Handover:
         self.left: dict[str, int] = {}
         """Counts of spans that were not delivered as the session ended, by reason."""
 
-    def leave_to_agent(self) -> None:
+    def export_by_agent(self) -> None:
         """Leave the export to the process's agent, if there is a recording for it to read."""
         if self._exporter is not None and RECORDER.memory_fd >= 0:
             self.is_here, self.has_agent = False, True
 
-    def is_given_up(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Return True if the agent has refused or ended the export, and no other reader exports."""
         return self.is_refused and not self.is_taken()
 
-    def leave_behind(self, count: int, *, is_reported: bool) -> None:
+    def note_undelivered(self, count: int, *, is_reported: bool) -> None:
         """Note the count of undelivered spans at the session's end. With `is_reported` the agent can report losses."""
         reason = UNDELIVERED if is_reported else UNREPORTED
-        self.left = {export_checkpoint.UNREAD if self.is_given_up() else reason: count} if count else {}
+        self.left = {export_checkpoint.UNREAD if self.is_abandoned() else reason: count} if count else {}
 
     def _opened(self) -> ExportCheckpoint:
         if RECORDER.memory_fd < 0:
@@ -326,7 +326,7 @@ class Handover:
             fates = self.own.fates
         else:
             progress = self.progress() if self.has_agent else Progress()
-            fates = progress.unreported() if self.is_given_up() else progress.fates
+            fates = progress.unreported() if self.is_abandoned() else progress.fates
         return {**export_checkpoint.losses_by_name(fates), **self.left}
 
 

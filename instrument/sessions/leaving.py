@@ -114,7 +114,7 @@ class Leaving:
             with suppress(KeyboardInterrupt):
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
-    def end_on_thread(self) -> None:
+    def stop_on_thread(self) -> None:
         """End the session on a new thread, if only our threads keep the process from ending.
 
         A report imports numpy. OpenBLAS is limited to one thread, because its others would never end.
@@ -155,7 +155,7 @@ class Leaving:
         recorded, exporting = self._recorded, self._exporting
         self._report()
         is_first = self._saving.place().is_first
-        is_due = RECORDER.calls or recorded.account.unmet() or (is_first and board.RECORDED not in board.marks())
+        is_due = RECORDER.calls or recorded.account.unmet_text() or (is_first and board.RECORDED not in board.marks())
         if is_due:
             FAULTS.attempt("last window", partial(self._deliver, deadline))
         exporting.finish(has_delivered=bool(is_due))
@@ -173,15 +173,15 @@ class Leaving:
             is_here = exporting.handover.is_here
             if is_here:  # which may not have begun yet
                 exporter.start()
-                exporting.read_to_end(time.monotonic() + deadline.earlier(LAST_SEND_S).left_s())
-            elif self._is_first() or recorded.profile.export.summary is not None or exporting.handover.is_given_up():
+                exporting.read_remaining(time.monotonic() + deadline.earlier(LAST_SEND_S).left_s())
+            elif self._is_first() or recorded.profile.export.summary is not None or exporting.handover.is_abandoned():
                 limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
                 if not exporting.handover.left:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)[1]
-                    exporting.handover.leave_behind(count, is_reported=_can_agent_report())
+                    exporting.handover.note_undelivered(count, is_reported=_can_agent_report())
             self._wait_for_collector(deadline)
         elif exporting.writes_dataset:
-            exporting.read_to_end(time.monotonic() + deadline.left_s())
+            exporting.read_remaining(time.monotonic() + deadline.left_s())
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
 
@@ -217,7 +217,7 @@ class Leaving:
         if settings is None:
             self._log_unsent()
         shares = settings is not None and settings.to in files.STREAMS
-        answer = self._membership.leave(self._facts.at_end(), self._facts.save if shares else None, deadline)
+        answer = self._membership.leave(self._facts.goodbye_facts(), self._facts.save if shares else None, deadline)
         if unsent := answer.get("unsent"):
             account.complain(UNSENT % unsent)
         if unseen := answer.get("unseen"):

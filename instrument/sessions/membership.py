@@ -46,7 +46,7 @@ class Membership:
     """The connection of this process to the agent that `INSTRUMENT_AGENT` names.
 
     Without that variable its methods do nothing. `facts` are sent with the join. `memory` returns the descriptor of the
-    recording, -1 for none. `while_no_fork` calls a function while no fork can happen. No method but `scraped` raises.
+    recording, -1 for none. `while_no_fork` calls a function while no fork can happen. Only `fetch_metrics` raises.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Membership:
             connection.detach()
         return True
 
-    def scraped(self, run: str, *, openmetrics: bool) -> str:
+    def fetch_metrics(self, run: str, *, openmetrics: bool) -> str:
         """Return the metrics of all processes of a run in Prometheus's text format.
 
         Raises `OSError`, which is a `TimeoutError` if the agent takes too long.
@@ -185,7 +185,7 @@ class Membership:
             raise ConnectionResetError("the agent does not answer scrapes")
         return text.decode()
 
-    def heard(self) -> Mapping[str, Any] | None:
+    def next_message(self) -> Mapping[str, Any] | None:
         """Return the agent's next message, {} for none; None if the agent has gone."""
         return self._put_aside.pop(0) if self._put_aside else self._received()
 
@@ -242,12 +242,12 @@ class Membership:
 
     def _answer(self, wait_s: float) -> Mapping[str, Any] | None:
         """Return the next answer to the goodbye, None if none comes in time."""
-        message = self.await_word("goodbye", wait_s)
+        message = self.await_message("goodbye", wait_s)
         answer = message and message["goodbye"]
         return dict(answer) if isinstance(answer, dict) else None
 
-    def await_word(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
-        """Return the next message with the key `name`; None after `wait_s`. Other messages remain for `heard`."""
+    def await_message(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
+        """Return the next message with the key `name`; None after `wait_s`. `next_message` returns the others."""
         end = time.monotonic() + wait_s
         while (descriptor := self.fileno()) >= 0 and (left_s := end - time.monotonic()) > 0:
             readable = poll()
@@ -308,7 +308,7 @@ class RunFacts:
     _gauges: Callable[[], Mapping[str, Any] | None]
     _threads: Callable[[], SessionThreads]
 
-    def at_join(self) -> dict[str, Any]:
+    def join_facts(self) -> dict[str, Any]:
         session, saving = self._session, self._saving
         recording = session.profile.export.recording or Recordings()
         costs_ns = session.account.costs.usual_ns()
@@ -335,14 +335,14 @@ class RunFacts:
             "gauges": self._gauges(),
         }
 
-    def at_end(self) -> dict[str, Any]:
+    def goodbye_facts(self) -> dict[str, Any]:
         return {
             "calls": RECORDER.calls,
             "is_timed": self._session.times_devices,
             "losses": dict(self._session.account.losses()),
             "notes": self._facts.notes_in_short(of_all=files.is_main()),
             "own_notes": self._facts.own_notes_in_short(of_all=files.is_main()),
-            "unmet": self._session.account.unmet(),
+            "unmet": self._session.account.unmet_text(),
             "requests": self._session.selection.has_requests(),
             "cost": asdict(self._session.cost()),
             "files": [str(path) for path in self._saving.newest],

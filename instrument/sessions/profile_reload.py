@@ -112,7 +112,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     return load(path)
 
 
-def other_than(request: Request, now: Profile, file: Path | None) -> str:
+def process_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
     """Return a text that names this process if a request is for other processes, else "".
 
     Raises `ProfileError`. A request is for the processes whose own file it names. With `switch` it is for all processes
@@ -137,7 +137,7 @@ def _process_text(profile: Profile) -> str:
     return f"it runs the service {profile.service} with {profile.source}"
 
 
-def taken_on(profile: Profile, now: Profile) -> Profile:
+def with_start_settings(profile: Profile, now: Profile) -> Profile:
     """Return a profile with the settings of `AT_START` from the current profile, since a reload cannot change them."""
     return replace(
         profile,
@@ -191,8 +191,8 @@ class Generations:
         has_ended: Callable[[], bool],
     ) -> None:
         self._session = session
-        self._enter = enter
-        self._refine = refine
+        self._apply = enter
+        self._add_rules = refine
         self.has_ended = has_ended
         self.settle = session.selection.attach_unfinished
         self.file = file_of(session.profile, folder)
@@ -248,14 +248,14 @@ class Generations:
             if self.has_ended():
                 raise StateError("cannot reload: the session has been stopped; call instrument.start()")
             new_profile, file = read(profile, self.file)
-            next_profile = self._with_engines(taken_on(new_profile, session.profile))
+            next_profile = self._with_engines(with_start_settings(new_profile, session.profile))
             attached: list[str] = []
             undone: list[str] = []
             if next_profile != session.profile:
                 attached, undone = change_rules(session.selection, session.profile, next_profile)
             refused = session.account.refused = refusals(new_profile, next_profile)
             self.file = file
-            self._enter(next_profile)
+            self._apply(next_profile)
             return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
 
     def _with_engines(self, profile: Profile) -> Profile:
@@ -277,7 +277,7 @@ class Generations:
             to = with_engine_preset(now, package)
             change_rules(session.selection, now, to)
             self._engines.append(package)
-            self._refine(to)
+            self._add_rules(to)
         preset, mark = ENGINES[package], board.attached(f"engine {package}")
         if len(to.functions) > len(now.functions) and mark not in board.marks():
             board.put([mark])
@@ -302,7 +302,7 @@ class Generations:
             if path is not None and Path(path).exists() and not Path(path).is_file():
                 raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
             with self.lock:  # reading may import YAML, and a fork in the middle would spoil it
-                other_process = other_than(request, session.profile, self.file)
+                other_process = process_if_unaddressed(request, session.profile, self.file)
             if other_process:
                 return {**facts, "generation": session.generation, "digest": session.digest, "other": other_process}
             result = self.change(path)

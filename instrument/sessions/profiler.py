@@ -37,7 +37,7 @@ from instrument.sessions import process
 from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
 from instrument.sessions.leaving import EXIT_LIMIT_NS
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import is_of_everything, join, leave, torch_profiler_for
+from instrument.sessions.sharing import join, leave, records_everything, torch_profiler_for
 from instrument.sessions.torch_profiler import LIMIT_S, TorchOptions, TorchProfiler
 from instrument.sessions.window import RECORDING, STEPS_KEPT, State, States, Step, Windows, state_at
 from instrument.sessions.window import schedule as make_states
@@ -184,11 +184,11 @@ class Profiler:
             self._unlisten = listen(self._wait)
             if self._windows is not None and self._session is not None:
                 self._torch = torch_profiler_for(self._session, self._torch_options, self._state)
-                self._host = Host() if is_of_everything(self._session) else None
+                self._host = Host() if records_everything(self._session) else None
                 self._prepare(self._windows)
             self._reset_benchmarks()
             if self._windows is not None:
-                self._windows.arm(self._step_ns)
+                self._windows.begin_window(self._step_ns)
 
     def _prepare(self, windows: Windows) -> bool:
         """Begin torch.profiler and gauges for the next window, if one is due. Return True if that took time."""
@@ -284,7 +284,7 @@ class Profiler:
                         self._stop()
                     elif self._prepare(windows) or bounds is not None:
                         self._step_ns, self._waited = time.monotonic_ns(), {}
-                    windows.arm(self._step_ns)
+                    windows.begin_window(self._step_ns)
 
     def stop(self) -> None:
         """End the last step, deliver the open window unless it is empty, and leave the session.

@@ -236,9 +236,9 @@ class Recorded:
 
     def tally(self) -> Tally:
         """Return exact totals of all calls up to now, with the costs of their probes."""
-        return self.charged(RECORDER.tally())
+        return self.charge_probes(RECORDER.tally())
 
-    def charged(self, tally: Tally) -> Tally:
+    def charge_probes(self, tally: Tally) -> Tally:
         tally.charge(lambda site: self.costs.cost_of(site).outside_ns)
         return tally
 
@@ -327,7 +327,7 @@ class Recorded:
             by_site[tree.site(node)] = min(call, by_site.get(tree.site(node), call))
         firsts = tuple(FirstCall(site, *call) for site, call in by_site.items())
         named_first = {rule.text for rule in self.profile.functions if rule.first_request}
-        request, why = taken_for_first(by_node, tree, self.sites_of(named_first))
+        request, why = choose_first_request(by_node, tree, self.sites_of(named_first))
         facts = Startup(self.start_ns, clock.process_start_ns(), firsts=firsts, request=request, why=why)
         if self.profile.startup != "auto":
             return facts
@@ -351,7 +351,7 @@ class Recorded:
             notes=tuple(self.account.notes()),
             window_ns=window_ns,
             recorder="native",
-            make_upkeep=lambda: self.account.upkeep(self.ticks.clock, self.profile.limits.ring_bytes),
+            make_stats=lambda: self.account.stats(self.ticks.clock, self.profile.limits.ring_bytes),
             collector_ids=None if self.exporter is None else self._ids_at_collector,
             make_startup=self.startup,
         )
@@ -437,7 +437,7 @@ def _caller_in_environment() -> str:
     return in_environment()
 
 
-def taken_for_first(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
+def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
     """Return the first request that does work, and the reason, as in `Startup`; None if it is the request that began
     first.
 

@@ -130,7 +130,7 @@ class Saving:
         try:
             from instrument.report.view import Recording
 
-            return self._session.charged(Recording.of_trace(trace).tally)
+            return self._session.charge_probes(Recording.of_trace(trace).tally)
         except ImportError:
             return None
 
@@ -141,7 +141,7 @@ class Saving:
         written += [export.summary.to] if export.summary is not None and export.summary.to not in files.STREAMS else []
         paths = [path for path in (*self.newest, self._summary) if path is not None]
         removed = self.place().make_room(written, [self.folder / path for path in paths], profile.limits.disk_bytes)
-        self._session.account.lose("files removed to stay within limits.disk", removed)
+        self._session.account.count_loss("files removed to stay within limits.disk", removed)
 
     def place(self) -> files.Destination:
         """Return the destination of this process's files."""

@@ -63,26 +63,26 @@ class Session:
         self._saving = saving = Saving(recorded, files.working_folder(), files.run_of_environment() or files.new_run())
         run_facts = RunFacts(recorded, facts, saving, lambda: self._gauge_watch.facts(), lambda: self.threads)
         self.generations = Generations(
-            recorded, saving.folder, self._enter, self._refine, lambda: self.threads.stopping.is_set()
+            recorded, saving.folder, self._apply, self._add_rules, lambda: self.threads.stopping.is_set()
         )
         self._prepare = prepare = self.generations.while_no_fork_comes
-        self._membership = membership = Membership(run_facts.at_join, lambda: RECORDER.memory_fd, prepare)
+        self._membership = membership = Membership(run_facts.join_facts, lambda: RECORDER.memory_fd, prepare)
         self._gauge_watch = watch = GaugeWatch(recorded.gauges, membership, facts.publish)
         self.exporting = Exporting(recorded, facts, saving, membership, watch, prepare, lambda: self.threads)
         self.control = ControlThread(
             self.generations,
             membership,
             self.exporting,
-            lambda: self.leaving.end_on_thread if self._is_of_thread else None,
+            lambda: self.leaving.stop_on_thread if self._is_of_thread else None,
         )
         self.threads = SessionThreads(
             recorded.account,
             recorded.budget,
             recorded.exporter,
             waits=self._is_of_run,
-            look=self.exporting.pump,
+            look=self.exporting.read_recorded,
             begin_gauges=watch.begin,
-            is_needed=self.exporting.is_looked_after,
+            is_needed=self.exporting.must_read,
             sends=lambda: self.handover.is_here,
             follow=self._follow_threads,
             announce=self._mark_board,
@@ -113,7 +113,7 @@ class Session:
             rows_recorded(), metered=metered, is_left=lambda: is_left and self._membership.is_heard()
         )
         if unread:
-            self.account.lose(UNREAD, unread)
+            self.account.count_loss(UNREAD, unread)
         RECORDER.begin(limits.ring_bytes, self._facts.read(), folder, limits.disk_bytes)
         if RECORDER.no_memory:
             why = f"what this process records ends with it, and no other process can read it: {RECORDER.no_memory}"
@@ -173,18 +173,18 @@ class Session:
         if self.exporting.join():
             self.control.go_on()
             if self.threads.have_begun:  # before it had joined, or as it did
-                self._announce()
+                self._report_recording()
 
     # ---------------------------------------------------------------- while it runs
 
     def _follow_threads(self) -> None:
         """Announce this process after its threads have begun. Never delays the service."""
-        self._announce()
+        self._report_recording()
         if self._is_of_run or self._forked:  # of which many never record
             publish = self._facts.publish_context  # it imports what packs it
             FAULTS.attempt("process context", partial(self._prepare, publish))
 
-    def _announce(self) -> None:
+    def _report_recording(self) -> None:
         """Report to the agent that this process records. Only then may the agent send it requests."""
         self._membership.send({"records": True})
         self.control.hear_agent()
@@ -208,7 +208,7 @@ class Session:
             self.generations.refuse(str(error))
             raise
 
-    def _enter(self, profile: Profile) -> None:
+    def _apply(self, profile: Profile) -> None:
         """Apply the settings of another profile, whose rules are attached."""
         with self.exporting.lock.acquired():
             before = self.profile
@@ -222,7 +222,7 @@ class Session:
             FAULTS.attempt("process context", self._facts.publish_context)
             self.threads.start()
 
-    def _refine(self, profile: Profile) -> None:
+    def _add_rules(self, profile: Profile) -> None:
         """Apply the current profile with added rules. The generation does not change."""
         with self.exporting.lock.acquired():
             self.recorded.profile = profile
@@ -271,7 +271,7 @@ class Session:
         self.control.stop(before_sending.left_s())
         self.generations.stop(before_sending)
         FAULTS.attempt("last look at connections", self.selection.look_for_connections)
-        while message := self._membership.heard():  # there is no thread for it, or there never was
+        while message := self._membership.next_message():  # there is no thread for it, or there never was
             FAULTS.attempt("words of the agent", partial(self.exporting.hear_agent, message))
         with self.exporting.lock.acquired():
             if self._stopped:
@@ -281,7 +281,7 @@ class Session:
             FAULTS.attempt("resource of the service", self._facts.publish_resource)
             FAULTS.attempt("books of the metrics", partial(self._facts.publish_books, at_once=True))
             FAULTS.attempt("another agent", self.exporting.find_agent_at_end)
-            FAULTS.attempt("last look at the spans", partial(self.exporting.pump, meters=True))
+            FAULTS.attempt("last look at the spans", partial(self.exporting.read_recorded, meters=True))
             self.recorded.end_ns = time.monotonic_ns()
             FAULTS.attempt("board of the run", self._mark_board)
             self.leaving.leave(deadline)

@@ -91,11 +91,11 @@ class SessionThreads:
         The modules that the threads need are imported before.
         """
         if self.waits:
-            await_first_span(self._recording_begins)
+            await_first_span(self._start_at_first_span)
         else:
             self._start_threads()
 
-    def _recording_begins(self) -> None:
+    def _start_at_first_span(self) -> None:
         """Start the threads at the first span. Delays its thread, one of the service's, by some 0.1 ms."""
         if is_server_to_fork():
             return  # those of the workers begin there

@@ -20,14 +20,14 @@ from instrument.sessions.session import Session
 from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
 
 
-def is_of_everything(session: Session) -> bool:
+def records_everything(session: Session) -> bool:
     """Return True if a loop began the session without a profile."""
     return session.profile.source == EVERYTHING.source
 
 
 def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
     """Return a driver of torch.profiler for a loop; None if it is not wanted. By default only `EVERYTHING` wants it."""
-    if options.is_wanted is False or (options.is_wanted is None and not is_of_everything(session)):
+    if options.is_wanted is False or (options.is_wanted is None and not records_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"
     return TorchProfiler(options, session.account.complain, host_only=is_of_host)

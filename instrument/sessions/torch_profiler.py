@@ -65,8 +65,8 @@ def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
     operators = _Operators(trace, torch_trace, moved_ns)
     if not operators.made:
         return trace
-    operators.nest()
-    operators.take_in(trace.spans)
+    operators.nest_operators()
+    operators.move_into_operators(trace.spans)
     _set_device_times(trace, operators.made)
     spans = [*trace.spans, *operators.made]
     _set_self_times(spans, {span.span_id for span in operators.made} | {top.parent_id for top in operators.tops})
@@ -109,7 +109,7 @@ class _Operators:
                 span.parent_id = around.span_id
                 self.below.setdefault(around.span_id, []).append(span)
 
-    def nest(self) -> None:
+    def nest_operators(self) -> None:
         """Make each topmost operator a child of the span around it, and move the operators within along."""
         tops = self.tops
         middles = [(span.start_ns + span.end_ns) // 2 for span in tops]
@@ -127,7 +127,7 @@ class _Operators:
                     span.active_ns = span.total_ns
                 pending += [(inner, span) for inner in self.below.get(span.span_id, ())]
 
-    def take_in(self, spans: Sequence[Span]) -> None:
+    def move_into_operators(self, spans: Sequence[Span]) -> None:
         """Move spans that ran within an operator, such as a hook's, below the innermost operator around them."""
         tops: dict[int, list[Span]] = {}
         for top in self.tops:

@@ -155,7 +155,7 @@ def schedule(
 class Windows:
     """The windows of a schedule, counted by steps; without a schedule, all steps are one window.
 
-    Without `start_ns`, the first window begins with `arm`. `state` is the state of the current step, `steps` its
+    Without `start_ns`, `begin_window` begins the first window. `state` is the state of the current step, `steps` its
     number, `first_step` the first step of the newest window.
     """
 
@@ -165,7 +165,7 @@ class Windows:
         self.first_step = 0
         self._follow(schedule)
         if start_ns is not None:
-            self.arm(start_ns)
+            self.begin_window(start_ns)
 
     def _follow(self, schedule: Schedule | States | None) -> None:
         if schedule is None:
@@ -177,7 +177,7 @@ class Windows:
 
     @property
     def is_due(self) -> bool:
-        """True if the current step is in a window that has not begun: `arm` would begin it."""
+        """True if the current step is in a window that has not begun: `begin_window` would begin it."""
         return self._opened_ns is None and self.state in RECORDING
 
     @property
@@ -188,18 +188,18 @@ class Windows:
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
         """End one step, and begin a window that is due. Return the window that ended, None for none."""
         window = self.advance(end_ns)
-        self.arm(end_ns)
+        self.begin_window(end_ns)
         return window
 
     def advance(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End one step. Return the window that ended with it, None for none. The next window waits for `arm`."""
+        """End one step. Return the window that ended with it, None for none. `begin_window` begins the next one."""
         before, self.steps = self.state, self.steps + 1
         self.state = State(self._states(self.steps))
         if before is State.RECORD_AND_RETURN or self.state not in RECORDING:
             return self._close(end_ns)
         return None
 
-    def arm(self, now_ns: int) -> None:
+    def begin_window(self, now_ns: int) -> None:
         """Begin the window of the current step, unless it has begun or there is none."""
         if self.is_due:
             self._opened_ns, self.first_step = now_ns, self.steps
@@ -209,7 +209,7 @@ class Windows:
         window = self.stop(now_ns)
         self._opened_ns = None
         self._follow(schedule)
-        self.arm(now_ns)
+        self.begin_window(now_ns)
         return window
 
     def stop(self, end_ns: int) -> tuple[int, int, int] | None:

@@ -9,7 +9,7 @@ import os
 import sys
 
 
-def _hand_over():
+def _run_next_sitecustomize():
     # type: () -> None
     """Run the next `sitecustomize` on the path, the one that Python would run without ours."""
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not loaded this early
@@ -80,4 +80,4 @@ try:
     if os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT", "").strip().lower() not in _OFF:
         _begin()
 finally:
-    _hand_over()
+    _run_next_sitecustomize()
